@@ -170,6 +170,7 @@ class Checkpointer:
         fallback: bool = True,
         cast: bool = False,
         verify_first: bool = False,
+        share_reads: bool = False,
     ) -> Loaded | None:
         """Load the newest checkpoint, or `tag`, into the objects of `state`, in place; None if there is no checkpoint.
 
@@ -180,14 +181,17 @@ class Checkpointer:
         named `tag` raises an error instead. Bytes are read straight into the tensors and verified there. If they are damaged
         and no older checkpoint can be loaded over them, the error is a PartlyLoadedError: make the objects anew before you go
         on. `verify_first`: read and verify everything first, and again to load it. Damage then leaves the objects as they are,
-        and is a DamagedError. `afresh=True` does the same.
+        and is a DamagedError. `afresh=True` does the same. `share_reads`: ranks that need the same bytes, such as those of
+        DDP, read each of them once and send it to each other over gloo, for storage that is slower than the network.
 
         Raises MismatchError listing every difference (`strict=False` loads what fits and lists the rest, and raises if nothing
         fits), StateError for the state_dict() of an optimizer or scheduler in place of the object, NotFoundError for a named
         tag, DeadlineError naming ranks that did not take part, UnreadableError if the storage could not be read until
         `commit_timeout_s` had passed, PartlyLoadedError if it failed after it had begun to fill the objects.
         """
-        return self._core.load(state, tag, strict=strict, fallback=fallback, cast=cast, verify_first=verify_first)
+        return self._core.load(
+            state, tag, strict=strict, fallback=fallback, cast=cast, verify_first=verify_first, share_reads=share_reads
+        )
 
     def latest(self) -> str | None:
         """The tag that `latest` names in the store now, or None."""

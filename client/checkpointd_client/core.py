@@ -227,13 +227,14 @@ class Core:
         fallback: bool = True,
         cast: bool = False,
         verify_first: bool = False,
+        share_reads: bool = False,
     ) -> Loaded | None:
         """Load the newest checkpoint, or `tag`, into the objects of `state`, or into targets of a TargetChooser. Raises as
         Checkpointer.load().
         """
         self._check_open("load")
         tag = None if tag is None else check_tag(tag)
-        check_load(state, strict=strict, fallback=fallback, cast=cast, verify_first=verify_first)
+        check_load(state, strict=strict, fallback=fallback, cast=cast, verify_first=verify_first, share_reads=share_reads)
         self._saver.fence()
         self.settle()  # a save that commits now may replace the checkpoint to load
         loader = Loader(
@@ -244,7 +245,7 @@ class Core:
             load_round=self._load_rounds.begin(),
             timeout_s=self._options.commit_timeout_s,
             state=state,
-            options=LoadOptions(strict, cast, self._options.pickle_client_state, verify_first),
+            options=LoadOptions(strict, cast, self._options.pickle_client_state, verify_first, share_reads),
             sidecar=self._sidecar,
             surviving=self._started.surviving if self._started is not None else (),
             afresh=self._options.afresh,

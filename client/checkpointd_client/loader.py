@@ -54,6 +54,7 @@ from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.aliasing import MemoryRegion
 from checkpointd_client.ranks.load_messages import CandidateChoice, Holding, Problem
 from checkpointd_client.ranks.load_rounds import LoadRound
+from checkpointd_client.ranks.reading_circle import RankSharing
 from checkpointd_client.ranks.writer import ASKED, WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.content import RankContent
@@ -96,6 +97,8 @@ class Candidate:
     tag: str
     attempt: AttemptId
     in_memory: bool = False
+    share_reads: bool = False
+    """Whether ranks that read the same share the reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +232,7 @@ class Loader:
             return None
         attempt = AttemptId.parse(choice.attempt)
         assert attempt is not None
-        return Candidate(choice.tag, attempt, choice.in_memory)
+        return Candidate(choice.tag, attempt, choice.in_memory, choice.share_reads)
 
     def _choose(self, number: int, tag: str | None) -> CandidateChoice:
         try:
@@ -248,7 +251,8 @@ class Loader:
         damage = tuple(map(Problem.of, passed_over))
         if chosen is None:
             return CandidateChoice(passed_over=damage)
-        return CandidateChoice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage)
+        shares = self.options.share_reads and self.ranks.world_size > 1
+        return CandidateChoice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage, share_reads=shares)
 
     async def _chosen(self, tag: str | None, patience: Patience) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
         if tag is not None:
@@ -435,8 +439,16 @@ class Loader:
         read = catalog.read_outcome(store, candidate.tag, candidate.attempt)
         outcome = self.writer.call(read, self.timeout_s + self.config.retry_s)
         checkpoint = Checkpoint(candidate.tag, candidate.attempt, outcome)
+        sharing = RankSharing(self.load_round, f"reads/{checkpoint.prefix}") if candidate.share_reads else None
         return StoredSource(
-            self.store, self.writer, self.config, self.timeout_s, self.ranks, checkpoint, on_failure=self._tries_again
+            self.store,
+            self.writer,
+            self.config,
+            self.timeout_s,
+            self.ranks,
+            checkpoint,
+            on_failure=self._tries_again,
+            sharing=sharing,
         )
 
     # --- touching --------------------------------------------------------------------------------------------

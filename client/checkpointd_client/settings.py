@@ -119,9 +119,9 @@ def _check_overhead(value: object) -> None:
         )
 
 
-def check_load(state: object, *, strict: object, fallback: object, cast: object, verify_first: object) -> None:
-    """UsageError if load() cannot use these arguments."""
-    for name, value in (("strict", strict), ("fallback", fallback), ("cast", cast), ("verify_first", verify_first)):
+def check_load(state: object, **flags: object) -> None:
+    """UsageError if load() cannot load into `state`, or use these flags."""
+    for name, value in flags.items():
         arguments.flag(name, value)
     if not isinstance(state, MutableMapping | TargetChooser):
         advice = "a dict that can be changed" if isinstance(state, Mapping) else "{'model': model, ...}"

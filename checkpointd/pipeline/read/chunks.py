@@ -16,21 +16,27 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+import msgspec
 import numpy as np
 
+from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, DamagedError, NotFoundError
 from checkpointd.pipeline.read.bases import read_bases
 from checkpointd.pipeline.read.decode import decoded
 from checkpointd.pipeline.read.plan import ChunkRead, Place
+from checkpointd.pipeline.read.shared_reads import Circle, Sharing, Turn, take_turns
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
 
 GAP_BYTES_MAX = 64 << 10
 """Chunks at most this far apart are read together."""
@@ -61,43 +67,102 @@ class ReadGroup:
 
 
 async def read_chunks(
-    store: Store, wanted: Iterable[ChunkRead], config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
+    store: Store,
+    wanted: Iterable[ChunkRead],
+    config: LoadConfig,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    sharing: Sharing | None = None,
 ) -> list[DamagedError]:
-    """Read and verify `wanted`, and fill their places and sinks. `on_bytes` is called with the bytes of each read.
+    """Read and verify `wanted`, and fill their places and sinks. `on_bytes` is called with the bytes of each read. `sharing`:
+    ranks that read the same divide the reading among themselves.
 
     Returns all damage, in the order of the objects. Whole chunks reach their places and sinks even if others are damaged, and
     a damaged chunk may be left in its place, so a caller that must fill all or nothing verifies first. Raises UnreadableError
     if the storage fails. A missing object counts as damage, so use a store that raises NotFoundError only if that is proved
     (`store/patient.py`).
     """
-    loop, budget, buffers = asyncio.get_running_loop(), Budget(config.budget_bytes), _Buffers(config.block_bytes)
     groups = group_chunks(wanted, config.block_bytes)
-    damage: list[list[DamagedError]] = [[] for _ in groups]
+    damage: dict[int, list[DamagedError]] = {}
+    circle = None if sharing is None else await sharing.join(_print(groups))
+    if circle is not None:
+        reader = _GroupReader(store, config, on_bytes)
+        turns = [partial(reader.begin, group, number, circle, damage) for number, group in enumerate(groups)]
+        await take_turns(circle, turns, config.reads)
+    reader = _GroupReader(store, config, on_bytes)
+    works = [partial(reader.read, group, number, damage) for number, group in enumerate(groups) if number not in damage]
+    await run_workers(works, config.reads)
+    return [error for _, found in sorted(damage.items()) for error in found]
 
-    async def read(group: ReadGroup, found: list[DamagedError]) -> None:
-        async with budget.hold(group.nbytes):
-            if group.place is not None:
-                found += await read_into(group, group.place.data)
-                return
-            buffer = buffers.take(group.buffered)
-            try:
-                found += await read_into(group, buffer)
-            finally:
-                buffers.give_back(buffer)
 
-    async def read_into(group: ReadGroup, memory: Bytes) -> list[DamagedError]:
+@dataclass(slots=True)
+class _GroupReader:
+    """Reads groups within one budget of memory. The damage of each group that is done is noted under its number."""
+
+    store: Store
+    config: LoadConfig
+    on_bytes: Callable[[int], None]
+    budget: Budget = field(init=False)
+    buffers: _Buffers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.budget, self.buffers = Budget(self.config.budget_bytes), _Buffers(self.config.block_bytes)
+
+    async def read(self, group: ReadGroup, number: int, damage: dict[int, list[DamagedError]]) -> None:
+        """Read, verify and deliver `group`."""
+        async with self.budget.hold(group.nbytes), self.memory(group) as memory:
+            damage[number] = await self.read_into(group, memory)
+
+    async def begin(self, group: ReadGroup, number: int, circle: Circle, damage: dict[int, list[DamagedError]]) -> Turn:
+        """Take memory for `group`, and begin to read it if it is this rank's turn."""
+        source = number % circle.size
+        is_own = source == circle.place
+        if not is_own:
+            group = replace(group, place=None)  # SHARE-2
+        held = AsyncExitStack()
+        await held.enter_async_context(self.budget.hold(group.nbytes))
+        memory = await held.enter_async_context(self.memory(group))
+
+        async def finish() -> None:
+            found = await self.deliver(group, memory)
+            if found and not is_own:
+                log.warning("%s is read again: what came from another rank is wrong: %s", group.key, found[0])
+                found = await self.read_into(group, memory)  # SHARE-1
+            damage[number] = found
+
+        reading = asyncio.create_task(self.store.get_range(group.key, group.start, memory.data)) if is_own else None
+        return Turn(source, memory, reading, held, finish)
+
+    @asynccontextmanager
+    async def memory(self, group: ReadGroup) -> AsyncIterator[Bytes]:
+        """The memory that `group` is read into."""
+        if group.place is not None:
+            yield group.place.data
+            return
+        buffer = self.buffers.take(group.buffered)
         try:
-            await store.get_range(group.key, group.start, memory.data)
+            yield buffer
+        finally:
+            self.buffers.give_back(buffer)
+
+    async def read_into(self, group: ReadGroup, memory: Bytes) -> list[DamagedError]:
+        try:
+            await self.store.get_range(group.key, group.start, memory.data)
         except (NotFoundError, DamagedError) as error:
             return [_lost(group, error)]
-        bases, lost = await read_bases(store, group.wanted, on_bytes)
-        found = await loop.run_in_executor(None, _deliver, group, memory, bases)
-        on_bytes(memory.nbytes)
+        return await self.deliver(group, memory)
+
+    async def deliver(self, group: ReadGroup, memory: Bytes) -> list[DamagedError]:
+        """Verify and pass on the chunks of `group`, whose stored bytes are in `memory`."""
+        bases, lost = await read_bases(self.store, group.wanted, self.on_bytes)
+        found = await asyncio.get_running_loop().run_in_executor(None, _deliver, group, memory, bases)
+        self.on_bytes(memory.nbytes)
         return lost + found
 
-    works = [partial(read, group, found) for group, found in zip(groups, damage, strict=True)]
-    await run_workers(works, config.reads)
-    return [error for found in damage for error in found]
+
+def _print(groups: Iterable[ReadGroup]) -> bytes:
+    """The digest of what is read: equal for ranks that read the same groups."""
+    reads = [(g.key, g.start, g.stop, [(w.chunk.offset, w.chunk.digest) for w in g.wanted]) for g in groups]
+    return xxh3_128(msgspec.msgpack.encode(reads))
 
 
 def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int) -> list[ReadGroup]:

@@ -18,6 +18,7 @@ from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.plan import BoxRequest, Sink, plan_reads, rank_reads
+from checkpointd.pipeline.read.shared_reads import Sharing
 from checkpointd.store.base import Store
 
 
@@ -27,6 +28,7 @@ async def read_boxes(
     wants: Iterable[BoxRequest],
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
+    sharing: Sharing | None = None,
 ) -> list[DamagedError]:
     """Read the chunks that the wanted boxes touch, verify each, and pass every sink its elements, in any order.
 
@@ -35,7 +37,7 @@ async def read_boxes(
     does not exist, FormatError if a box does not lie in its tensor, StoreError if the storage fails.
     """
     gaps, wanted = plan_reads(world, wants)
-    return gaps + await read_chunks(store, wanted, config, on_bytes)
+    return gaps + await read_chunks(store, wanted, config, on_bytes, sharing)
 
 
 async def read_tensors(
@@ -45,9 +47,10 @@ async def read_tensors(
     sinks: Mapping[str, Sink | None],
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
+    sharing: Sharing | None = None,
 ) -> list[DamagedError]:
     """Read and verify the chunks of one rank's tensors named in `sinks`, and pass them on; a sink of None only verifies.
 
     Returns and raises as `read_chunks` does.
     """
-    return await read_chunks(store, rank_reads(prefix, index, sinks), config, on_bytes)
+    return await read_chunks(store, rank_reads(prefix, index, sinks), config, on_bytes, sharing)

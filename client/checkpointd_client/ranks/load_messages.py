@@ -58,7 +58,8 @@ class AskableNames(msgspec.Struct, frozen=True, kw_only=True):
 class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The candidate that rank 0 chose: an attempt at a tag, none (`tag` is None), or the problem that prevented a choice.
 
-    `in_memory`: load it from the snapshots of the sidecars. `passed_over`: the damage of newer checkpoints.
+    `in_memory`: load it from the snapshots of the sidecars. `passed_over`: the damage of newer checkpoints. `share_reads`:
+    ranks that read the same share the reading, as rank 0 was asked to.
     """
 
     in_memory: bool = False
@@ -66,6 +67,14 @@ class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str = ""
     problem: Problem | None = None
     passed_over: tuple[Problem, ...] = ()
+    share_reads: bool = False
+
+
+class Circles(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks that read the same, in circles. `token`: a word that names these circles and no others."""
+
+    token: str = ""
+    circles: tuple[tuple[int, ...], ...] = ()
 
 
 class RankVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +106,8 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
     answering: tuple[int, ...] = ()
 
 
-Message: TypeAlias = CandidateChoice | RankVerdict | Word | Holding | AskableNames
-Note = TypeVar("Note", CandidateChoice, RankVerdict, Word, Holding, AskableNames)
+Message: TypeAlias = CandidateChoice | RankVerdict | Word | Holding | AskableNames | Circles
+Note = TypeVar("Note", CandidateChoice, RankVerdict, Word, Holding, AskableNames, Circles)
 
 
 def written(note: Message) -> str:

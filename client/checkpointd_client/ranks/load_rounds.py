@@ -21,6 +21,7 @@ from checkpointd_client.ranks.board import COORDINATOR, Board
 from checkpointd_client.ranks.load_messages import (
     AskableNames,
     CandidateChoice,
+    Circles,
     Holding,
     Message,
     Note,
@@ -121,6 +122,21 @@ class LoadRound:
                 common, self.rounds.unanswered = frozenset(), (self.number, error)
             self._post(f"{key}/word", AskableNames(names=tuple(sorted(common))))
         return frozenset(self._said(f"{key}/word", AskableNames).names)
+
+    def circles(self, name: str, reads: str, form: Callable[[dict[int, str]], Circles]) -> Circles:
+        """Rank 0 forms circles from the `reads` of all ranks; every rank gets them. There are none if a rank does not answer,
+        and then the next verdict gives the round up.
+        """
+        key = self._key(name)
+        self._post(key, AskableNames(names=(reads,)))
+        if self._is_coordinator:
+            try:
+                heard = self._read(key, None, self.rounds.timeout_s)
+                found = form({rank: load_messages.read(text, AskableNames).names[0] for rank, text in heard.items()})
+            except DeadlineError as error:
+                found, self.rounds.unanswered = Circles(), (self.number, error)
+            self._post(f"{key}/word", found)
+        return self._said(f"{key}/word", Circles)
 
     def tries_again(self) -> None:
         """Say that a rank of this round reads again after a failure (ROUND-3). Any thread may call this."""

@@ -95,13 +95,15 @@ class LoadOptions:
 
     `strict`: every difference is an error; otherwise all that fits is loaded. `cast`: floating-point tensors may have another
     floating dtype, and are converted. `unpickle`: pickled objects in client_state may run their code. `verify_first`: all bytes
-    are read and verified before any object is touched, and then read again to fill them.
+    are read and verified before any object is touched, and then read again to fill them. `share_reads`: ranks that read the
+    same share the reading when they fill.
     """
 
     strict: bool = True
     cast: bool = False
     unpickle: bool = False
     verify_first: bool = False
+    share_reads: bool = False
 
 
 def _unknown(_one: str, _two: str) -> bool:

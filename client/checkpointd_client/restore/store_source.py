@@ -18,10 +18,12 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView, widened
 from checkpointd.pipeline.read.joint_plan import ranks_with, read_joint_plan
 from checkpointd.pipeline.read.load import read_boxes, read_tensors
 from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, unheld
+from checkpointd.pipeline.read.shared_reads import Sharing
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd_client.capture.dtypes import DTYPES, empty
+from checkpointd_client.ranks.reading_circle import RankSharing
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.bind import Target
@@ -168,6 +170,8 @@ class StoredSource:
     on_absence: Callable[[], Awaitable[None]] | None = None
     """Called when an object is not there. If it raises, the read ends with that error."""
     kind: Literal["store", "memory"] = "store"
+    sharing: RankSharing | None = None
+    """Set if ranks that read the same share the reading when they fill."""
     known: CheckpointView | None = None
     """All its indexes, if they were read before."""
     _index: Index | None = None
@@ -276,13 +280,17 @@ class StoredSource:
 
     def fill(self, targets: Sequence[Target], content: RankContent) -> None:
         self._patience = self._new_patience()
-        damage = self._fill(targets, content)
+        try:
+            damage = self._fill(targets, content, self.sharing)
+        finally:
+            if self.sharing is not None:
+                self.sharing.decline()  # if this rank has failed before it could join, the others must not wait for it
         if damage:
             raise damage[0]
 
-    def _fill(self, targets: Sequence[Target], content: RankContent) -> list[DamagedError]:
+    def _fill(self, targets: Sequence[Target], content: RankContent, sharing: Sharing | None = None) -> list[DamagedError]:
         with Uploads(self.config.pinned_bytes) as uploads:
-            return self._read_targets(targets, content, uploads)
+            return self._read_targets(targets, content, uploads, sharing)
 
     def _new_patience(self) -> Patience:
         return Patience(self.config.retry_s, self.config.absence_s, self.on_failure)
@@ -294,23 +302,30 @@ class StoredSource:
             self.timeout_s,
         )
 
-    def _read_targets(self, targets: Sequence[Target], content: RankContent, fill: Uploads | None) -> list[DamagedError]:
+    def _read_targets(
+        self, targets: Sequence[Target], content: RankContent, fill: Uploads | None, sharing: Sharing | None = None
+    ) -> list[DamagedError]:
         index = self._index
         if index is not None and all(_is_plain(target, content) for target in targets):
-            return self._read_whole(index, targets, content, fill)
+            return self._read_whole(index, targets, content, fill, sharing)
         found = wants(targets, content, fill)
         self._widen_for(found)
-        return self._read(lambda store: read_boxes(store, self._world, found, self.config))
+        return self._read(lambda store: read_boxes(store, self._world, found, self.config, sharing=sharing))
 
     def _read_whole(
-        self, index: Index, targets: Sequence[Target], content: RankContent, fill: Uploads | None
+        self,
+        index: Index,
+        targets: Sequence[Target],
+        content: RankContent,
+        fill: Uploads | None,
+        sharing: Sharing | None,
     ) -> list[DamagedError]:
         """Read whole tensors of this rank: the bytes of the chunks go straight to the tensors' memory."""
         sinks: dict[str, Sink | None] = {
             target.fqn: None if fill is None else sink_for(target.tensor, target.fqn, content.entries[target.fqn][0], fill)
             for target in targets
         }
-        return self._read(lambda store: read_tensors(store, self.checkpoint.prefix, index, sinks, self.config))
+        return self._read(lambda store: read_tensors(store, self.checkpoint.prefix, index, sinks, self.config, sharing=sharing))
 
 
 def _is_plain(target: Target, content: RankContent) -> bool:
