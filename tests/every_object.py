@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -38,6 +37,7 @@ from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention
 from tests.e2e.forked_ranks import forked, forked_output
+from tests.faults.jobs import wait_until
 
 RANKS = 2
 LIMIT_S = 200.0
@@ -193,9 +193,9 @@ def _save_all(folder: Path, rank: int) -> None:
     ckpt.load({"model": cut(0)})
     _save(ckpt, NEWEST)
     if rank == 0:
-        _await(root / f"global_step{NEWEST}/00000003-0" / VERIFIED)
+        wait_until((root / f"global_step{NEWEST}/00000003-0" / VERIFIED).is_file, "the newest is read back")
         ckpt.save(LATER, {"model": cut(LATER)})
-        _await(root / f"global_step{LATER}/00000003-0/00000.vote")
+        wait_until((root / f"global_step{LATER}/00000003-0/00000.vote").is_file, "rank 0 has voted")
         shutil.copytree(root, folder / "root")
 
 
@@ -208,13 +208,6 @@ def _opened(root: Path, *, compression: Compression = "planes") -> Checkpointer:
 
 def _save(ckpt: Checkpointer, step: int, **options: Any) -> None:
     ckpt.save(step, {"model": cut(step)}, client_state=client_state(step), **options).wait()
-
-
-def _await(path: Path) -> None:
-    end = time.monotonic() + LIMIT_S / 4
-    while not path.is_file():
-        assert time.monotonic() < end, f"{path} does not come"
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -66,37 +66,40 @@ def left_over(folder: Path) -> list[Path]:
     return [path for root in folder.glob("**/.checkpointd/unfinished") for path in root.iterdir()]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each round is a test, so that its time is limited by itself."""
+    if "round_number" in metafunc.fixturenames:
+        metafunc.parametrize("round_number", range(metafunc.config.getoption("--trainer-rounds")))
+
+
 def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on(
-    rank_forker: RankForker, order: str, tmp_path: Path, pytestconfig: pytest.Config
+    rank_forker: RankForker, order: str, tmp_path: Path, round_number: int
 ) -> None:
-    for number in range(pytestconfig.getoption("--trainer-rounds")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        point = POINTS[(number + len(ORDERS) - 1 - ORDERS.index(order)) % len(POINTS)]
-        train = "accelerate" if order == "accelerate" else "train"
-        with Job(folder=folder, rank_forker=rank_forker) as job:
-            dying = job.ranks[0 if point in ("showing", "shown") else number % 2]
-            dying.do("die", point=point, step=4)
-            job.tell(train, folder=str(folder), last=8)
-            with pytest.raises(RuntimeError, match="has ended with -9"):
-                dying.answer()
-        found = visible(folder)
-        numbers = [int(re.split("[-_]", path.name)[1]) for path in found]
-        first, second = (0, 1) if order == "accelerate" else (2, 4)
-        assert numbers in ([[first]] if point != "shown" else [[first, second]]), f"{point}: {found}"
-        assert all(map(whole, found)), f"{point}: {found}"
-        with Job(folder=folder, rank_forker=rank_forker) as job:
-            [one, other] = job.all(train, folder=str(folder), last=6, resume=True)
-        assert one == other
-        # What was committed appears at the start, at which the Trainer has chosen already.
-        went_on = point == "shown" or (point == "showing" and order == "accelerate")
-        assert (one["from"], one["step"]) == (4 if went_on else 2, 6), point
-        found = visible(folder)
-        assert one.get("elsewhere", "pytorch_model") == "pytorch_model", "a directory below one that was not there"
-        assert one["newest"] == found[-1].name == ("checkpoint_2" if order == "accelerate" else "checkpoint-6")
-        assert len(found) == 2, f"{point}: the older ones have gone: {found}"
-        assert all(map(whole, found))
-        assert not left_over(folder)
+    point = POINTS[(round_number + len(ORDERS) - 1 - ORDERS.index(order)) % len(POINTS)]
+    train = "accelerate" if order == "accelerate" else "train"
+    with Job(folder=tmp_path, rank_forker=rank_forker) as job:
+        dying = job.ranks[0 if point in ("showing", "shown") else round_number % 2]
+        dying.do("die", point=point, step=4)
+        job.tell(train, folder=str(tmp_path), last=8)
+        with pytest.raises(RuntimeError, match="has ended with -9"):
+            dying.answer()
+    found = visible(tmp_path)
+    numbers = [int(re.split("[-_]", path.name)[1]) for path in found]
+    first, second = (0, 1) if order == "accelerate" else (2, 4)
+    assert numbers in ([[first]] if point != "shown" else [[first, second]]), f"{point}: {found}"
+    assert all(map(whole, found)), f"{point}: {found}"
+    with Job(folder=tmp_path, rank_forker=rank_forker) as job:
+        [one, other] = job.all(train, folder=str(tmp_path), last=6, resume=True)
+    assert one == other
+    # What was committed appears at the start, at which the Trainer has chosen already.
+    went_on = point == "shown" or (point == "showing" and order == "accelerate")
+    assert (one["from"], one["step"]) == (4 if went_on else 2, 6), point
+    found = visible(tmp_path)
+    assert one.get("elsewhere", "pytorch_model") == "pytorch_model", "a directory below one that was not there"
+    assert one["newest"] == found[-1].name == ("checkpoint_2" if order == "accelerate" else "checkpoint-6")
+    assert len(found) == 2, f"{point}: the older ones have gone: {found}"
+    assert all(map(whole, found))
+    assert not left_over(tmp_path)
 
 
 @pytest.mark.parametrize("order", ["after"], indirect=True)

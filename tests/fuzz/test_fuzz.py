@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED
-from tests.fuzz.fuzz_files import corpora, fuzz, sum_of_outcomes
+from tests.every_object import KINDS, keys_of
+from tests.fuzz.fuzz_files import EVERY, corpora, fuzz, sum_of_outcomes
 from tests.fuzz.fuzz_wire import decode_one, fuzz_decoder, fuzz_sessions
 
 SEEDS = st.integers(min_value=1 << 40, max_value=1 << 60)
@@ -36,5 +37,7 @@ def test_the_inputs_get_somewhere() -> None:
 def test_files(pytestconfig: pytest.Config) -> None:
     """Each changed root or file gives what was saved, or says what is wrong; the seeds are the same in every run."""
     with corpora() as corpus:
+        assert [kind for kind in KINDS if not keys_of(corpus / EVERY, kind)] == []
+        assert [name for name in ("*.file", "record") if not any((corpus / "files").rglob(name))] == []
         found = fuzz(range(pytestconfig.getoption("--fuzzed-files")), corpus)
     assert {"newest", "older, and said", "refused", "read"} <= sum_of_outcomes(found).keys()

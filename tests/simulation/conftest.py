@@ -6,7 +6,7 @@ import pytest
 
 from checkpointd.pipeline.root import catalog, catalog_log
 
-SCHEDULES_IN_CI = 100
+SCHEDULES_IN_CI = 50
 FIRST_IN_CI = 60
 """Those before it are run for what they reach."""
 STRIDE_IN_CI = 8
