@@ -54,13 +54,16 @@ def test_without_faults_every_save_commits() -> None:
         assert report.committed == 4
 
 
-def test_ranks_whose_objects_lie_in_directories_of_their_own_keep_the_invariants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_whose_objects_lie_in_directories_of_their_own_keep_the_invariants(
+    stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The random schedules, as if there were so many ranks that each of these is in another group."""
     monkeypatch.setattr(keys, "RANKS_PER_GROUP", 1)
-    assert sum(run_schedule(random_schedule(seed)).committed for seed in range(40)) > 20
+    seeds = range(160 // stride)
+    assert sum(run_schedule(random_schedule(seed)).committed for seed in seeds) > len(seeds) // 2
 
 
-def test_deltas_keep_the_invariants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deltas_keep_the_invariants(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deltas in place of references: what is frozen differs by nothing from the checkpoint in full, which collectors remove."""
     persist, made, stored = JobConfig.persist.fget, encode._delta, []
 
@@ -74,7 +77,7 @@ def test_deltas_keep_the_invariants(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(choose_codec, "DELTA_BYTES_MIN", 1)
     monkeypatch.setattr(encode, "_delta", noted)
-    schedules = [random_schedule(seed) for seed in range(150)]
+    schedules = [random_schedule(seed) for seed in range(480 // stride)]
     frozen = [schedule for schedule in schedules if schedule.job.frozen]
     assert sum(run_schedule(schedule).committed for schedule in frozen) > len(frozen)
     assert any(stored)
