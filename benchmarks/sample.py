@@ -25,8 +25,9 @@ from benchmarks import document, report
 from checkpointd_client.capture.dtypes import copy_bits
 from checkpointd_client.capture.state import capture
 from checkpointd_client.staging.arena import Slot
+from checkpointd_client.staging.places import Remembered, sampled
 from checkpointd_client.staging.slot_layout import plan_slot
-from checkpointd_client.staging.torn_check import Sample, Sampler
+from checkpointd_client.staging.torn_check import Sample
 
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30
@@ -58,8 +59,7 @@ def measure(count: int, nbytes: int, runs: int) -> list[Cost]:
     layout = plan_slot(captured)
     slot = Slot(layout.nbytes)
     slot.populate(layout.nbytes)
-    targets = slot.views(layout, layout.parts)
-    starts = [leaf.start for leaf in captured.leaves]
+    targets = slot.views(layout.parts)
     offsets = [offset for offset, *_ in layout.parts]
     piece, other = torch.zeros(count * nbytes, dtype=torch.uint8), torch.zeros(128 << 20, dtype=torch.uint8)
 
@@ -79,10 +79,14 @@ def measure(count: int, nbytes: int, runs: int) -> list[Cost]:
             capture(state, None, exclude_frozen_parameters=False)
 
         samples: list[Sample] = []
-        sampler = Sampler()  # which has no plan yet
-        planned_s = cold(lambda: sampler.take(layout, tensors, starts, offsets, slot.buffer), walk)
+        known, key = Remembered(sampled), (layout, layout)
+
+        def take() -> Sample:
+            return Sample.take(known.of(tensors, offsets, key), slot.buffer)
+
+        planned_s = cold(take, walk)
         memcpy_s = cold(lambda: slot.memory[: piece.numel()].copy_(piece))
-        taken_s = cold(lambda: samples.append(sampler.take(layout, tensors, starts, offsets, slot.buffer)), walk)
+        taken_s = cold(lambda: samples.append(take()), walk)
         copy_s = cold(copied)
         found: list[int | None] = []
         compared_s = cold(lambda: found.append(samples[0].torn()))

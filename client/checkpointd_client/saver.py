@@ -451,7 +451,7 @@ class Saver:
         """
         if self._saves or self._prewarming is not None:
             return
-        captured = self._capturer.capture(state, None, exclude_frozen_parameters=False)
+        captured = uncollected(partial(self._capturer.capture, state, None, exclude_frozen_parameters=False))
         self._layout_of(captured)
         nbytes, device = expected(state, captured)
         if nbytes:

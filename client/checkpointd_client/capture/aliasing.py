@@ -147,15 +147,15 @@ def _addresses(region: MemoryRegion) -> Any:
     return array_at(region.start, region.shape, tuple(s * item for s in region.stride), item)
 
 
-def array_at(start: int, shape: Shape, strides: tuple[int, ...], item: int) -> NDArray[np.void]:
+def array_at(start: int, shape: Shape, strides: tuple[int, ...], item: int, *, kind: str = "V") -> NDArray[np.void]:
     """The memory at an address, as items of `item` bytes; strides in bytes. The array does not keep the memory alive."""
 
     class _Interface:
         __array_interface__ = {  # noqa: RUF012  # numpy's protocol wants a dict here
-            "data": (start, True),
+            "data": (start, False),
             "shape": shape,
             "strides": strides,
-            "typestr": f"|V{item}",
+            "typestr": f"|{kind}{item}",
             "version": 3,
         }
 

@@ -29,31 +29,11 @@ from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.aliasing import MemoryRegion, address_of, alias_of, extent, overlap_of, overlapping
 from checkpointd_client.capture.dtypes import NAMES, overlaps_itself
 from checkpointd_client.capture.flatten import Flattener
+from checkpointd_client.capture.leaves import Columns, Leaves
 from checkpointd_client.capture.scalars import decode_key
 from checkpointd_client.capture.tensors import LIKELY_LOWEST_ADDRESS, refusal
-from checkpointd_client.sharding.dtensor import LocalBox, LocalShard, is_dtensor, local_of
+from checkpointd_client.sharding.dtensor import LocalShard, is_dtensor, local_of
 from checkpointd_client.sharding.write_split import written_parts
-
-__all__ = ["Captured", "Leaf", "capture"]
-
-
-class Leaf(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One tensor to store. A Struct, since every save makes one for each tensor, five times as fast as a frozen dataclass.
-    Nothing that it refers to refers back to it, so Python's garbage collector need not look at it.
-
-    `tensor` is a live, detached view of the user's memory (no copy): it may be non-contiguous, expanded, on any device, and
-    shares the version counter of the user's tensor. `dtype` is torch's name without `torch.`. `optimizer_only` says that it
-    changes solely inside `optimizer.step()`: a parameter in the param_groups of, or a state tensor of, an optimizer in the
-    state. `part`: the box of a distributed tensor that `tensor` is; None if the whole tensor is this rank's own. `start`: the
-    address of a contiguous tensor; 0 if it is not known.
-    """
-
-    fqn: str
-    tensor: torch.Tensor
-    dtype: str
-    optimizer_only: bool
-    part: LocalBox | None = None
-    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,7 @@ class Captured:
     in order, FQN, dtype, shape, strides, device, part, and in whether they are optimizer-only or inference tensors.
     """
 
-    leaves: tuple[Leaf, ...]
+    leaves: Leaves
     aliases: tuple[Alias, ...]
     tree: tree.Node | tree.FilesNode
     excluded: tuple[str, ...]
@@ -119,7 +99,7 @@ def walked(
         overlaps = _overlaps(found, aliases)
         spans = _optimizer_spans(walk, found)
         positions: list[int] = []
-        leaves = tuple(leaves_of(found, aliases, spans, positions))
+        leaves = leaves_of(found, aliases, spans, positions)
     captured = Captured(
         leaves,
         tuple(alias for _, (_, alias) in sorted(aliases.items())),
@@ -129,23 +109,22 @@ def walked(
     return Walked(captured, walk, found, positions, aliases, frozenset(overlaps), spans)
 
 
-def leaves_of(
-    found: CheckedTensors, aliases: Aliases, optimizer_spans: set[tuple[int, int]], positions: list[int]
-) -> Iterator[Leaf]:
+def leaves_of(found: CheckedTensors, aliases: Aliases, optimizer_spans: set[tuple[int, int]], positions: list[int]) -> Leaves:
     """The leaves of tensors that are no aliases. The position of each is added to `positions`."""
-    strided = {*found.strided, *found.resolved}
+    columns, tensors = Columns([], [], [], []), list[torch.Tensor]()
     for i, (fqn, tensor, dtype) in enumerate(zip(found.fqns, found.detached, found.dtypes, strict=True)):
         if i in aliases:
             continue
         held = found.held.get(i)
         by_steps = (found.starts[i], found.ends[i]) in optimizer_spans
-        if held is None:
+        for part in (None,) if held is None else written_parts(fqn, held, tensor.itemsize):
             positions.append(i)
-            yield Leaf(fqn, tensor, dtype, by_steps, None, 0 if i in strided else found.starts[i])
-            continue
-        for part in written_parts(fqn, held, tensor.itemsize):
-            positions.append(i)
-            yield Leaf(fqn, part.of(tensor), dtype, by_steps, part)
+            tensors.append(tensor if part is None else part.of(tensor))
+            columns.fqns.append(fqn)
+            columns.dtypes.append(dtype)
+            columns.optimizer_only.append(by_steps)
+            columns.parts.append(part)
+    return Leaves(columns, tensors)
 
 
 def _check_unique(walk: Flattener, root: tree.Node) -> None:

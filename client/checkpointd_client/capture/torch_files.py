@@ -20,7 +20,8 @@ import torch
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
-from checkpointd_client.capture.state import Captured, Leaf
+from checkpointd_client.capture.leaves import Leaf, Leaves
+from checkpointd_client.capture.state import Captured
 
 # The records of a zip file, and the places of the CRC-32 in them (APPNOTE.TXT 4.3.7, 4.3.9, 4.3.12).
 _LOCAL, _LOCAL_CRC, _LOCAL_NAMES, _LOCAL_BYTES = b"PK\x03\x04", 14, 26, 30
@@ -48,7 +49,7 @@ def capture_files(at: str, files: Mapping[str, object], optimizer_only: Collecti
         node, found = _capture(name, content, optimizer_only)
         nodes.append(node)
         leaves += found
-    return Captured(tuple(leaves), (), tree.FilesNode(at, tuple(nodes)), ())
+    return Captured(Leaves.of(leaves), (), tree.FilesNode(at, tuple(nodes)), ())
 
 
 def check_saveable(name: str, content: object) -> None:

@@ -38,6 +38,8 @@ _PIECE = 4 << 20
 """Memory is allocated in pieces of this many bytes. A piece takes about 3 ms, in which no thread can map or unmap memory."""
 POPULATING_THREADS = 4
 """The most threads that allocate a slot's memory together."""
+_VIEWS_MAX = 3
+"""For how many lists of parts a slot keeps its views: those of one plan of the stager."""
 _NUMBERS = itertools.count()
 _UNSAFE: list[Slot] = []
 """Slots that are kept for ARENA-5."""
@@ -76,7 +78,7 @@ class Slot:
         self._tried_pinning = False
         self._populated = 0
         """The bytes at the beginning that have real memory."""
-        self._views: tuple[object, list[torch.Tensor]] | None = None
+        self._views: list[tuple[object, list[torch.Tensor]]] = []
 
     def begin(self) -> int:
         """Prepare for a snapshot; returns its token, from 1 to 2^63 - 1."""
@@ -121,12 +123,13 @@ class Slot:
             return
         self._pinning, self._pinned_on = pinning, torch.accelerator.current_device_index()
 
-    def views(self, layout: object, parts: list[tuple[int, int, torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
-        """A tensor over this memory for each part (offset, bytes, dtype, shape); cached while `layout` is the same object."""
-        if self._views is None or self._views[0] is not layout:
-            made = [self.memory[at : at + n].view(dtype).view(shape) for at, n, dtype, shape in parts]
-            self._views = (layout, made)
-        return self._views[1]
+    def views(self, parts: list[tuple[int, int, torch.dtype, tuple[int, ...]]]) -> list[torch.Tensor]:
+        """A tensor over this memory for each part (offset, bytes, dtype, shape). Those of the last lists are remembered."""
+        known = next((views for made_of, views in self._views if made_of is parts), None)
+        if known is None:
+            known = [self.memory[at : at + n].view(dtype).view(shape) for at, n, dtype, shape in parts]
+        self._views = [(parts, known), *(pair for pair in self._views if pair[0] is not parts)][:_VIEWS_MAX]
+        return known
 
     def release(self) -> None:
         """Give the memory back. A view that is still in use keeps the mapping alive until the view is gone.
@@ -143,7 +146,7 @@ class Slot:
             with torch.accelerator.device_index(self._pinned_on):  # on device 0, it would start the driver there
                 self._pinning.unregister(self.buffer.ctypes.data)
             self._pinning = None
-        self._views = None
+        self._views = []
         del self.memory, self.buffer, self._mark
         with contextlib.suppress(BufferError):
             self._map.close()

@@ -18,7 +18,7 @@ import torch
 from checkpointd.pipeline.shard import aligned
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import carrier_of
-from checkpointd_client.capture.state import Leaf
+from checkpointd_client.capture.leaves import Leaves
 from checkpointd_client.staging.block_sums import Row, strided
 from checkpointd_client.staging.slot_layout import SlotLayout
 
@@ -114,9 +114,7 @@ class DevicePlan:
         return [batch.row for batch in batches if batch and batch.row] + [row for _, row in self.alone]
 
 
-def plan_device(
-    device: torch.device, leaves: Sequence[Leaf], layout: SlotLayout, *, still: bool, checksums: bool | None
-) -> DevicePlan:
+def plan_device(device: torch.device, leaves: Leaves, layout: SlotLayout, *, still: bool, checksums: bool | None) -> DevicePlan:
     """The plan for the leaves on `device`. With `still`, no tensor changes before the snapshot is whole."""
     for scratch_bytes in (SCRATCH_BYTES, 0):
         try:
@@ -128,12 +126,10 @@ def plan_device(
 
 
 class _Planner:
-    def __init__(
-        self, device: torch.device, leaves: Sequence[Leaf], layout: SlotLayout, still: bool, checksums: bool | None
-    ) -> None:
-        self._device, self._leaves, self._parts, self._checksums = device, leaves, layout.parts, checksums
-        self._here = [i for i, leaf in enumerate(leaves) if leaf.tensor.numel() and leaf.tensor.device == device]
-        self._stable = {i for i in self._here if still or leaves[i].optimizer_only}
+    def __init__(self, device: torch.device, leaves: Leaves, layout: SlotLayout, still: bool, checksums: bool | None) -> None:
+        self._device, self._leaves, self._parts, self._checksums = device, tuple(leaves), layout.parts, checksums
+        self._here = [i for i, leaf in enumerate(self._leaves) if leaf.tensor.numel() and leaf.tensor.device == device]
+        self._stable = {i for i in self._here if still or self._leaves[i].optimizer_only}
         self._still = still
         self._sums = 0
 

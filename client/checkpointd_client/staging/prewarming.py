@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 
 import torch
 
@@ -22,13 +23,14 @@ def expected(state: Mapping[str, object], captured: Captured) -> tuple[int, torc
     A low estimate costs the first save some page faults. A high one costs memory until the slot is replaced. The save is right
     in both cases.
     """
-    device = next((leaf.tensor.device for leaf in captured.leaves if devices.has_streams(leaf.tensor.device)), None)
-    present = sum(leaf.tensor.nbytes + PAGE // 64 for leaf in captured.leaves)
+    tensors, by_steps = captured.leaves.tensors, captured.leaves.columns.optimizer_only
+    device = next(filter(devices.has_streams, dict.fromkeys(tensor.device for tensor in tensors)), None)
+    present = sum(tensor.nbytes + PAGE // 64 for tensor in tensors)
     optimizers = [item for item in state.values() if isinstance(item, torch.optim.Optimizer)]
     if not optimizers:
         return present, device
     # If other ranks hold replicas, this rank writes only a part of its parameters and moments: scale the new moments alike.
-    written = sum(leaf.tensor.nbytes for leaf in captured.leaves if leaf.optimizer_only)
+    written = sum(tensor.nbytes for tensor in compress(tensors, by_steps))
     fresh = sum(_nbytes(p) for optimizer in optimizers for p in _parameters(optimizer) if p not in optimizer.state)
     held = sum(_nbytes(t) for optimizer in optimizers for t in _parameters(optimizer) + _state_tensors(optimizer))
     return present + (MOMENTS * fresh * min(written, held) // held if held else 0), device

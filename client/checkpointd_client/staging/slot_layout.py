@@ -30,14 +30,14 @@ def plan_slot(captured: Captured) -> SlotLayout:
     tensors: list[ShardTensor] = []
     parts: list[Part] = []
     offset = 0
-    for leaf in captured.leaves:
-        item, part = ITEM_BYTES[leaf.dtype], leaf.part
-        shape = tuple(leaf.tensor.shape)
-        nbytes = leaf.tensor.numel() * item
+    columns = captured.leaves.columns
+    for fqn, dtype, part, tensor in zip(columns.fqns, columns.dtypes, columns.parts, captured.leaves.tensors, strict=True):
+        item, shape = ITEM_BYTES[dtype], tuple(tensor.shape)
+        nbytes = tensor.numel() * item
         if part is None:
-            tensors.append(ShardTensor(leaf.fqn, leaf.dtype, shape, whole(shape), "rank", offset, nbytes, item))
+            tensors.append(ShardTensor(fqn, dtype, shape, whole(shape), "rank", offset, nbytes, item))
         else:
-            tensors.append(ShardTensor(leaf.fqn, leaf.dtype, part.shape, part.box, "global", offset, nbytes, item))
-        parts.append((offset, nbytes, leaf.tensor.dtype, shape))
+            tensors.append(ShardTensor(fqn, dtype, part.shape, part.box, "global", offset, nbytes, item))
+        parts.append((offset, nbytes, tensor.dtype, shape))
         offset += aligned(nbytes)
     return SlotLayout(tuple(tensors), parts, page_up(max(offset, 1)))

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal
 
-import msgspec
 import torch
 
 from checkpointd.commands import command
@@ -35,13 +34,16 @@ from checkpointd.pipeline.pace import Pace
 from checkpointd.waits import Waiting
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import can_be_copied_together, copy_bits
-from checkpointd_client.capture.state import Captured, Leaf
+from checkpointd_client.capture.leaves import Leaves
+from checkpointd_client.capture.state import Captured
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.block_sums import add_up
+from checkpointd_client.staging.copies import Copies, addresses_of, bytes_of, storages_of
 from checkpointd_client.staging.device_plan import DevicePlan, plan_device, taking
 from checkpointd_client.staging.device_snapshot import DeviceSnapshot, leaf_at
-from checkpointd_client.staging.slot_layout import SlotLayout
-from checkpointd_client.staging.torn_check import Proof, Sampler
+from checkpointd_client.staging.places import Remembered, entire, sampled
+from checkpointd_client.staging.slot_layout import Part, SlotLayout
+from checkpointd_client.staging.torn_check import Proof, Sample
 
 log = logging.getLogger("checkpointd")
 
@@ -52,25 +54,20 @@ STUCK_S = 120.0
 TASK_BYTES = 16 << 20
 """The background copy is cut into tasks of about this size, which a waiting trainer can take over."""
 
-_TENSOR, _START, _VERSION = attrgetter("tensor"), attrgetter("start"), attrgetter("_version")
+AT_ONCE_BYTES = 4 << 10
+"""save() copies tensors of up to this size itself."""
+
+_VERSION = attrgetter("_version")
 
 
-class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The copy of one tensor into the slot. `version` is the source's version counter at save(), or None if it has none.
+@dataclass(frozen=True, slots=True, eq=False)
+class Some:
+    """Some of the leaves. `of` takes theirs out of a list for all leaves; `parts` are their places in the slot."""
 
-    Nothing that it refers to refers back to it, so Python's garbage collector need not look at it.
-    """
-
-    fqn: str
-    source: torch.Tensor
-    target: torch.Tensor
-    version: int | None
-
-    def run(self) -> None:
-        copy_bits(self.target, self.source)
-
-    def changed(self) -> bool:
-        return self.version is not None and self.source._version != self.version
+    of: Callable[[Sequence[Any]], Sequence[Any]]
+    parts: list[Part]
+    offsets: list[int]
+    fqns: list[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,15 +77,18 @@ class StagingPlan:
     layout: SlotLayout
     fqns: list[str]
     offsets: list[int]
-    together: Callable[[Sequence[Any]], Sequence[Any]]
-    """Takes the tensors on the host that save() copies itself, in one call, out of a list for all leaves."""
-    alone: list[int]
-    """The other tensors on the host that save() copies itself."""
-    lazy: Callable[[Sequence[Any]], Sequence[Any]]
-    """Takes the tensors on the host that are copied in the background out of a list for all leaves."""
-    lazy_offsets: list[int]
+    now: Some
+    """The tensors on the host that save() copies itself. Those at the beginning of `together` are copied in one call."""
+    together: int
+    small: Some
+    """The small tensors on the host that only optimizer steps change. save() copies them itself, by their addresses, since a
+    sample of them and all that a later copy needs would take longer."""
+    lazy: Some
+    """The tensors on the host that are copied in the background, contiguous ones first."""
+    contiguous: int
+    """How many of these are contiguous: they are copied as bytes."""
     tasks: list[slice]
-    """The background copies that belong together."""
+    """The background copies that belong together: either all of them are contiguous or none."""
     task_bytes: list[int]
     """The bytes of each task."""
     are_counted: bool
@@ -109,11 +109,6 @@ def _torn(fqn: str) -> StagingError:
     )
 
 
-def _changed_since_save(copies: list[Copy]) -> StagingError | None:
-    """The error of the first copy whose source torch has counted a change of."""
-    return next((_torn(copy.fqn) for copy in copies if copy.changed()), None)
-
-
 @dataclass
 class Staging:
     """One snapshot being taken. `done` resolves when the slot holds all of it, or with the StagingError that spoiled it."""
@@ -130,9 +125,9 @@ class Staging:
     """Held while a step waits."""
     _plan: StagingPlan | None = None
     _devices: list[DeviceSnapshot] = field(default_factory=list)
-    _tasks: deque[list[Copy]] = field(default_factory=deque)
-    _proofs: list[tuple[Proof, list[Copy]]] = field(default_factory=list)
-    """Each proof with its copies, in the order of its positions."""
+    _tasks: deque[Copies] = field(default_factory=deque)
+    _proofs: list[tuple[Proof, Sequence[str]]] = field(default_factory=list)
+    """Each proof with the FQNs of its tensors, in the order of its positions."""
     _unfenced: bool = True
     _left: int = 0
     _host_copied: threading.Event = field(default_factory=threading.Event)
@@ -197,15 +192,15 @@ class Staging:
                 self.pace.copy_rested_s += time.monotonic() - now
         self.help()
 
-    def _run(self, task: list[Copy]) -> None:
-        spoiled: StagingError | None = StagingError(f"the copy of {task[0].fqn} and others was interrupted")
+    def _run(self, task: Copies) -> None:
+        spoiled: StagingError | None = StagingError(f"the copy of {task.fqns[0]} and others was interrupted")
         try:
             with torch.no_grad():
-                for copy in task:
-                    copy.run()
-            spoiled = _changed_since_save(task)
+                task.run()
+            fqn = task.changed()
+            spoiled = None if fqn is None else _torn(fqn)
         except Exception as error:  # any error of torch spoils the snapshot, and training goes on
-            spoiled = StagingError(f"the snapshot of {task[0].fqn} and others failed: {error}")
+            spoiled = StagingError(f"the snapshot of {task.fqns[0]} and others failed: {error}")
             spoiled.__cause__ = error
         finally:  # also after Ctrl-C: nobody takes this task again
             with self._lock:
@@ -295,10 +290,10 @@ class Staging:
     def _unproved(self) -> StagingError | None:
         """The error if the full slot differs from the sources at save(), or if that cannot be checked."""
         try:
-            for proof, copies in self._proofs:
+            for proof, fqns in self._proofs:
                 position = proof.torn()
                 if position is not None:
-                    return _torn(copies[position].fqn)
+                    return _torn(fqns[position])
             for part in self._devices:
                 place = part.differs()
                 if place is not None and self._plan is not None:
@@ -341,7 +336,7 @@ class Stager:
         self._plan: StagingPlan | None = None
         self._reuses = 0
         """How many saves in a row had the arrangement of the one before."""
-        self._sampler = Sampler()
+        self._samples, self._smalls, self._flat = Remembered(sampled), Remembered(entire), Remembered(bytes_of)
         self._thread = threading.Thread(target=self._work, name="checkpointd-stager", daemon=True)
         self._thread.start()
 
@@ -362,11 +357,12 @@ class Stager:
 
     def _save(self, staging: Staging, captured: Captured, layout: SlotLayout) -> None:
         plan = staging._plan = self._plan_of(captured, layout)
-        tensors = list(map(_TENSOR, captured.leaves))
-        targets = staging.slot.views(layout, layout.parts)
-        for device_plan in plan.devices:
-            self._save_device(staging, device_plan, tensors, targets)
-        self._save_host(staging, plan, captured.leaves, tensors, targets)
+        if plan.devices:
+            tensors = list(map(torch.Tensor.detach, captured.leaves.tensors))
+            targets = staging.slot.views(layout.parts)
+            for device_plan in plan.devices:
+                self._save_device(staging, device_plan, tensors, targets)
+        self._save_host(staging, plan, captured.leaves)
 
     def _save_device(
         self, staging: Staging, plan: DevicePlan, tensors: list[torch.Tensor], targets: list[torch.Tensor]
@@ -377,33 +373,39 @@ class Stager:
         self._lasts[plan.device] = part
         part.wait_for_urgent()
 
-    def _save_host(
-        self,
-        staging: Staging,
-        plan: StagingPlan,
-        leaves: tuple[Leaf, ...],
-        tensors: list[torch.Tensor],
-        targets: list[torch.Tensor],
-    ) -> None:
+    def _save_host(self, staging: Staging, plan: StagingPlan, leaves: Leaves) -> None:
         """Copy what may change, and prepare the background copies."""
+        tensors, slot = leaves.tensors, staging.slot
+        if plan.small.parts:
+            for points in self._smalls.of(plan.small.of(tensors), plan.small.offsets, (leaves.columns, plan)):
+                points.copy(slot.buffer)
+        sources, targets = plan.now.of(tensors), slot.views(plan.now.parts)
         with torch.no_grad():
-            sources = list(plan.together(tensors))
-            if sources:  # no Python code runs for a single one of these
-                torch._foreach_copy_(list(plan.together(targets)), sources)
-            for i in plan.alone:
-                copy_bits(targets[i], tensors[i])
-        if plan.lazy_offsets:
-            # No Python code runs for a single tensor here.
-            sources = list(plan.lazy(tensors))
-            versions = map(_VERSION if plan.are_counted else _version, sources)
-            copies = list(map(Copy, plan.lazy(plan.fqns), sources, plan.lazy(targets), versions))
-            starts = list(map(_START, plan.lazy(leaves)))
-            sample = self._sampler.take(plan.layout, sources, starts, plan.lazy_offsets, staging.slot.buffer)
-            staging._proofs.append((sample, copies))
-            staging._tasks.extend(copies[some] for some in plan.tasks)
+            if plan.together:  # no Python code runs for a single one of these
+                torch._foreach_copy_(targets[: plan.together], list(sources[: plan.together]))
+            for target, source in zip(targets[plan.together :], sources[plan.together :], strict=True):
+                copy_bits(target, source)
+        if plan.lazy.parts:
+            self._prepare_lazy(staging, plan, leaves)
         staging._left = len(staging._tasks)
         if staging._left == 0:
             staging._host_copied.set()
+
+    def _prepare_lazy(self, staging: Staging, plan: StagingPlan, leaves: Leaves) -> None:
+        """Prepare the background copies. No Python code runs for a single contiguous tensor."""
+        lazy, count, key = plan.lazy, plan.contiguous, (leaves.columns, plan)
+        tensors, targets = lazy.of(leaves.tensors), staging.slot.views(lazy.parts)
+        storages, bent = storages_of(tensors[:count]), list(map(torch.Tensor.detach, tensors[count:]))
+        version = _VERSION if plan.are_counted else _version
+        versions = list(map(version, tensors))
+        sample = Sample.take(self._samples.of(tensors, lazy.offsets, key), staging.slot.buffer)
+        staging._proofs.append((sample, lazy.fqns))
+        sources, addresses = [*self._flat.of(tensors[:count], lazy.offsets, key), *bent], addresses_of(storages)
+        for some in plan.tasks:
+            held = storages[some], addresses[some]
+            staging._tasks.append(
+                Copies(lazy.fqns[some], tensors[some], version, versions[some], sources[some], targets[some], held)
+            )
 
     def _plan_of(self, captured: Captured, layout: SlotLayout) -> StagingPlan:
         """The plan of the last save if the state is arranged as it was, else a new one."""
@@ -419,33 +421,46 @@ class Stager:
         self._plan, self._arrangement = self._new_plan(captured.leaves, layout), captured.arrangement
         return self._plan
 
-    def _new_plan(self, leaves: tuple[Leaf, ...], layout: SlotLayout) -> StagingPlan:
+    def _new_plan(self, of: Leaves, layout: SlotLayout) -> StagingPlan:
+        leaves, parts = tuple(of), layout.parts
+
+        def some(positions: list[int], as_bytes: int = 0) -> Some:
+            typed = [parts[i] for i in positions[as_bytes:]]
+            plain = [(parts[i][0], parts[i][1], torch.uint8, (parts[i][1],)) for i in positions[:as_bytes]]
+            return Some(
+                taking(positions), [*plain, *typed], [parts[i][0] for i in positions], [leaves[i].fqn for i in positions]
+            )
+
         filled = [i for i, leaf in enumerate(leaves) if leaf.tensor.numel()]
         where = {leaf.tensor.device: devices.has_streams(leaf.tensor.device) for leaf in leaves}
         host = [i for i in filled if not where[leaves[i].tensor.device]]
-        lazy = [i for i in host if leaves[i].optimizer_only and self.mode == "lazy"]
-        background = set(lazy)
-        now = [i for i in host if i not in background]
-        together = [i for i in now if can_be_copied_together(leaves[i].tensor)]
-        alone = sorted(set(now).difference(together))
+        flat = {i for i in host if leaves[i].tensor.is_contiguous()}
+        small = [i for i in host if i in flat and leaves[i].optimizer_only and layout.parts[i][1] <= AT_ONCE_BYTES]
+        quick = set(small)
+        lazy = [i for i in host if leaves[i].optimizer_only and self.mode == "lazy" and i not in quick]
+        lazy = sorted(lazy, key=lambda i: i not in flat)
+        now = set(host).difference(small, lazy)
+        together = [i for i in sorted(now) if can_be_copied_together(leaves[i].tensor)]
+        contiguous = sum(i in flat for i in lazy)
         eager, plans, is_whole = self.mode == "eager", [], True
         for device in dict.fromkeys(leaves[i].tensor.device for i in filled):
             if where[device]:
                 proves = self._proves(device)
-                plans.append(plan_device(device, leaves, layout, still=eager, checksums=proves))
+                plans.append(plan_device(device, of, layout, still=eager, checksums=proves))
                 is_whole = is_whole and plans[-1].is_whole and proves is not None
         sizes = [layout.parts[i][1] for i in lazy]
-        tasks = _tasks_of(sizes)
+        tasks = _tasks_of(sizes, contiguous)
         return StagingPlan(
             layout,
             [leaf.fqn for leaf in leaves],
             [offset for offset, *_ in layout.parts],
-            taking(together),
-            alone,
-            taking(lazy),
-            [layout.parts[i][0] for i in lazy],
+            some([*together, *sorted(now.difference(together))]),
+            len(together),
+            some(small),
+            some(lazy, as_bytes=contiguous),
+            contiguous,
             tasks,
-            [sum(sizes[some]) for some in tasks],
+            [sum(sizes[one]) for one in tasks],
             not any(leaves[i].tensor.is_inference() for i in lazy),
             tuple(plans),
             is_whole,
@@ -495,12 +510,12 @@ class Stager:
         self._thread.join(timeout)
 
 
-def _tasks_of(nbytes: Sequence[int]) -> list[slice]:
-    """Cut copies of so many bytes each into tasks."""
+def _tasks_of(nbytes: Sequence[int], apart: int) -> list[slice]:
+    """Cut copies of so many bytes each into tasks. A task begins at the position `apart`."""
     starts: list[int] = []
-    filled = TASK_BYTES
+    filled = 0
     for i, size in enumerate(nbytes):
-        if filled >= TASK_BYTES:
+        if not starts or filled >= TASK_BYTES or i == apart:
             starts.append(i)
             filled = 0
         filled += size

@@ -35,7 +35,7 @@ from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.restore.sinks import sink_for
 from checkpointd_client.restore.uploads import Uploads
-from checkpointd_client.staging.stager import Copy
+from checkpointd_client.staging.copies import Copies
 from tests.builders import HeldPersist, plan_save, rank_arrays, save_checkpoint
 
 
@@ -158,10 +158,10 @@ def test_a_forked_child_leaves_at_once_and_hears_its_signals(tmp_path: Path, mon
 
 
 def test_an_interrupted_copy_spoils_its_snapshot_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Copy) -> None:
+    def interrupted(self: Copies) -> None:
         raise KeyboardInterrupt
 
-    model = torch.nn.Linear(8, 8)
+    model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(tmp_path) as ckpt:
         # The stager is kept away, so that the step's hook is what copies.
@@ -169,8 +169,8 @@ def test_an_interrupted_copy_spoils_its_snapshot_and_nothing_else(tmp_path: Path
         handle = ckpt.save(1, {"model": model, "optimizer": optimizer})
         (staging, _) = ckpt._core._saver._stagings[0]
         with monkeypatch.context() as patch:
-            patch.setattr(Copy, "run", interrupted)
-            model(torch.ones(1, 8)).sum().backward()
+            patch.setattr(Copies, "run", interrupted)
+            model(torch.ones(1, 64)).sum().backward()
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
         staging.finish()

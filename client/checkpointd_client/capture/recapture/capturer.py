@@ -3,19 +3,22 @@
 Invariants
   RECAPTURE-1  A capture equals what `state.capture` finds, whether the whole state was walked for it or not.
   RECAPTURE-2  Two captures have the same arrangement object only if their leaves differ in nothing but their addresses.
+  RECAPTURE-3  Two captures have the same columns object only if their leaves agree in all that columns tell, and those that
+      only optimizer steps change have the same addresses, sizes and strides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from checkpointd_client.capture.leaves import Columns, Leaves
 from checkpointd_client.capture.recapture.plan import CapturePlan, Recaptured, State
-from checkpointd_client.capture.state import Captured, Leaf, Walked, walked
+from checkpointd_client.capture.state import Captured, Walked, walked
 
 STATES_MAX = 4
 """The most states that are remembered, for a Checkpointer that saves several in turn."""
@@ -92,19 +95,19 @@ class _Remembered:
 class _Arrangement:
     """All facts about leaves except their addresses. It refers to no tensor."""
 
-    leaves: list[Any]
+    columns: Columns
     sizes: list[Any]
     strides: list[Any]
     devices: list[Any]
     are_inference: list[Any]
 
     @classmethod
-    def of(cls, leaves: Sequence[Leaf]) -> _Arrangement:
+    def of(cls, leaves: Leaves) -> _Arrangement:
         # This runs in every save, so no Python code runs for a single leaf.
         with torch._C.DisableTorchFunction():
-            tensors = list(map(attrgetter("tensor"), leaves))
+            tensors = leaves.tensors
             return cls(
-                list(map(attrgetter("fqn", "dtype", "optimizer_only", "part"), leaves)),
+                leaves.columns,
                 list(map(torch.Tensor.size, tensors)),
                 list(map(torch.Tensor.stride, tensors)),
                 list(map(attrgetter("device"), tensors)),

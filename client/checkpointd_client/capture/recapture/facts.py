@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, compress, repeat
 from operator import attrgetter, contains, eq, is_, is_not, itemgetter, methodcaller
@@ -212,16 +213,6 @@ def state_values(found: Found) -> list[Any]:
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
-_OF_MEMORY: tuple[Callable[[Any], Any], ...] = (
-    type,
-    torch.Tensor.data_ptr,  # it raises for a sparse tensor
-    torch.Tensor.size,  # it raises for a nested tensor
-    torch.Tensor.stride,
-    attrgetter("dtype"),
-    attrgetter("device"),
-    attrgetter("requires_grad"),
-    torch.Tensor.is_inference,
-)
 _OF_SHARDED: tuple[Callable[[Any], Any], ...] = (type, torch.Tensor.size, attrgetter("requires_grad"))
 _LOCAL, _SPEC, _MESH = attrgetter("_local_tensor"), attrgetter("_spec"), attrgetter("_spec.mesh")
 _Results = list[tuple[Callable[[Any], Any], list[Any]]]
@@ -250,12 +241,13 @@ class ValueFacts:
         self._noted, self._plain, self._sharded, self._others = map(picker, (positions, plain, sharded, others))
         self._scalars = picker([i for i in positions if type(values[i]) in SCALARS])
         memory, dtensors = self._memory(values), self._sharded(values)
-        self._complex = picker([k for k, tensor in enumerate(memory) if tensor.is_complex()])
         self._empty = picker([k for k in range(len(plain), len(memory)) if not memory[k].numel()])
-        if not PLAIN_TENSORS.issuperset(map(type, memory)) or self._are_lazy(memory):
+        are_lazy = any(tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()) for tensor in memory)
+        if are_lazy or not PLAIN_TENSORS.issuperset(map(type, memory)):
             raise Unfit
         self._ids = list(map(id, self._noted(values)))
-        self._of_memory: _Results = [(of, list(map(_untracked, map(of, memory)))) for of in _OF_MEMORY]
+        self._guards = _guards(memory)
+        self._addresses = list(map(torch.Tensor.data_ptr, memory))
         self._of_sharded: _Results = [(of, list(map(_untracked, map(of, dtensors)))) for of in _OF_SHARDED]
         self._specs, self._meshes = list(map(_SPEC, dtensors)), list(map(_MESH, dtensors))
         self._rest = self._rest_of(values, memory)
@@ -269,8 +261,8 @@ class ValueFacts:
             _are(self._of_sharded, dtensors)
             and all(map(is_, map(_MESH, dtensors), self._meshes))
             and list(map(_SPEC, dtensors)) == self._specs
-            and _are(self._of_memory, memory)
-            and not self._are_lazy(memory)
+            and list(map(torch.Tensor.data_ptr, memory)) == self._addresses
+            and _are_as_guarded(self._guards, memory)
             and self._rest_of(values, memory) == self._rest
         )
         if not same:
@@ -279,9 +271,6 @@ class ValueFacts:
 
     def _memory(self, values: Sequence[Any]) -> Sequence[torch.Tensor]:
         return [*self._plain(values), *map(_LOCAL, self._sharded(values))]
-
-    def _are_lazy(self, memory: Sequence[torch.Tensor]) -> bool:
-        return any(map(torch.Tensor.is_neg, memory)) or any(map(torch.Tensor.is_conj, self._complex(memory)))
 
     def _rest_of(self, values: Sequence[Any], memory: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
         """The scalars, which other tensors count as parameters, and the storages of local tensors without elements."""
@@ -297,6 +286,32 @@ class ValueFacts:
 def _is_known(value: Any, *, in_module: bool) -> bool:
     is_scalar = value is None if in_module else type(value) in SCALARS
     return is_scalar or type(value) in PLAIN_TENSORS or is_dtensor(value)
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Any:
+    """What torch's compiler checks before it uses compiled code again. Unfit if this torch has no such check.
+
+    For each tensor, in C++: its type, dtype, device, layout, sizes, strides, requires_grad, and whether it is an inference
+    tensor, a conjugate or a negative view. All but the type and the numbers are in its dispatch keys.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    if guards is None:
+        raise Unfit
+    with _plain_keys():
+        return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _are_as_guarded(guards: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    with _plain_keys():
+        same: bool = guards.check(*tensors)
+        return same
+
+
+@contextmanager
+def _plain_keys() -> Iterator[None]:
+    """Without modes that add or hide dispatch keys, so that the keys are those of the tensors alone."""
+    with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableAutocast():
+        yield
 
 
 def _are(facts: _Results, tensors: Sequence[Any]) -> bool:

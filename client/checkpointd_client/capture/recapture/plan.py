@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,13 +24,15 @@ from checkpointd_client.capture import objects, state_dicts
 from checkpointd_client.capture.aliasing import address_of, extent, overlapping
 from checkpointd_client.capture.dtypes import overlaps_itself
 from checkpointd_client.capture.flatten import CLIENT_STATE, Flattener
+from checkpointd_client.capture.leaves import Columns, Leaves
 from checkpointd_client.capture.modules import modules_in
 from checkpointd_client.capture.recapture import facts
 from checkpointd_client.capture.recapture.facts import Found, Unfit, ValueFacts, picker
 from checkpointd_client.capture.scalars import key_node
-from checkpointd_client.capture.state import Captured, CheckedTensors, Leaf, Walked, inspected, leaves_of
+from checkpointd_client.capture.state import Captured, CheckedTensors, Walked, inspected, leaves_of
 from checkpointd_client.sharding.dtensor import LocalBox
 
+T = TypeVar("T")
 State = Mapping[str, object]
 Pair = tuple[tree.Node, tree.Node]
 
@@ -58,7 +60,7 @@ class Recaptured:
     """
 
     captured: Captured
-    fresh: list[Leaf]
+    fresh: Leaves
     ends: list[int]
 
 
@@ -80,6 +82,8 @@ class CapturePlan:
         self._names = {*captured.excluded, *(walk.fqns[i] for i in planned)}
         self._aliases, self._excluded = captured.aliases, captured.excluded
         self._empty = {span for span in whole.optimizer_spans if span[0] == span[1]}
+        self._last: tuple[list[int], Columns, Columns] | None = None
+        """The columns of the last capture with fresh leaves, behind what they depend on."""
 
     def _kinds(self) -> list[type]:
         return [item.kind for item in self._items if item.kind is not None]
@@ -138,13 +142,32 @@ class CapturePlan:
             cuts.append(len(walk.fqns))
         client = walk.client_node(client_state)
         fresh = self._fresh(walk)
-        ends = [0, *(item.ends for item in self._items)]
-        pieces = [(planned[ends[i] : ends[i + 1]], fresh[cuts[i] : cuts[i + 1]]) for i in range(len(pairs))]
-        leaves = tuple(chain(chain.from_iterable(chain.from_iterable(pieces)), fresh[cuts[-1] :]))
+        leaves = self._joined(planned, fresh, cuts)
         root = tree.Dict("dict", (("state", tree.Dict("dict", tuple(pairs))), (CLIENT_STATE, client)))
         return Recaptured(Captured(leaves, self._aliases, root, self._excluded), fresh, cuts)
 
-    def _fresh(self, walk: Flattener) -> list[Leaf]:
+    def _joined(self, planned: Sequence[torch.Tensor], fresh: Leaves, cuts: list[int]) -> Leaves:
+        """All leaves in the order of the state. `cuts`: the number of fresh leaves before each item, and after the last one."""
+        if not fresh:
+            return Leaves(self._leaves.columns, planned)
+        ends = [0, *(item.ends for item in self._items)]
+
+        def joined(known: Sequence[T], new: Sequence[T]) -> list[T]:
+            pieces = ((known[ends[i] : ends[i + 1]], new[cuts[i] : cuts[i + 1]]) for i in range(len(cuts) - 1))
+            return [*chain.from_iterable(chain.from_iterable(pieces)), *new[cuts[-1] :]]
+
+        if self._last is None or self._last[:2] != (cuts, fresh.columns):
+            one, two = self._leaves.columns, fresh.columns
+            columns = Columns(
+                joined(one.fqns, two.fqns),
+                joined(one.dtypes, two.dtypes),
+                joined(one.optimizer_only, two.optimizer_only),
+                joined(one.parts, two.parts),
+            )
+            self._last = cuts, two, columns
+        return Leaves(self._last[2], joined(planned, fresh.tensors))
+
+    def _fresh(self, walk: Flattener) -> Leaves:
         """The leaves of the items that were walked. Unfit if they share names or memory with the rest of the state."""
         fqns = walk.fqns
         if walk.held or len(set(fqns)) != len(fqns) or not self._names.isdisjoint(fqns):
@@ -153,7 +176,7 @@ class CapturePlan:
             found = inspected(walk)
             if _shares(found) or self._memory.overlaps(found.starts, found.ends):
                 raise Unfit
-            return list(leaves_of(found, {}, self._empty, []))
+            return leaves_of(found, {}, self._empty, [])
 
 
 def _kind(value: object) -> type | None:
@@ -284,18 +307,16 @@ class _LeafPlan:
     """How to make the leaves of planned tensors from their memory."""
 
     def __init__(self, whole: Walked, planned: set[int], place: Mapping[int, int]) -> None:
-        walk = whole.walk
-        pairs = zip(whole.captured.leaves, whole.positions, strict=True)
-        leaves = [(leaf, i) for leaf, i in pairs if i in planned]
-        self._fqns, self._dtypes = [leaf.fqn for leaf, _ in leaves], [leaf.dtype for leaf, _ in leaves]
-        self._by_steps = [leaf.optimizer_only for leaf, _ in leaves]
-        self._parts, self._starts = [leaf.part for leaf, _ in leaves], [leaf.start for leaf, _ in leaves]
+        walk, leaves = whole.walk, whole.captured.leaves
+        chosen = [(k, i) for k, i in enumerate(whole.positions) if i in planned]
+        self.columns = leaves.columns.at([k for k, _ in chosen])
         if any(id(walk.sharded.get(i, walk.tensors[i])) not in place for i in planned):
             raise Unfit
-        self._empty = [leaf.tensor for leaf, _ in leaves if _is_empty(leaf.part)]
-        views = [(leaf, i) for leaf, i in leaves if not _is_empty(leaf.part)]
+        parts = self.columns.parts
+        self._empty = [leaves.tensors[k] for (k, _), part in zip(chosen, parts, strict=True) if _is_empty(part)]
+        views = [(part, i) for (_, i), part in zip(chosen, parts, strict=True) if not _is_empty(part)]
         self._sources = picker([place[id(walk.sharded.get(i, walk.tensors[i]))] for _, i in views])
-        cuts = [_cuts(leaf.part, tuple(walk.tensors[i].shape)) for leaf, i in views]
+        cuts = [_cuts(part, tuple(walk.tensors[i].shape)) if part is not None else [] for part, i in views]
         at, total = list(range(len(views))), len(views)
         self._rounds = []
         for depth in range(max(map(len, cuts), default=0)):
@@ -305,16 +326,16 @@ class _LeafPlan:
             for k in cut:
                 at[k], total = total, total + 1
         of_view, of_empty = iter(at), count(total)
-        self._order = picker([next(of_empty) if _is_empty(leaf.part) else next(of_view) for leaf, _ in leaves])
+        self._order = picker([next(of_empty) if _is_empty(part) else next(of_view) for part in parts])
 
-    def made(self, memory: Sequence[torch.Tensor]) -> tuple[Leaf, ...]:
-        """The leaves, in the order of the state."""
-        tensors = list(map(torch.Tensor.detach, self._sources(memory)))
-        for picked, dims, starts, sizes in self._rounds:
-            tensors.extend(list(map(torch.Tensor.narrow, picked(tensors), dims, starts, sizes)))
+    def made(self, memory: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The tensors of the leaves, in the order of the state."""
+        tensors = list(self._sources(memory))
+        with torch.no_grad():
+            for picked, dims, starts, sizes in self._rounds:
+                tensors.extend(list(map(torch.Tensor.narrow, picked(tensors), dims, starts, sizes)))
         tensors.extend(self._empty)
-        ordered = self._order(tensors)
-        return tuple(map(Leaf, self._fqns, ordered, self._dtypes, self._by_steps, self._parts, self._starts))
+        return self._order(tensors)
 
 
 def _is_empty(part: LocalBox | None) -> bool:
@@ -322,10 +343,8 @@ def _is_empty(part: LocalBox | None) -> bool:
     return part is not None and 0 in part.box.sizes
 
 
-def _cuts(part: LocalBox | None, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def _cuts(part: LocalBox, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """How to narrow a local tensor of `shape` to `part`: dimensions, starts and sizes."""
-    if part is None:
-        return []
     if type(part) is not LocalBox or part.row is not None:
         raise Unfit
     boxes = enumerate(zip(part.at, part.box.sizes, shape, strict=True))

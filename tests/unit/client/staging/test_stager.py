@@ -25,13 +25,21 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.capture import state as state_module
+from checkpointd_client.capture.recapture.capturer import Capturer
 from checkpointd_client.capture.state import capture
 from checkpointd_client.staging import arena as arena_module
 from checkpointd_client.staging import stager as stager_module
 from checkpointd_client.staging.arena import Arena, SlotHold
+from checkpointd_client.staging.copies import Copies
 from checkpointd_client.staging.slot_layout import plan_slot
-from checkpointd_client.staging.stager import Copy, Stager, Staging
-from checkpointd_client.staging.torn_check import Proof
+from checkpointd_client.staging.stager import AT_ONCE_BYTES, Stager, Staging
+from checkpointd_client.staging.torn_check import Proof, Sample
+
+
+@pytest.fixture(autouse=True)
+def late_copies_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are copied in the background as well: the nets of these tests are small."""
+    monkeypatch.setattr(stager_module, "AT_ONCE_BYTES", 0)
 
 
 @contextmanager
@@ -326,7 +334,7 @@ class Swapped:
         try:
             staging = Staging(hold.slot)
             self._stager.begin(staging, self._captured, layout)
-            yield staging, hold.slot.views(layout, layout.parts)
+            yield staging, hold.slot.views(layout.parts)
         finally:
             staging.done.exception(30)
             hold.release()
@@ -339,7 +347,8 @@ def test_an_average_swapped_in_at_any_point_of_the_copy_is_caught(
     lazy: Stage, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Copies and swaps in every order that two threads can bring about: torn if and only if a swap came before its copy."""
-    copied = Copy.run
+    copied = Copies.run
+    monkeypatch.setattr(stager_module, "TASK_BYTES", 1)  # each tensor alone
     for seed in range(request.config.getoption("--ema-swaps")):
         chance, case = random.Random(seed), Swapped(*lazy)
         count = len(case.params)
@@ -348,15 +357,15 @@ def test_an_average_swapped_in_at_any_point_of_the_copy_is_caught(
         """Before which copy each swap happens."""
         done = 0
 
-        def run(copy: Copy, case: Swapped = case, begins: list[int] = begins) -> None:
+        def run(copies: Copies, case: Swapped = case, begins: list[int] = begins) -> None:
             nonlocal done
             for i, begin in enumerate(begins):
                 if begin == done:
                     case.swap(i)
             done += 1
-            copied(copy)
+            copied(copies)
 
-        monkeypatch.setattr(Copy, "run", run)
+        monkeypatch.setattr(Copies, "run", run)
         with case.staged() as (staging, found):
             error = staging.done.exception(30)
             torn = any(begin <= i for i, begin in enumerate(begins))
@@ -391,6 +400,7 @@ def test_an_average_swapped_in_right_after_save_is_always_caught(
             with pytest.raises(StagingError, match=r"p\.0 was changed while its snapshot was taken"):
                 staging.done.result(30)
         monkeypatch.undo()
+        monkeypatch.setattr(stager_module, "AT_ONCE_BYTES", 0)
 
 
 def test_what_cannot_be_compared_is_not_persisted(lazy: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +408,7 @@ def test_what_cannot_be_compared_is_not_persisted(lazy: Stage, monkeypatch: pyte
         def torn(self) -> int | None:
             raise MemoryError("no room")
 
-    monkeypatch.setattr(lazy[1]._sampler, "take", lambda *_: Failing())
+    monkeypatch.setattr(Sample, "take", lambda *_: Failing())
     case = Swapped(*lazy)
     with (
         case.staged() as (staging, _),
@@ -408,7 +418,7 @@ def test_what_cannot_be_compared_is_not_persisted(lazy: Stage, monkeypatch: pyte
 
 
 def test_eager_staging_takes_no_sample(eager: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager[1]._sampler, "take", None)
+    monkeypatch.setattr(Sample, "take", None)
     case = Swapped(*eager)
     with case.staged() as (staging, found):
         staging.done.result(30)
@@ -458,7 +468,7 @@ def test_tensors_that_are_copied_together_keep_their_bits(eager: Stage, dtype: t
     assert arena.acquire(hold, layout.nbytes, timeout=0.0)
     staging = Staging(hold.slot)
     stager.begin(staging, captured, layout)
-    for target, source in zip(hold.slot.views(layout, layout.parts), tensors, strict=True):
+    for target, source in zip(hold.slot.views(layout.parts), tensors, strict=True):
         assert torch.equal(target.view(integers), source.view(integers))
     hold.release()
 
@@ -490,7 +500,7 @@ def test_staging_5_a_step_takes_over_what_a_resting_copy_has_left(lazy: Stage, m
     staging.fence()
     staging.done.result(30)
     assert staging.pace.copy_rested_s > 0
-    for target, source in zip(hold.slot.views(layout, layout.parts), params, strict=True):
+    for target, source in zip(hold.slot.views(layout.parts), params, strict=True):
         assert torch.equal(target, source)
     hold.release()
 
@@ -536,3 +546,68 @@ def test_eager_staging_holds_everything_when_save_returns(run: Run, tmp_path: Pa
         assert handle.timings.staged_s is not None
         _add_one(run.net)
     _same(_loaded_net(tmp_path), expected)
+
+
+# --- small tensors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8, 60])
+def test_small_tensors_are_whole_when_save_returns(lazy: Stage, monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    """Of any size and dtype, at any address, whatever lies between them."""
+    monkeypatch.setattr(stager_module, "AT_ONCE_BYTES", AT_ONCE_BYTES)
+    arena, stager = lazy
+    nbytes = [*range(1, 200, 7), 1000, 1024, 1025, AT_ONCE_BYTES - 1, AT_ONCE_BYTES, AT_ONCE_BYTES + 1, 3 * AT_ONCE_BYTES]
+    memory = torch.randint(0, 256, (2 * sum(nbytes) + 64 * len(nbytes),), dtype=torch.uint8)
+    at, tensors = shift, []
+    for n in nbytes:
+        tensors.append(memory[at : at + n])
+        at += n + shift + (-n) % 8
+    tensors += [torch.randn(5, dtype=torch.complex64), torch.randn(3, 7).t(), torch.tensor(2.0), torch.zeros(0)]
+    parameters = [torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point()) for tensor in tensors]
+    state = {"p": parameters, "o": torch.optim.SGD(parameters, lr=0.1)}
+    capturer, expected = Capturer(), [tensor.clone() for tensor in tensors]
+    for _ in range(3):
+        captured = capturer.capture(state, None, exclude_frozen_parameters=False)
+        layout, hold = plan_slot(captured), SlotHold(arena)
+        assert arena.acquire(hold, layout.nbytes, timeout=1.0)
+        hold.slot.buffer[:] = 0xA5
+        staging = Staging(hold.slot)
+        with held_back_stager(monkeypatch):
+            stager.begin(staging, captured, layout)
+            found = [view.clone() for view in hold.slot.views(layout.parts)]
+        for one, two in zip(found, expected, strict=True):
+            if one.nbytes <= AT_ONCE_BYTES and two.is_contiguous():
+                assert torch.equal(one, two)
+        staging.done.result(30)
+        assert all(torch.equal(one, two) for one, two in zip(hold.slot.views(layout.parts), expected, strict=True))
+        hold.release()
+        for tensor in tensors:
+            tensor.bitwise_not_() if tensor.dtype is torch.uint8 else tensor.add_(1)
+        expected = [tensor.clone() for tensor in tensors]
+
+
+# --- the memory of late copies ------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_freed_before_its_copy_spoils_the_snapshot_alone(run: Run, tmp_path: Path) -> None:
+    """COPIES-1."""
+    with Checkpointer(tmp_path) as ckpt:
+        with pytest.MonkeyPatch.context() as patch, held_back_stager(patch) as go:
+            handle = ckpt.save(1, {"net": run.net, "o": run.sgd})
+            storage = run.net[0].weight.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            go.set()
+            with pytest.raises(AbortedError, match="was freed or resized after save"):
+                handle.wait(30)
+        storage.resize_(size)
+        assert ckpt.save(2, {"net": run.net, "o": run.sgd}).wait().phase == "committed"
+
+
+def test_memory_that_the_user_lets_go_is_copied_as_it_was(run: Run) -> None:
+    """COPIES-1: parameters and their optimizer are dropped right after save()."""
+    with run.saving(o=run.sgd):
+        for parameter in run.net.parameters():
+            parameter.data = torch.zeros_like(parameter)
+        del parameter
+        run.sgd.param_groups.clear()

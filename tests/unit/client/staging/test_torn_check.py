@@ -1,6 +1,4 @@
-"""TORN-1 and TORN-2 of moment.py: what a sample sees, that it sees nothing where nothing changed, that its
-plan follows the tensors.
-"""
+"""TORN-1 and PLACES-1: what a sample sees, that it sees nothing where nothing changed, that its places follow the tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd_client.capture.dtypes import DTYPES, copy_bits
-from checkpointd_client.staging.torn_check import EVERY, LINE, SMALL, Sample, Sampler
+from checkpointd_client.staging.places import EVERY, LINE, SMALL, Points, Remembered, sampled
+from checkpointd_client.staging.torn_check import Sample
+
+Sampler = Remembered[tuple[Points, ...]]
 
 SIZES = [1, 4, 8, 63, 64, 65, 127, SMALL - 4, SMALL, SMALL + 4, 4096, EVERY, EVERY + 64, 5 * EVERY + 12]
 
@@ -22,7 +23,7 @@ class Slot:
     """Memory for some tensors, as a slot of the arena holds them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors, self.layout, self.offsets = list(tensors), object(), []
+        self.tensors, self.offsets = list(tensors), []
         offset = 0
         for tensor in tensors:
             self.offsets.append(offset)
@@ -34,13 +35,8 @@ class Slot:
             there = self.memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copy_bits(there, tensor)
 
-    def starts(self) -> list[int]:
-        """As a capture knows them: of every second one."""
-        known = [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in self.tensors]
-        return [start * (i % 2) for i, start in enumerate(known)]
-
-    def sample(self, sampler: Sampler) -> Sample:
-        return sampler.take(self.layout, self.tensors, self.starts(), self.offsets, self.memory.numpy())
+    def sample(self, sampler: Sampler | None = None) -> Sample:
+        return Sample.take((sampler or Remembered(sampled)).of(self.tensors, self.offsets), self.memory.numpy())
 
 
 def random_bytes(nbytes: int) -> torch.Tensor:
@@ -66,8 +62,8 @@ def shapes_of_memory() -> list[torch.Tensor]:
 
 
 def test_where_nothing_changes_every_sampled_byte_agrees() -> None:
-    slot, sampler = Slot(shapes_of_memory()), Sampler()
-    sample = slot.sample(sampler)
+    slot = Slot(shapes_of_memory())
+    sample = slot.sample()
     slot.fill()
     assert sample.torn() is None
 
@@ -75,7 +71,7 @@ def test_where_nothing_changes_every_sampled_byte_agrees() -> None:
 @pytest.mark.parametrize("number", range(len(shapes_of_memory())))
 def test_a_tensor_that_changes_everywhere_before_it_is_copied_is_named(number: int) -> None:
     slot = Slot([torch.zeros(3), shapes_of_memory()[number]])
-    sample = slot.sample(Sampler())
+    sample = slot.sample()
     torch.empty(0, dtype=torch.uint8).set_(slot.tensors[1].untyped_storage()).bitwise_not_()
     slot.fill()
     assert sample.torn() == 1
@@ -86,7 +82,7 @@ def test_of_a_small_tensor_every_byte_is_compared(nbytes: int) -> None:
     tensor = random_bytes(nbytes)
     for at in range(nbytes):
         slot = Slot([torch.zeros(3), tensor])
-        sample = slot.sample(Sampler())
+        sample = slot.sample()
         tensor[at] += 1
         slot.fill()
         assert sample.torn() == 1
@@ -97,12 +93,12 @@ def test_a_run_of_twice_the_distance_and_the_end_are_always_met(nbytes: int) -> 
     for start in range(0, nbytes, EVERY // 3):
         tensor = random_bytes(nbytes)
         slot = Slot([tensor])
-        sample = slot.sample(Sampler())
+        sample = slot.sample()
         tensor[start : start + 2 * EVERY] += 1
         slot.fill()
         assert sample.torn() == 0
     slot = Slot([tensor])
-    sample = slot.sample(Sampler())
+    sample = slot.sample()
     tensor[-1] += 1
     slot.fill()
     assert sample.torn() == 0
@@ -113,7 +109,7 @@ def test_a_change_of_a_column_of_a_matrix_is_met() -> None:
     for column in range(0, 1024, 16):
         matrix = torch.zeros(4096, 1024, dtype=torch.float32)
         slot = Slot([matrix])
-        sample = slot.sample(Sampler())
+        sample = slot.sample()
         matrix[:, column : column + 16] = 1.0
         slot.fill()
         assert sample.torn() == 0
@@ -121,7 +117,7 @@ def test_a_change_of_a_column_of_a_matrix_is_met() -> None:
 
 def test_what_changes_after_it_was_copied_is_not_torn() -> None:
     slot = Slot([random_bytes(100_000), random_bytes(10)])
-    sample = slot.sample(Sampler())
+    sample = slot.sample()
     slot.fill()
     for tensor in slot.tensors:
         tensor.add_(1)
@@ -129,7 +125,7 @@ def test_what_changes_after_it_was_copied_is_not_torn() -> None:
 
 
 def test_the_plan_follows_tensors_that_move_or_lie_in_another_way() -> None:
-    sampler = Sampler()
+    sampler = Remembered(sampled)
     square = random_bytes(1 << 16).view(256, 256)
     slot = Slot([square, random_bytes(300)])
     for first in (square, square.t(), square.clone(), square):
@@ -143,9 +139,9 @@ def test_the_plan_follows_tensors_that_move_or_lie_in_another_way() -> None:
     assert sample.torn() == 1
 
 
-def test_others_of_the_same_layout_are_planned_anew() -> None:
+def test_others_at_the_same_address_are_planned_anew() -> None:
     """Two that begin at one address, of which now one is copied later and now the other."""
-    sampler, memory = Sampler(), random_bytes(1 << 16)
+    sampler, memory = Remembered(sampled), random_bytes(1 << 16)
     slot = Slot([memory[: 1 << 15], memory])
     slot.fill()
     both = list(zip(slot.tensors, slot.offsets, strict=True))
@@ -168,6 +164,6 @@ def test_any_strides_of_any_dtype_agree_with_their_copy(shape: list[int], order:
     order.shuffle(dims)  # type: ignore[attr-defined]  # a random.Random
     strided = memory[: count * 2 : 2].view([shape[dim] for dim in dims]).permute([dims.index(dim) for dim in range(len(shape))])
     slot = Slot([strided, memory[:count]])
-    sample = slot.sample(Sampler())
+    sample = slot.sample()
     slot.fill()
     assert sample.torn() is None

@@ -153,6 +153,36 @@ def retype(job: Job) -> None:
 
 
 @change
+def view_as_another_dtype(job: Job) -> None:
+    own = job.model.a.kept
+    own.data = own.data.view(torch.int32 if own.dtype is torch.float32 else torch.float32)
+
+
+@change
+def resize_in_place(job: Job) -> None:
+    job.model.b.kept.resize_(7 - job.model.b.kept.numel())
+
+
+@change
+def move_within_the_storage(job: Job) -> None:
+    own = job.model.c.kept
+    storage = own.untyped_storage() if own.untyped_storage().nbytes() >= 32 else torch.ones(8).untyped_storage()
+    own.set_(storage, 0 if own.storage_offset() else 4, (4,), (1,))
+
+
+@change
+def free_the_storage(job: Job) -> None:
+    storage = job.model.a.kept.untyped_storage()
+    storage.resize_(0 if storage.nbytes() else 16)
+
+
+@change
+def move_the_storage(job: Job) -> None:
+    storage = job.model.b.linear.weight.untyped_storage()
+    storage.resize_(storage.nbytes() + 4096)
+
+
+@change
 def negate_data(job: Job) -> None:
     job.model.c.linear.bias.data = torch.zeros(4, dtype=torch.complex64).conj().imag
 

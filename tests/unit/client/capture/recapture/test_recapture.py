@@ -64,6 +64,22 @@ def test_states_share_an_arrangement_only_if_they_differ_in_addresses_alone(firs
     assert captured(capturer, ARRANGED[first]).arrangement is captured(capturer, moved).arrangement
 
 
+def test_captures_with_the_same_columns_lie_in_the_same_memory() -> None:
+    """RECAPTURE-3."""
+    capturer, job = Capturer(), Job()
+    seen: dict[int, list[Any]] = {}
+    kept = []
+    for name in ["nothing", "train", "swap_data", "rate_in_a_tensor", "move_the_storage", "transpose_data"]:
+        CHANGES[name](job)
+        for _ in range(3):
+            leaves = captured(capturer, job.state()).leaves
+            kept.append(leaves.columns)  # so that no other object gets its place
+            by_steps = [leaf for leaf in leaves if leaf.optimizer_only]
+            places = [(leaf.fqn, leaf.tensor.data_ptr(), leaf.tensor.shape, leaf.tensor.stride()) for leaf in by_steps]
+            assert seen.setdefault(id(leaves.columns), places) == places
+    assert 1 < len(seen) < len(kept)
+
+
 def test_a_tensor_that_an_optimizer_changes_is_arranged_otherwise() -> None:
     capturer, weight = Capturer(), nn.Parameter(torch.ones(2))
     bare = captured(capturer, {"w": weight})
@@ -72,21 +88,38 @@ def test_a_tensor_that_an_optimizer_changes_is_arranged_otherwise() -> None:
     assert bare.arrangement is not stepped.arrangement
 
 
-def told(found: Captured) -> list[Any]:
-    """All that a capture tells. The place of a tensor stands for the tensor, if it is not made anew for each capture."""
-    leaves = []
+def told(found: Captured, state: Any) -> list[Any]:
+    """All that a capture of `state` tells. The place of a tensor stands for the tensor, if it is memory of the state."""
+    leaves, own = [], storages_of(state)
     for leaf in found.leaves:
         tensor = leaf.tensor
-        is_made = leaf.fqn.startswith("rng.") or (leaf.start == 0 and tensor.is_contiguous())
-        place = None if is_made else (tensor.data_ptr(), leaf.start)
+        place = tensor.data_ptr() if tensor.untyped_storage()._cdata in own else None
         kind = type(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_inference()
         leaves.append((leaf.fqn, leaf.dtype, leaf.part, leaf.optimizer_only, tensor.shape, tensor.stride(), place, kind))
     return [leaves, found.aliases, found.excluded, found.tree]
 
 
+def alone(state: Any) -> list[Any]:
+    """All that a capture of `state` by itself tells."""
+    return told(capture(state, None, exclude_frozen_parameters=False), state)
+
+
+def storages_of(value: Any) -> set[int]:
+    """The storages of all tensors of a state."""
+    if isinstance(value, nn.Module):
+        return storages_of([*value.parameters(), *value.buffers()])
+    if isinstance(value, torch.optim.Optimizer):
+        return storages_of([*value.state.values(), *value.param_groups])
+    if isinstance(value, dict | list | tuple):
+        return set().union(*map(storages_of, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, torch.Tensor):
+        return {(value._local_tensor if isinstance(value, DTensor) else value).untyped_storage()._cdata}
+    return set()
+
+
 def outcome(capture_one: Callable[..., Captured], job: Any) -> list[Any] | str:
     try:
-        return told(capture_one(job.state(), job.client_state, exclude_frozen_parameters=job.excludes))
+        return told(capture_one(job.state(), job.client_state, exclude_frozen_parameters=job.excludes), job.state())
     except StateError as error:
         return str(error)
 
@@ -178,7 +211,7 @@ def test_states_that_are_saved_in_turn_are_each_walked_once(walks: list[object])
         for job in jobs:
             found = capturer.capture(job.state(), None, exclude_frozen_parameters=False)
             arrangements.append(found.arrangement)
-            assert told(found) == told(capture(job.state(), None, exclude_frozen_parameters=False))
+            assert told(found, job.state()) == alone(job.state())
     assert len(walks) == 2
     assert len(set(map(id, arrangements))) == 2
     assert arrangements[:2] * 3 == arrangements
@@ -225,7 +258,7 @@ def test_a_block_in_another_wrapper_has_other_names() -> None:
     names = []
     for wrapped in (torch.compile(inner), Wrapping(inner), torch.compile(inner)):
         state = {"model": nn.Sequential(wrapped)}
-        assert told(captured(capturer, state)) == told(capture(state, None, exclude_frozen_parameters=False))
+        assert told(captured(capturer, state), state) == alone(state)
         names.append(captured(capturer, state).leaves[0].fqn)
     assert names == ["model.0.weight", "model.0._orig_mod.weight", "model.0.weight"]
 
@@ -237,7 +270,7 @@ def test_a_block_that_lost_its_hook_has_other_names() -> None:
     for i in (None, 0, 1):
         if i is not None:
             state["model"][i]._state_dict_hooks.clear()
-        assert told(captured(capturer, state)) == told(capture(state, None, exclude_frozen_parameters=False))
+        assert told(captured(capturer, state), state) == alone(state)
         found.append(sum("_checkpoint_wrapped_module" in leaf.fqn for leaf in captured(capturer, state).leaves))
     assert found == [0, 2, 4]
 
@@ -256,16 +289,23 @@ MODELS: dict[str, Callable[[], Any]] = {
 def test_models_of_many_kinds_are_walked_once(name: str, walks: list[object]) -> None:
     state, capturer = {"model": MODELS[name](), "more": 3}, Capturer()
     for _ in range(3):
-        assert told(captured(capturer, state)) == told(capture(state, None, exclude_frozen_parameters=False))
+        assert told(captured(capturer, state), state) == alone(state)
     assert len(walks) == 1
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad, lambda: torch.device("meta")])
+MODES: list[Callable[[], Any]] = [
+    *(torch.inference_mode, torch.no_grad, torch.enable_grad),
+    lambda: torch.device("meta"),
+    lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_mode_at_the_save_changes_nothing(mode: Callable[[], Any], walks: list[object]) -> None:
     state, capturer = blocks(2), Capturer()
     first = captured(capturer, state)
     with mode():
-        assert told(captured(capturer, state)) == told(capture(state, None, exclude_frozen_parameters=False))
+        assert told(captured(capturer, state), state) == alone(state)
         assert captured(capturer, state).arrangement is first.arrangement
     assert len(walks) == 1
 
@@ -393,7 +433,9 @@ def test_a_change_on_a_rank_is_seen(
         state, capturer = blocks(2, wrap, width=130), Capturer()
         for _ in range(3):
             for _ in range(2):
-                assert told(captured(capturer, state)) == told(capture(state, None, exclude_frozen_parameters=False))
+                assert told(captured(capturer, state), state) == told(
+                    capture(state, None, exclude_frozen_parameters=False), state
+                )
             change(state)
 
 
@@ -430,7 +472,7 @@ def test_more_tensors_run_no_more_python(wrap: Callable[[nn.Module], nn.Module])
             state, capturer = blocks(count, wrap), Capturer()
             assert lines_of(lambda: captured(capturer, state)) > 16 * count  # noqa: B023  # called at once
             lines.append(lines_of(lambda: captured(capturer, state)))  # noqa: B023
-            assert told(captured(capturer, state)) == told(capture(state, None, exclude_frozen_parameters=False))
+            assert told(captured(capturer, state), state) == alone(state)
     assert lines[0] == lines[1]
 
 
