@@ -237,6 +237,14 @@ LOAD_GOALS = (
         of=over_limit(_big(OURS, report.LOAD_CACHED), MEMCPY, BIG_GIB),
     ),
     Goal(
+        name="load-sidecar-memory",
+        words="load from the sidecar's memory over memcpy",
+        limit=1.3,
+        unit=_X,
+        of=ratio("recovery/memory/load", "recovery/memory/memcpy"),
+        command=SOME.format("recovery"),
+    ),
+    Goal(
         name="load-memory",
         words="memory beside the tensors and the snapshot buffer while loading",
         limit=128.0,

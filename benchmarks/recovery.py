@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import disk, document, report
@@ -42,6 +44,8 @@ class Recovery:
     run: int
     source: str
     load_s: float
+    memcpy_s: float
+    """A copy of as many bytes in the same process, on one thread."""
     first_step_s: float
     equal: bool
 
@@ -53,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("/var/tmp"), help="where checkpoints go: a real disk")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="write benchmarks/RECOVERY.md")
+    parser.add_argument("--figures", type=Path, metavar="OUT", help="write the figures for the goals there")
     parser.add_argument("--trainer", nargs=2, metavar=("ROOT", "SOCKET"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -72,6 +77,10 @@ def main() -> int:
     print(text)
     if options.write:
         (HERE / "RECOVERY.md").write_text(text)
+    if options.figures:
+        memory = [one for one in found if one.way == "memory"]
+        named = {"load": [one.load_s for one in memory], "memcpy": [one.memcpy_s for one in memory]}
+        options.figures.write_text(json.dumps({f"recovery/memory/{name}": values for name, values in named.items()}) + "\n")
     expected = {"memory": "memory", "store, cached": "store", "store, cache dropped": "store"}
     return 0 if all(one.equal and one.source == expected[one.way] for one in found) else 1
 
@@ -96,6 +105,7 @@ def trial(options: argparse.Namespace, way: str, run: int) -> Recovery:
         run=run,
         source=resumed["source"],
         load_s=resumed["load_s"],
+        memcpy_s=resumed["memcpy_s"],
         first_step_s=resumed["stepped_at"] - killed,
         equal=resumed["digest"] == before,
     )
@@ -149,11 +159,27 @@ def train(options: argparse.Namespace) -> None:
         return
     began = time.monotonic()
     digest = _digest(state.digests())
+    memcpy_s = _memcpy(int(options.gib * report.GIB))
     hashing_s = time.monotonic() - began  # ours, and no part of a recovery
     state.advance()
-    told = {"source": loaded.source, "load_s": load_s, "stepped_at": time.monotonic() - hashing_s, "digest": digest}
+    told = {
+        "source": loaded.source,
+        "load_s": load_s,
+        "memcpy_s": memcpy_s,
+        "stepped_at": time.monotonic() - hashing_s,
+        "digest": digest,
+    }
     print(json.dumps(told), flush=True)
     ckpt.close()
+
+
+def _memcpy(nbytes: int) -> float:
+    """Seconds of a copy of `nbytes` between memory that was used before."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    np.copyto(target, source)
+    start = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - start
 
 
 def _digest(digests: dict[str, str]) -> str:
