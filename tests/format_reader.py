@@ -85,10 +85,15 @@ def catalog(root: Path) -> dict[str, str]:
     for name in records:
         record = small_object(root / ".checkpointd/catalog" / name, "record")
         check(record["number"] == int(name[:12]) and record["kind"] != "rebuilt", name)
-        entry = entries.setdefault(f"{record['tag']}/{record['attempt']}", {})
+        prefix = f"{record['tag']}/{record['attempt']}"
+        if record["kind"] == "intent":
+            entries.setdefault(prefix, {})
+        if record["kind"] == "forgotten":
+            entries.pop(prefix, None)
+        entry = entries.get(prefix, {})
         if record["kind"] == "close" and "digest" not in entry:
             entry.update(digest=record["digest"], outcome=record["outcome"])
-        if record["kind"] in ("close", "removing", "removed"):
+        if record["kind"] in ("removing", "removed"):
             entry["removing"] = record["kind"] == "removing"
         if record["kind"] == "removed":
             entry["removed"] = record["reason"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -21,6 +22,8 @@ CATALOG = f"{SERVICE}/catalog"
 SUMMARY_BYTES_MAX = 1 << 30
 """The largest summary: a few hundred bytes for each attempt, so millions of attempts."""
 _NAME = re.compile(r"(\d{12})\.(record|summary)\Z", re.ASCII)
+
+_OUTCOMES = msgspec.json.Decoder(Outcome)
 
 Kind = Literal["intent", "close", "removing", "removed", "verified", "damaged", "passed-over", "forgotten", "rebuilt"]
 
@@ -52,7 +55,7 @@ class CatalogRecord(
         return f"{self.tag}/{self.attempt}"
 
 
-class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """One attempt as the records describe it. It is open until its outcome is recorded."""
 
     tag: str
@@ -77,16 +80,22 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return f"{self.tag}/{self.attempt}"
 
     @property
+    def is_decided(self) -> bool:
+        """Whether an outcome or a removal is recorded."""
+        return bool(self.digest or self.removed)
+
+    @property
     def is_open(self) -> bool:
-        """Whether neither an outcome nor a removal is recorded, so that only its objects tell what became of it."""
+        """Whether only its objects tell what became of it: it is not decided, or somebody has begun to remove it."""
         return self.removing or not (self.digest or self.removed)
 
+    @cached_property
     def decoded(self) -> Outcome | None:
         """The outcome; None if none is recorded. Raises FormatError if no writer puts such an outcome."""
         if not self.digest:
             return None
         try:
-            outcome = msgspec.json.decode(self.outcome, type=Outcome)
+            outcome = _OUTCOMES.decode(self.outcome)
         except msgspec.DecodeError as error:
             raise FormatError(f"the catalog has an outcome of {self.prefix} that cannot be: {error}") from error
         fault = outcome_fault(outcome)
@@ -115,17 +124,19 @@ class CatalogState:
         return cls(summary.number, {entry.prefix: entry for entry in summary.entries})
 
     def apply(self, record: CatalogRecord) -> None:
-        """Add the next record. A record that came before, or twice, changes nothing; the first outcome counts."""
+        """Add the next record. A record that came before, or twice, changes nothing; the first outcome counts.
+
+        Only an intent adds an attempt. So what a late writer says of an attempt that was forgotten changes nothing.
+        """
         self.number = record.number
         prefix = record.prefix
-        if record.kind == "forgotten":
+        if record.kind == "intent":
+            entry = CatalogEntry(tag=record.tag, attempt=record.attempt, n=record.n, step=record.step)
+            self.entries.setdefault(prefix, entry)
+        elif record.kind == "forgotten":
             self.entries.pop(prefix, None)
-            return
-        if record.kind != "rebuilt":
-            entry = self.entries.get(prefix)
-            if entry is None:
-                entry = CatalogEntry(tag=record.tag, attempt=record.attempt, n=record.n, step=record.step)
-            self.entries[prefix] = _after(entry, record)
+        elif prefix in self.entries:
+            self.entries[prefix] = _after(self.entries[prefix], record)
 
     def prefixes_by_tag(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
@@ -136,9 +147,7 @@ class CatalogState:
 
 def _after(entry: CatalogEntry, record: CatalogRecord) -> CatalogEntry:
     match record.kind:
-        case "close" if entry.digest:
-            return msgspec.structs.replace(entry, removing=False)
-        case "close":
+        case "close" if not entry.digest:
             return msgspec.structs.replace(
                 entry, n=record.n, step=record.step, digest=record.digest, size=record.size, outcome=record.outcome
             )

@@ -47,7 +47,7 @@ class _Object(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-class WriterIdentity(_Object, frozen=True, kw_only=True):
+class WriterIdentity(_Object, frozen=True, kw_only=True, gc=False):
     """The process that wrote an object. It is for people; no decision uses it."""
 
     host: str
@@ -219,14 +219,14 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
         return f"{self.tag}/{self.attempt}"
 
 
-class BallotRef(_Object, frozen=True, kw_only=True):
+class BallotRef(_Object, frozen=True, kw_only=True, gc=False):
     """The ballot of a commit (`ballot.py`): the digest of its table, and the size of all of it."""
 
     digest: str
     size: int
 
 
-class JointPlanRef(_Object, frozen=True, kw_only=True):
+class JointPlanRef(_Object, frozen=True, kw_only=True, gc=False):
     """The joint plan of a commit (`joint_plan.py`)."""
 
     digest: str

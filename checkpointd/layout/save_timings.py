@@ -21,7 +21,7 @@ class PhaseSeconds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     waiting: float | None = None
 
 
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
+class Cost(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The cost of a checkpoint, for people. 0 means unknown, since every save costs something."""
 
     took_s: float = 0.0

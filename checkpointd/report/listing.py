@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,7 @@ RowState: TypeAlias = State | Literal["superseded", "incomplete"]
 """`superseded`: the attempt was committed, but the tag was committed again later, so a collection will remove it.
 `incomplete`: the attempt was committed, but objects that it needs are gone."""
 
+_NO_COST = Cost()
 ROWS = 8
 """Attempts whose votes are read at once."""
 
@@ -75,25 +76,38 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     """
     attempts = [attempt for attempt in await catalog.scan(store) if attempt.has_objects]
     checkpoints = catalog.checkpoints_of(attempts)
-    current = {(c.tag, c.attempt) for c in checkpoints}
+    current = {c.tag: c.attempt for c in checkpoints}
     wholeness = Wholeness(store, attempts)
-    found = [a for a in attempts if everything or a.state in ("damaged", "unreadable") or (a.tag, a.attempt) in current]
+    found = [a for a in attempts if everything or current.get(a.tag) == a.attempt or a.state in ("damaged", "unreadable")]
     shown = sorted(found, key=newest_last, reverse=True)[:limit]
     named = await pointer(store, checkpoints, wholeness)
-    rows: dict[str, AttemptRow] = {}
+    rows: dict[int, AttemptRow] = {}
 
-    async def add(attempt: AttemptView) -> None:
-        is_current = (attempt.tag, attempt.attempt) in current
+    async def add(place: int, attempt: AttemptView, is_current: bool) -> None:
         votes = await votes_of(store, attempt) if attempt.entry is None else {}
         lost = await wholeness.lost(attempt, votes) if is_current else ()
         row = _row(attempt, votes, lost, is_current, is_current and attempt.tag == named.tag)
         if attempt.state == "deleted":
             row = msgspec.structs.replace(row, why=await _removed_because(store, attempt))
-        rows[attempt.prefix] = msgspec.structs.replace(row, passed_over=await passed_over(store, attempt))
+        rows[place] = msgspec.structs.replace(row, passed_over=await passed_over(store, attempt))
 
-    await run_workers([partial(add, attempt) for attempt in shown], ROWS)
-    ordered = tuple(rows[a.prefix] for a in shown)
+    works = []
+    for place, attempt in enumerate(shown):
+        is_current = current.get(attempt.tag) == attempt.attempt
+        if _is_told(attempt):
+            rows[place] = _row(attempt, {}, (), is_current, is_current and attempt.tag == named.tag)
+        else:
+            works.append(partial(add, place, attempt, is_current))
+    await run_workers(works, ROWS)
+    ordered = tuple(rows[place] for place in range(len(shown)))
     return Listing(root=store.url, latest=named, rows=ordered, left_out=len(found) - len(shown))
+
+
+def _is_told(attempt: AttemptView) -> bool:
+    """Whether the catalog tells the whole row, so that nothing is read for it."""
+    outcome = attempt.outcome
+    refers_to_none = outcome is not None and not outcome.holders
+    return attempt.entry is not None and refers_to_none and attempt.state != "deleted" and not attempt.passed_over
 
 
 def newest_last(attempt: AttemptView) -> tuple[int, float, int]:
@@ -104,7 +118,7 @@ def newest_last(attempt: AttemptView) -> tuple[int, float, int]:
 
 
 def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current: bool, is_latest: bool) -> AttemptRow:
-    words = words_of(attempt, votes)
+    words = _Words.of(attempt, votes)
     state: RowState = attempt.state
     if attempt.state == "committed":
         state = "incomplete" if lost else "committed" if is_current else "superseded"
@@ -115,20 +129,35 @@ def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current:
         latest=is_latest,
         step=words.step,
         world_size=words.world_size,
-        raw_bytes=words.raw_bytes() if attempt.entry is None else _cost(attempt).raw_bytes or None,
-        stored_bytes=words.stored_bytes() if attempt.entry is None else _cost(attempt).stored_bytes or None,
+        raw_bytes=words.raw_bytes,
+        stored_bytes=words.stored_bytes,
         object_bytes=attempt.nbytes,
         time=attempt.outcome.writer.time if attempt.outcome else None,
         read_back=attempt.read_back,
-        why=lost_text(lost) or _why(attempt, state, words.missing()),
+        why=lost_text(lost) or _why(attempt, state, words.missing),
         brief=_brief(attempt.outcome),
         metrics=attempt.outcome.metrics if attempt.outcome else {},
         lost=lost,
     )
 
 
-def _cost(attempt: AttemptView) -> Cost:
-    return (attempt.outcome.cost if attempt.outcome is not None else None) or Cost()
+class _Words(NamedTuple):
+    """What the votes say, or the outcome of an attempt at whose objects nobody looked."""
+
+    step: int | None
+    world_size: int | None
+    raw_bytes: int | None
+    stored_bytes: int | None
+    missing: list[int]
+
+    @classmethod
+    def of(cls, attempt: AttemptView, votes: Votes) -> _Words:
+        outcome = attempt.outcome
+        if attempt.entry is not None and outcome is not None:
+            cost, step = outcome.cost or _NO_COST, outcome.step if outcome.step >= 0 else None
+            return cls(step, outcome.world_size or None, cost.raw_bytes or None, cost.stored_bytes or None, [])
+        words = words_of(attempt, votes)
+        return cls(words.step, words.world_size, words.raw_bytes(), words.stored_bytes(), words.missing())
 
 
 async def _removed_because(store: Store, attempt: AttemptView) -> str:

@@ -29,6 +29,7 @@ from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
+from checkpointd.testing.simcatalog import DAMAGER, damage_now_and_then
 from checkpointd.testing.simcollector import collect_now_and_then
 from checkpointd.testing.simdisk import Effect, FarDisk, SimDisk
 from checkpointd.testing.simledger import InvariantError, Key, Ledger
@@ -189,6 +190,8 @@ class SimJob:
             self._collect(config, f"gc{collector}.{number}")
         for reader in range(config.readers):
             self._read(config, f"reader{reader}.{number}")
+        if config.damages_catalog:
+            self._damage(config, f"{DAMAGER}.{number}")
         self._newest = Incarnation(number, ranks, tasks, self.disk.loop.create_future())
         return self._newest
 
@@ -206,6 +209,13 @@ class SimJob:
         store = PosixStore(ROOT, view, read_only=True, writer=name, is_alive=self._is_alive)
         rng = random.Random(f"read {config.seed} {name}")
         view.process.spawn(read_now_and_then(store, name, rng, self.ledger), name=name)
+
+    def _damage(self, config: JobConfig, name: str) -> None:
+        """Begin a process that damages the catalog, and makes it again."""
+        view = self.disk.process(name, self.schedule.view)
+        store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
+        work = damage_now_and_then(store, random.Random(f"damage {config.seed} {name}"), self.ledger.report)
+        view.process.spawn(work, name=name)
 
     def _sidecar(self, config: JobConfig, rank: int) -> SimSidecar:
         """The sidecar of `rank`'s node; a new one if the last one is lost."""
@@ -271,7 +281,13 @@ class SimJob:
         self._raise_if_broken()
 
     async def _last_incarnation(self) -> None:
-        config = replace(self.schedule.job, deviations=False, steps=1, commit=CommitConfig(timeout_s=600.0, poll_max_s=0.5))
+        config = replace(
+            self.schedule.job,
+            deviations=False,
+            damages_catalog=False,
+            steps=1,
+            commit=CommitConfig(timeout_s=600.0, poll_max_s=0.5),
+        )
         last = self._start(config)
         await self._ended(last)
         for rank in last.ranks:
@@ -311,7 +327,7 @@ class SimJob:
             entry = log.state.entries.get(view.prefix)
             if entry is None:
                 raise InvariantError("catalog-tells", f"{view.prefix} has objects, and the catalog does not name it")
-            if entry.digest and view.outcome != entry.decoded() and view.state != "deleted":
+            if entry.digest and view.outcome != entry.decoded and view.state != "deleted":
                 raise InvariantError("catalog-tells", f"the close of {view.prefix} is not of its outcome")
             if entry.removed and view.state == "committed":
                 raise InvariantError("catalog-tells", f"{view.prefix} is a checkpoint, and removed in the catalog")

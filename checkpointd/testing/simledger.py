@@ -15,6 +15,8 @@
   left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
   always-starts        A start waits at most the length of one lease for another job.
   always-ends          An attempt ends in a final phase. It may stay in doubt only if a fault hindered it.
+  catalog-tells        An attempt is announced in the catalog before its first object, and closed there after its outcome, both
+                       durably. Nothing replaces a record, no summary misses one, and what goes is covered by two summaries.
   next-save-works      After the faults, the next incarnation loads and commits.
 The ledger belongs to the test and not to the protocol: it also sees things that no process of the job could know.
 """
@@ -33,6 +35,7 @@ from checkpointd.layout.manifest import Epoch, Outcome, Vote, decode
 from checkpointd.pipeline.outcome.publish import RECOVERY
 from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
+from checkpointd.testing.simcatalog import CatalogWatch
 from checkpointd.testing.simdisk import Effect, SimDisk
 from checkpointd.testing.simfs import SimDirectory, SimFile
 
@@ -96,9 +99,13 @@ class Ledger:
     _newest_epoch: int = 0
     _at_work: dict[str, tuple[str, float]] = field(default_factory=dict)
     """The process that put the lease of an attempt, and the time."""
+    _catalog: CatalogWatch = field(init=False)
     latest_floor: Order | None = None
     """The order that `latest` durably has, by the reports."""
     _latest_seen: Order | None = None
+
+    def __post_init__(self) -> None:
+        self._catalog = CatalogWatch(self.disk, self.root)
 
     # --- what the job reports ----------------------------------------------------------------------------------
 
@@ -188,6 +195,8 @@ class Ledger:
             raise InvariantError("reads-only", f"{effect.process} did {effect.kind} on {effect.path}")
         target = effect.path.rpartition(" -> ")[2]
         self._recovery_acts(effect, target)
+        if fault := self._catalog.fault_after(effect, target):
+            raise InvariantError("catalog-tells", fault)
         if target.startswith(f"{self.root}/{PLANS}/") and effect.kind == "unlink":
             self._plan_removed(target, effect.process)
         elif target.endswith(".vote") and effect.kind == "link":

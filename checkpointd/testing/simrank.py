@@ -109,6 +109,8 @@ class JobConfig:
     """Whether a start asks rank 0's sidecar for its attempts. Otherwise, as on another node, it knows only the leases."""
     readers: int = 0
     """The number of processes that read the newest checkpoint now and then."""
+    damages_catalog: bool = False
+    """Whether a process beside the job damages the catalog now and then, or makes it again."""
     read_back: bool = False
     """Whether each rank reads its shards back while it has no save in flight."""
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=20.0, poll_min_s=0.02, poll_max_s=0.5))

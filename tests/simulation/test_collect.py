@@ -358,6 +358,16 @@ def undecided_overlooked(patch: Patch) -> None:
     patch.setattr(marks, "_indexed", nothing)
 
 
+def catalog_believed(patch: Patch) -> None:
+    """Whoever loads believes the catalog about attempts that are being removed, and reads none of their objects."""
+
+    def nobody(entries: object) -> set[str]:
+        return set()
+
+    patch.setattr(catalog, "NEWEST_LOOKED", 0)
+    patch.setattr(catalog, "_undecided", nobody)
+
+
 def references_not_looked_at(patch: Patch) -> None:
     """A writer votes without looking whether what it refers to is going."""
 
@@ -399,7 +409,7 @@ def test_marks_that_are_read_late_are_caught(monkeypatch: Patch) -> None:
         superseded(range(300))
 
 
-@pytest.mark.parametrize("mutate", [swept_before_marking, references_ignored])
+@pytest.mark.parametrize("mutate", [swept_before_marking, references_ignored, catalog_believed])
 def test_mutations_of_the_order_are_caught(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     with pytest.raises(DamagedError, match=r"there is no object 'step[12]/"):

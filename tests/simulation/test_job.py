@@ -83,6 +83,14 @@ def test_deltas_keep_the_invariants(stride: int, monkeypatch: pytest.MonkeyPatch
     assert any(stored)
 
 
+@pytest.mark.parametrize("fault", [None, PowerCut(), Kill(0), SecondJob()])
+def test_jobs_whose_catalog_is_damaged_and_made_again_lose_nothing(fault: Fault | None) -> None:
+    for seed in range(8):
+        job = JobConfig(seed=seed, steps=4, deviations=seed % 2 == 1, readers=1, damages_catalog=True)
+        report = run_schedule(Schedule(job=job, faults=() if fault is None else ((150 + 20 * seed, fault),)))
+        assert report.committed > 0
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_power_cut_at_every_effect(steps: int, stride: int) -> None:
     assert strike_everywhere(JobConfig(seed=steps, steps=steps), PowerCut(), stride) > 100 * steps

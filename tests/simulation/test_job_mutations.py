@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from checkpointd.commit import decide as decisions
@@ -27,13 +28,15 @@ from checkpointd.commit.machine import Event
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice
 from checkpointd.errors import FencedError, NotFoundError, StoreError
 from checkpointd.layout import keys
+from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, encode_record, record_key, summary_key
 from checkpointd.layout.keys import BALLOT, JOINT_PLAN, OUTCOME, AttemptId, attempt_prefix
 from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, encode
 from checkpointd.pipeline import attempt
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
 from checkpointd.pipeline.outcome import publish, recover
-from checkpointd.pipeline.root import catalog, epochs, latest, leases, plans
+from checkpointd.pipeline.root import catalog, catalog_log, epochs, latest, leases, plans
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist, vote, write_objects
 from checkpointd.store.base import Store
@@ -394,7 +397,7 @@ def dead_job_waited_for(patch: Patch) -> None:
 def attempts_of_others_overlooked(patch: Patch) -> None:
     """A start does not look at the leases of attempts."""
 
-    async def none(store: Store, sight: leases.Sight, known: Sequence[str] = ()) -> tuple[str, ...]:
+    async def none(store: Store, sight: leases.Sight, known: Sequence[str] = (), log: object = None) -> tuple[str, ...]:
         return ()
 
     patch.setattr(leases, "attempts_at_work", none)
@@ -498,6 +501,67 @@ def plans_of_surviving_removed(patch: Patch) -> None:
         return await plans.remove_plans(store, epoch)
 
     patch.setattr(recover, "remove_plans", all_older)
+
+
+# --- the catalog --------------------------------------------------------------------------------------------------
+
+
+def closed_too_early(patch: Patch) -> None:
+    """The close of an attempt is put before its outcome."""
+    put_outcome = publish.put_outcome
+
+    async def put(store: Store, draft: publish.Draft) -> Outcome:
+        await catalog_log.note_outcome(store, draft.outcome)
+        return await put_outcome(store, draft)
+
+    patch.setattr(attempt, "put_outcome", put)
+
+
+def written_unannounced(patch: Patch) -> None:
+    """Nobody waits until the attempt is announced."""
+
+    async def at_once(self: Attempt) -> None:
+        return None
+
+    patch.setattr(Attempt, "_announced", at_once)
+
+
+def summary_misses_a_record(patch: Patch) -> None:
+    """A summary is put under the number of a record that it leaves out."""
+    encode_summary = catalog_log.encode_summary
+
+    def encoded(state: CatalogState) -> bytes:
+        return encode_summary(CatalogState(state.number, dict([*state.entries.items()][:-1])))
+
+    patch.setattr(catalog_log, "encode_summary", encoded)
+
+
+def removed_with_the_newest_summary(patch: Patch) -> None:
+    """What the newest summary covers goes at once."""
+
+    async def compact(self: CatalogLog, *, every: int | None = None) -> None:
+        if not self.state.number:
+            return
+        await self.store.put_if_absent(summary_key(self.state.number), catalog_log.encode_summary(self.state))
+        for number in (await catalog_log._listed(self.store))[1]:
+            if number <= self.state.number:
+                await self.store.delete(record_key(number))
+
+    patch.setattr(CatalogLog, "compact", compact)
+
+
+def records_replaced(patch: Patch) -> None:
+    """A record takes the next number, whether another one has taken it or not."""
+
+    async def put(self: CatalogLog, records: Iterable[CatalogRecord]) -> int:
+        summaries, taken = await catalog_log._listed(self.store)
+        first = max([*summaries[-1:], *taken[-1:]], default=0) + 1
+        for number, record in enumerate(records, first):
+            numbered = msgspec.structs.replace(record, number=number)
+            await self.store.put(record_key(number), encode_record(numbered))
+        return first
+
+    patch.setattr(CatalogLog, "_put", put)
 
 
 def cut_off(name: str, kind: str) -> Callable[[int], Faults]:
@@ -631,6 +695,11 @@ MUTATIONS = {
     "the plans of surviving attempts removed": Mutation(
         plans_of_surviving_removed, ("plan-stands",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True
     ),
+    "an attempt closed before its outcome": Mutation(closed_too_early, ("catalog-tells",)),
+    "an attempt written before it is announced": Mutation(written_unannounced, ("catalog-tells",)),
+    "a summary that misses a record": Mutation(summary_misses_a_record, ("catalog-tells",), steps=3),
+    "what only the newest summary covers removed": Mutation(removed_with_the_newest_summary, ("catalog-tells",), steps=3),
+    "a record replaced": Mutation(records_replaced, ("catalog-tells",)),
     "what is in doubt removed": Mutation(in_doubt_removed, ("latest-whole", "nothing-lost"), steps=3, deviations=True),
 }
 

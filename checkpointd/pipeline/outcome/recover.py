@@ -68,14 +68,22 @@ class Recovery:
     checkpoints: int = 0
 
 
-async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, accepts_loss: bool = False) -> Recovery:
+async def recover(
+    store: Store,
+    epoch: int,
+    surviving: Collection[str] = (),
+    *,
+    accepts_loss: bool = False,
+    known: CatalogLog | None = None,
+) -> Recovery:
     """Recover the attempts of epochs before `epoch`, which the caller has taken, except `surviving` (`<tag>/<attempt>`).
 
     `surviving` must be those of the epoch's record: an attempt in only one of the two would be fenced for nothing, or decided
-    twice. `accepts_loss`: `latest` moves even if the newest checkpoint is gone, and goes if no other is left. Errors of the
-    storage, and damaged records, are logged and left to the next start, so that the job can still load whole checkpoints.
+    twice. `accepts_loss`: `latest` moves even if the newest checkpoint is gone, and goes if no other is left. `known`: the
+    catalog's log as this process has read it already. Errors of the storage, and damaged records, are logged and left to the
+    next start, so that the job can still load whole checkpoints.
     """
-    done, surviving, known = Recovery(), frozenset(surviving), CatalogLog(store)
+    done, surviving, known = Recovery(), frozenset(surviving), known or CatalogLog(store)
     seen = await catalog.scan(store, known)
     views = [await _settled(store, view, epoch, done, survives=view.prefix in surviving) for view in seen]
     views = await catalog.with_newest_looked(store, views)
@@ -103,7 +111,7 @@ async def recover(store: Store, epoch: int, surviving: Collection[str] = (), *, 
         await known.compact(every=COMPACT_EVERY)
         if not surviving:
             done.strays = await store.sweep()
-        await mend(store, 0 if surviving else epoch)
+        await mend(store, 0 if surviving else epoch, known)
     except (StoreError, DamagedError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     for outcome in done.decided:

@@ -8,13 +8,16 @@ from checkpointd.errors import DamagedError, FormatError, NotFoundError, WorldSi
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import BALLOT, object_key
-from checkpointd.pipeline.root.ballots import vote_of
+from checkpointd.pipeline.root.ballots import CountedVotes
 from checkpointd.pipeline.root.catalog import Checkpoint, index_named_by
 from checkpointd.store.base import Store
 
 
-async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
-    """The index of `rank`, verified along outcome, ballot and vote. Raises WorldSizeError if the rank did not exist."""
+async def read_index(store: Store, checkpoint: Checkpoint, rank: int, votes: CountedVotes | None = None) -> Index:
+    """The index of `rank`, verified along outcome, ballot and vote. Raises WorldSizeError if the rank did not exist.
+
+    `votes`: those of the checkpoint, for a reader of several ranks.
+    """
     outcome = checkpoint.outcome
     if not 0 <= rank < outcome.world_size:
         raise WorldSizeError(
@@ -23,7 +26,7 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
         )
     key = f"{checkpoint.prefix}/{BALLOT}"
     try:
-        vote = await vote_of(store, outcome, rank)
+        vote = await (votes or CountedVotes(store, outcome)).of(rank)
         key = object_key(checkpoint.prefix, vote.index.name) if vote.index else key
         index = await index_named_by(store, checkpoint.prefix, vote)
         if index.step != outcome.step:

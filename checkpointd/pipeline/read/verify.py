@@ -24,7 +24,7 @@ from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root.ballots import ballot_ref, vote_of
+from checkpointd.pipeline.root.ballots import CountedVotes, ballot_ref
 from checkpointd.pipeline.root.catalog import Checkpoint, view
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
@@ -94,12 +94,13 @@ async def verify(
         on_bytes(nbytes)
 
     names, stored, contents = TensorNumbers(), dict[int, NumberedPlan](), list[StoredContent]()
+    votes = CountedVotes(store, checkpoint.outcome)
     for rank in range(checkpoint.outcome.world_size):
         try:
             if rank == COORDINATOR:
                 ballot = {f"{checkpoint.prefix}/{BALLOT}": ballot_ref(checkpoint.outcome).size}
                 verdict.damage.extend([Damage.of(error, rank) async for error in _too_long(store, ballot)])
-            index = await _verify_rank(store, checkpoint, rank, config, count, verdict)
+            index = await _verify_rank(store, checkpoint, rank, config, count, verdict, votes)
             stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
             if checkpoint.outcome.plan is not None:
                 contents.append(await aside(len(index.tensors), content_of, index))
@@ -158,9 +159,10 @@ async def verify_ranks(
     """
     verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt))
     store = PatientStore(store, Patience(config.retry_s, config.absence_s))
+    votes = CountedVotes(store, checkpoint.outcome)
     for rank in ranks:
         try:
-            await _verify_rank(store, checkpoint, rank, config, on_bytes, verdict, left)
+            await _verify_rank(store, checkpoint, rank, config, on_bytes, verdict, votes, left)
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.note(error, rank)
     if verdict.unreadable and not verdict.damage:
@@ -200,12 +202,13 @@ async def _verify_rank(
     config: LoadConfig,
     count: Callable[[int], None],
     verdict: CheckpointVerdict,
+    votes: CountedVotes,
     left: Callable[[Index], Container[str]] = lambda _: (),
 ) -> Index:
     """Verify the shard of one rank. Returns its index."""
-    index = await read_index(store, checkpoint, rank)
+    index = await read_index(store, checkpoint, rank, votes)
     try:
-        await _check_described(store, checkpoint, index)
+        await _check_described(checkpoint, index, votes)
     except CheckpointdError as error:
         verdict.note(error, rank)
     sizes = {ref.key(checkpoint.prefix): ref.size for ref in index.objects}
@@ -227,13 +230,14 @@ async def _too_long(store: Store, sizes: Mapping[str, int]) -> AsyncIterator[Dam
 
 async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
     """The index of `rank`, verified along outcome and vote, with its tree. Raises DamagedError if it does not agree."""
-    index = await read_index(store, checkpoint, rank)
-    await _check_described(store, checkpoint, index)
+    votes = CountedVotes(store, checkpoint.outcome)
+    index = await read_index(store, checkpoint, rank, votes)
+    await _check_described(checkpoint, index, votes)
     return index
 
 
-async def _check_described(store: Store, checkpoint: Checkpoint, index: Index) -> None:
-    vote = await vote_of(store, checkpoint.outcome, index.rank)
+async def _check_described(checkpoint: Checkpoint, index: Index, votes: CountedVotes) -> None:
+    vote = await votes.of(index.rank)
     _check_tree(index, object_key(checkpoint.prefix, vote.index.name if vote.index else ""))
 
 

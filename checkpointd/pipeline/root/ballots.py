@@ -6,6 +6,7 @@ The files of votes in an attempt carry the votes to the process that decides. Af
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.ballot import BallotTable, table_bytes
@@ -37,18 +38,35 @@ async def _holds(store: Store, key: str, data: bytes) -> bool:
         return False
 
 
-async def vote_of(store: Store, outcome: Outcome, rank: int) -> Vote:
-    """The vote of `rank` that the commit `outcome` counted. Reads only the table of the ballot, and this vote.
+@dataclass(slots=True)
+class CountedVotes:
+    """The votes that the commit `outcome` counted. The table of the ballot is read once, and each vote when it is asked for."""
 
-    Raises NotFoundError if there is no ballot, DamagedError if its bytes are not those that the outcome names.
-    """
-    ref, key = ballot_ref(outcome), f"{outcome.prefix}/{BALLOT}"
-    head = memoryview(bytearray(table_bytes(outcome.world_size)))
-    await store.get_range(key, 0, head)
-    table = BallotTable.of(head, outcome.world_size, ref, key)
-    data = memoryview(bytearray(table.starts[rank + 1] - table.starts[rank]))
-    await store.get_range(key, table.starts[rank], data)
-    return table.vote(rank, data, outcome.prefix, key)
+    store: Store
+    outcome: Outcome
+    _table: BallotTable | None = None
+
+    async def of(self, rank: int) -> Vote:
+        """The vote of `rank`. Raises NotFoundError if there is no ballot, DamagedError if its bytes are not those that the
+        outcome names.
+        """
+        key, table = f"{self.outcome.prefix}/{BALLOT}", await self._read_table()
+        data = memoryview(bytearray(table.starts[rank + 1] - table.starts[rank]))
+        await self.store.get_range(key, table.starts[rank], data)
+        return table.vote(rank, data, self.outcome.prefix, key)
+
+    async def _read_table(self) -> BallotTable:
+        if self._table is None:
+            ref, key, ranks = ballot_ref(self.outcome), f"{self.outcome.prefix}/{BALLOT}", self.outcome.world_size
+            head = memoryview(bytearray(table_bytes(ranks)))
+            await self.store.get_range(key, 0, head)
+            self._table = BallotTable.of(head, ranks, ref, key)
+        return self._table
+
+
+async def vote_of(store: Store, outcome: Outcome, rank: int) -> Vote:
+    """The vote of `rank` that the commit `outcome` counted, for a reader of one vote. Raises as `CountedVotes.of`."""
+    return await CountedVotes(store, outcome).of(rank)
 
 
 async def votes_of(store: Store, outcome: Outcome) -> dict[int, Vote | DamagedError]:

@@ -109,7 +109,7 @@ async def find(store: Store, tag: str, patience: Patience) -> Checkpoint:
 async def _look(store: Store, tried: Collection[str] = ()) -> _CatalogLook:
     # `latest` is read first: the checkpoint that it names was committed before, so the scan must find it.
     pointer = await catalog.readable_latest(store)
-    attempts = await catalog.with_newest_looked(store, await catalog.scan(store), tried)
+    attempts = await catalog.with_newest_looked(store, await catalog.scan(store, newest=1), tried)
     commits = catalog.commits_of(attempts)
     known = catalog.newest_of_tags(commits)
     # The checkpoint that `latest` names counts even if its tag was saved again without asking for `latest`. An older commit of

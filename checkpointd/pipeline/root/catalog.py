@@ -7,10 +7,11 @@ ones; it believes the log about the others (CATALOG-5).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from checkpointd.commands import at_tag, command
@@ -59,6 +60,8 @@ NEWEST_LOOKED = 20
 RANKS_LOOKED = 256
 """It looks at fewer attempts, but at one, if these have more ranks in all."""
 
+_UNSEEN: Mapping[str, int] = MappingProxyType({})
+
 ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
 
 
@@ -72,7 +75,7 @@ class AttemptView:
 
     tag: str
     attempt: AttemptId
-    sizes: dict[str, int]
+    sizes: Mapping[str, int]
     outcome: Outcome | None
     damage: str | None = None
     unreadable: str | None = None
@@ -277,28 +280,28 @@ async def look_everywhere(store: Store) -> list[AttemptView]:
     return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag)]
 
 
-async def scan(store: Store, known: CatalogLog | None = None) -> list[AttemptView]:
+async def scan(store: Store, known: CatalogLog | None = None, *, newest: int | None = None) -> list[AttemptView]:
     """Every attempt at the root. `known`: the catalog's log as this process has read it already.
 
-    Looks at the objects of tags that the log does not know or that have an undecided attempt, and of the newest attempts. If
-    the log cannot be used, it looks everywhere (CATALOG-6).
+    Looks at the objects of tags that the log does not know or that have an undecided attempt, and of the `newest` attempts, by
+    default NEWEST_LOOKED. If the log cannot be used, it looks everywhere (CATALOG-6).
     """
     log = CatalogLog(store) if known is None else known
     # First the log: an attempt that is announced after this look at it may have a directory already, but not the other way.
     await log.refresh()
     if not log.fault:
         try:
-            return await _scanned(store, log)
+            return await _scanned(store, log, NEWEST_LOOKED if newest is None else newest)
         except DamagedError as error:
             logger.error("%s; all directories are read", error)
     return await look_everywhere(store)
 
 
-async def _scanned(store: Store, log: CatalogLog) -> list[AttemptView]:
+async def _scanned(store: Store, log: CatalogLog, newest: int) -> list[AttemptView]:
     entries, named = log.state.entries, log.state.prefixes_by_tag()
     there = await tags(store, named)
     looked = {tag for tag in there if tag not in named} | _undecided(entries.values())
-    looked |= _newest(reversed(entries.values()))  # the log has them in the order of their announcements
+    looked |= _newest(reversed(entries.values()), newest)  # the log has them in the order of their announcements
     found: list[AttemptView] = []
     for tag in there:
         if tag in looked:
@@ -307,13 +310,15 @@ async def _scanned(store: Store, log: CatalogLog) -> list[AttemptView]:
             found += [_as_recorded(entries[prefix]) for prefix in named[tag]]
     # What was announced may have no objects yet. A decided attempt without its directory was removed by hand.
     seen = {attempt.prefix for attempt in found if attempt.tag in looked}
-    announced = [entry for entry in entries.values() if entry.is_open and entry.prefix not in seen]
+    announced = [entry for prefix, entry in entries.items() if not entry.is_decided and prefix not in seen]
     return found + [AttemptView(entry.tag, _attempt(entry), {}, None) for entry in announced]
 
 
-async def may_be_undecided(store: Store) -> tuple[list[tuple[str, AttemptId]], int]:
-    """The attempts whose outcome the log does not tell, and the newest epoch in the name of any attempt, 0 if there is none."""
-    log = CatalogLog(store)
+async def may_be_undecided(store: Store, known: CatalogLog | None = None) -> tuple[list[tuple[str, AttemptId]], int]:
+    """The attempts whose outcome the log does not tell, and the newest epoch in the name of any attempt, 0 if there is none.
+    `known`: as of `scan`.
+    """
+    log = CatalogLog(store) if known is None else known
     await log.refresh()
     entries = {} if log.fault else log.state.entries
     named = {entry.tag for entry in entries.values()}
@@ -321,7 +326,8 @@ async def may_be_undecided(store: Store) -> tuple[list[tuple[str, AttemptId]], i
     for tag in await tags(store, named):
         if tag not in named:
             found += [(tag, attempt) for attempt in await _names(store, tag)]
-    epochs = {_attempt(entry).epoch for entry in entries.values()} | {attempt.epoch for _, attempt in found}
+    attempts = {entry.attempt: entry for entry in entries.values()}  # names repeat
+    epochs = {_attempt(entry).epoch for entry in attempts.values()} | {attempt.epoch for _, attempt in found}
     return found, max(epochs, default=0)
 
 
@@ -329,11 +335,11 @@ def _undecided(entries: Iterable[CatalogEntry]) -> set[str]:
     return {entry.tag for entry in entries if entry.is_open}
 
 
-def _newest(newest_first: Iterable[CatalogEntry]) -> set[str]:
-    """The tags of the newest attempts."""
+def _newest(newest_first: Iterable[CatalogEntry], count: int) -> set[str]:
+    """The tags of the newest `count` attempts, of fewer if these have many ranks."""
     left, found = RANKS_LOOKED, set[str]()
-    for entry in islice(newest_first, NEWEST_LOOKED):
-        outcome = entry.decoded()
+    for entry in islice(newest_first, count):
+        outcome = entry.decoded
         left -= outcome.world_size if outcome is not None else 1
         if left >= 0 or not found:
             found.add(entry.tag)
@@ -341,7 +347,7 @@ def _newest(newest_first: Iterable[CatalogEntry]) -> set[str]:
 
 
 def _as_recorded(entry: CatalogEntry) -> AttemptView:
-    return AttemptView(entry.tag, _attempt(entry), {}, entry.decoded(), entry=entry)
+    return AttemptView(entry.tag, _attempt(entry), _UNSEEN, entry.decoded, entry=entry)
 
 
 def _attempt(entry: CatalogEntry) -> AttemptId:
@@ -360,14 +366,17 @@ async def with_newest_looked(store: Store, attempts: list[AttemptView], tried: C
 
     `tried`: attempts (`<tag>/<attempt>`) that nobody takes.
     """
-    left = [c for c in commits_of(attempts) if c.outcome.save_latest and c.prefix not in tried]
-    for newest in left:
-        place = next(n for n, one in enumerate(attempts) if (one.tag, one.attempt) == (newest.tag, newest.attempt))
-        if attempts[place].entry is None:
-            break
-        found = await view(store, newest.tag, newest.attempt)
-        attempts = [*attempts[:place], found, *attempts[place + 1 :]]
-        if found.state == "committed":
+    attempts = [*attempts]
+    left = {place: one.order for place, one in enumerate(attempts) if one.order is not None}
+    while left:
+        place = max(left, key=left.__getitem__)
+        newest = attempts[place]
+        del left[place]
+        if newest.outcome is None or not newest.outcome.save_latest or newest.prefix in tried:
+            continue
+        if newest.entry is not None:
+            attempts[place] = newest = await view(store, newest.tag, newest.attempt)
+        if newest.state == "committed":
             break
     return attempts
 
@@ -379,7 +388,8 @@ def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
         for a in attempts
         if a.state == "committed" and a.outcome is not None
     ]
-    return sorted(found, key=lambda c: c.outcome.order, reverse=True)
+    found.sort(key=lambda c: c.outcome.order, reverse=True)
+    return found
 
 
 def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:

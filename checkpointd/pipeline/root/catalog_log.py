@@ -11,7 +11,11 @@ Invariants
   CATALOG-5  The outcome and the marks of an attempt are the truth, and may be newer than the catalog. Whoever loads an attempt,
       removes it, or removes another one because of it, looks at its own objects first.
   CATALOG-6  A record or summary that is damaged or missing hides nothing: the attempts' directories are read instead, and the
-      next start makes the catalog again.
+      next start makes the catalog again. It takes over every attempt that was announced before.
+  CATALOG-7  Only an intent adds an attempt, and no close ends a removal. So a process that was stopped and puts a record late
+      brings nothing back. Only a start forgets what somebody removed by hand: tags of which every attempt is decided, and of
+      which the root and their own directory show nothing. If that was wrong, as on a file server that lags behind, the tag is
+      one that the catalog does not name, so its directory is read.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -155,6 +160,8 @@ class CatalogLog:
         else:
             return
         old = [record_key(n) for n in records if n <= covered] + [summary_key(n) for n in summaries if n < covered]
+        if old and covered in summaries[:-1]:
+            await self.store.settle(summary_key(summaries[-1]))  # whoever puts it may die before it is durable
         for key in old[:REMOVED_MAX]:
             await self.store.delete(key)
 
@@ -177,6 +184,15 @@ class CatalogLog:
         number (see `end_again`). Returns that number.
         """
         return await self._put([record_of("rebuilt")])
+
+    async def announced_before(self, number: int) -> dict[str, CatalogEntry]:
+        """The undecided attempts that the records before `number` announce, as far as these are there and whole."""
+        state = CatalogState()
+        for old in (await _listed(self.store))[1]:
+            if old < number:
+                with suppress(NotFoundError, DamagedError):
+                    state.apply(decode_record(await self.store.get(record_key(old)), old))
+        return {prefix: entry for prefix, entry in state.entries.items() if not entry.is_decided}
 
     async def end_again(self, number: int, entries: Mapping[str, CatalogEntry]) -> None:
         """Put the summary `number`, after `begin_again`."""

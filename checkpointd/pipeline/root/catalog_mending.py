@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Container
+from contextlib import suppress
 
 import msgspec
 
-from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.errors import DamagedError, LinkError, NotFoundError
 from checkpointd.layout.catalog_records import CatalogEntry, CatalogRecord, close_of
-from checkpointd.layout.keys import holds_bytes
+from checkpointd.layout.keys import DELETED, OUTCOME, holds_bytes
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
@@ -23,15 +24,35 @@ ADDED_MAX = 64
 """If more records are missing, the whole catalog is made again, which takes one object."""
 
 
-async def mend(store: Store, known: CatalogLog, views: Iterable[AttemptView]) -> None:
-    """Add to the log what `views`, of a look at the root, show beyond it. Everything that they show must be durable."""
+async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) -> None:
+    """Add to the log what `views`, of a look at the root, show beyond it, and forget tags that are gone (CATALOG-7). Everything
+    that they show must be durable.
+    """
     if not known.fault:
         looked = [view for view in views if view.entry is None and view.has_objects]
         missing = [one for view in looked for one in await _missing(store, view, known.state.entries.get(view.prefix))]
         if len(missing) <= ADDED_MAX:
-            await known.append(*missing)
+            await known.append(*missing, *await _gone(store, known, {view.tag for view in views}))
             return
     await rebuild(store, known)
+
+
+async def _gone(store: Store, known: CatalogLog, there: Container[str]) -> list[CatalogRecord]:
+    """The records that forget tags which somebody removed by hand, at most ADDED_MAX (CATALOG-7). `there`: tags at the root."""
+    found: list[CatalogRecord] = []
+    for tag, prefixes in known.state.prefixes_by_tag().items():
+        if tag in there or not all(known.state.entries[prefix].is_decided for prefix in prefixes):
+            continue
+        if found and len(found) + len(prefixes) > ADDED_MAX:
+            break
+        try:
+            is_gone = not await store.list(tag)  # a listing of the whole root may be old, or leave out a link
+        except LinkError:
+            continue
+        if is_gone:
+            log.warning("somebody removed %s: the catalog forgets it", tag)
+            found += [record_of("forgotten", *prefix.rsplit("/", 1)) for prefix in prefixes]
+    return found
 
 
 async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
@@ -40,9 +61,11 @@ async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
     await known.refresh()
     number = await known.begin_again()
     # An attempt that was announced may have no objects yet.
-    entries = {prefix: entry for prefix, entry in known.state.entries.items() if entry.is_open}
+    entries = {prefix: entry for prefix, entry in known.state.entries.items() if not entry.is_decided}
+    entries |= await known.announced_before(number)
     for view in sorted(await catalog.look_everywhere(store), key=_order):
         entries.pop(view.prefix, None)
+        await _settle(store, view)
         entries[view.prefix] = await _entry(store, view)
     await known.end_again(number, entries)
     log.info("the catalog of %s was made again: %d attempts", store.url, len(entries))
@@ -52,6 +75,14 @@ async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
 def _order(view: AttemptView) -> tuple[int, int, int]:
     n = view.outcome.order[1] if view.outcome is not None else 0
     return view.attempt.epoch, n, view.attempt.k
+
+
+async def _settle(store: Store, view: AttemptView) -> None:
+    """Make durable what the catalog will say of the attempt (CATALOG-2): it may have been decided or marked only now."""
+    for name in (OUTCOME, DELETED):
+        if name in view.sizes:
+            with suppress(NotFoundError):
+                await store.settle(f"{view.prefix}/{name}")
 
 
 async def _entry(store: Store, view: AttemptView) -> CatalogEntry:
@@ -76,7 +107,7 @@ async def _missing(store: Store, view: AttemptView, entry: CatalogEntry | None) 
     if entry is None:
         found.append(record_of("intent", tag, attempt))
         entry = CatalogEntry(tag=tag, attempt=str(attempt))
-    if view.outcome is not None and (not entry.digest or (entry.removing and not truth.removed)):
+    if view.outcome is not None and not entry.digest:
         found.append(close_of(view.outcome, writer()))
     if truth.removed and (not entry.removed or entry.removing):
         found.append(record_of("removed", tag, attempt, reason=truth.removed, kept=truth.kept))

@@ -19,6 +19,7 @@ from checkpointd.errors import DamagedError, FencedError, NotFoundError, StoreEr
 from checkpointd.layout.keys import SERVICE, AttemptId, epoch_key, epoch_of
 from checkpointd.layout.manifest import Epoch, decode, encode
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -56,10 +57,10 @@ async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, 
         number = max(number, await newest(store)) + 1
 
 
-async def following(store: Store) -> int:
+async def following(store: Store, known: CatalogLog | None = None) -> int:
     """The first number that no epoch has used."""
     # An epoch's record may be lost. A start that took the same number again would write into existing attempts.
-    _, named = await catalog.may_be_undecided(store)
+    _, named = await catalog.may_be_undecided(store, known)
     return max(await newest(store), named) + 1
 
 

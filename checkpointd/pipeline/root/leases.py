@@ -30,6 +30,7 @@ from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, Ro
 from checkpointd.layout.keys import LEASE, LEASES, OUTCOME, attempt_lease_key, attempt_prefix, epoch_of, job_lease_key
 from checkpointd.layout.manifest import Epoch, Lease, decode, encode
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.workers import answered
 from checkpointd.store.base import Store
@@ -235,12 +236,14 @@ def _named(lease: Lease | None) -> str:
     return f"process {lease.writer.pid} on {lease.writer.host}"
 
 
-async def attempts_at_work(store: Store, sight: Sight, known: Collection[str] = ()) -> tuple[str, ...]:
+async def attempts_at_work(
+    store: Store, sight: Sight, known: Collection[str] = (), catalog_log: CatalogLog | None = None
+) -> tuple[str, ...]:
     """The undecided attempts (`<tag>/<attempt>`) at which a living process works, without the `known` ones.
 
     Takes at most a lease's length.
     """
-    found = [prefix for prefix in await _leased(store) if prefix not in known]
+    found = [prefix for prefix in await _leased(store, catalog_log) if prefix not in known]
     held = await asyncio.gather(*(_works_at(store, prefix, sight) for prefix in found))
     return tuple(prefix for prefix, at_work in zip(found, held, strict=True) if at_work)
 
@@ -254,10 +257,10 @@ async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
     return await _seen_alive(watch, prefix) is not None
 
 
-async def _leased(store: Store) -> list[str]:
+async def _leased(store: Store, known: CatalogLog | None) -> list[str]:
     """The undecided attempts with a lease, whether its holder lives or not."""
     found: list[str] = []
-    for tag, attempt in (await catalog.may_be_undecided(store))[0]:
+    for tag, attempt in (await catalog.may_be_undecided(store, known))[0]:
         prefix = attempt_prefix(tag, attempt)
         names = {one.name for one in await store.list(prefix)}
         if LEASE in names and OUTCOME not in names:
@@ -311,17 +314,18 @@ class Beginner:
     sight: Sight = field(default_factory=Sight)
 
 
-async def begin(store: Store, beginner: Beginner) -> tuple[Epoch, HeldLease]:
+async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = None) -> tuple[Epoch, HeldLease]:
     """Begin the next epoch, with a lease that is renewed from now on. Every attempt at which somebody works survives in it.
+    `known`: the catalog's log as this process has read it already.
 
     Raises RootInUseError if another job is alive (LEASE-5). Waits for at most a lease's length.
     """
     sight = beginner.sight
     while True:
         # Chosen before the look for living jobs: a job that begins meanwhile puts a lease of this number, and is noticed by it.
-        number = max([await epochs.following(store), *(number + 1 for number in await _numbers(store))])
+        number = max([await epochs.following(store, known), *(number + 1 for number in await _numbers(store))])
         stranger, surviving = await asyncio.gather(
-            _refusing(store, beginner), attempts_at_work(store, sight, beginner.surviving)
+            _refusing(store, beginner), attempts_at_work(store, sight, beginner.surviving, known)
         )
         if stranger is not None:
             raise RootInUseError(refusal(store, stranger, beginner.instead))

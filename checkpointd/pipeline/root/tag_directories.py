@@ -49,6 +49,7 @@ from checkpointd.phrases import listed
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import votes_of
 from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.patient import Patience
@@ -367,10 +368,11 @@ async def is_gone(plain: PlainFiles, at: str, absence_s: float = ABSENCE_S) -> b
     return False
 
 
-async def mend(store: Store, before: int = 0) -> None:
+async def mend(store: Store, before: int = 0, known: CatalogLog | None = None) -> None:
     """Show the commits that are not shown, and hide removed checkpoints, for a start. A failure is left to the next start.
 
     `before`: unfinished directories of epochs before this one are removed, since nobody fills them any more (TAGDIR-6).
+    `known`: the catalog's log as this process has read it already.
     """
     plain = plain_files_of(store)
     if plain is None:
@@ -380,7 +382,7 @@ async def mend(store: Store, before: int = 0) -> None:
             await plain.finish()
     except StoreError as error:
         log.error("directories whose replacement was interrupted cannot be put back: %s; the next start tries again", error)
-    views = await catalog.scan(store)
+    views = await catalog.scan(store, known)
     for checkpoint in reversed(catalog.checkpoints_of(views)):  # oldest first (TAGDIR-5)
         try:
             await show(store, checkpoint.outcome)

@@ -14,6 +14,7 @@ from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedErr
 from checkpointd.layout.keys import epoch_key
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, epochs, leases, reserve
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.store import writers
 from checkpointd.store.base import Store
@@ -108,17 +109,17 @@ def instead(root: str) -> str:
 
 async def begin(store: Store, beginner: Beginner) -> Started:
     """Take the next epoch, and recover: decide the attempts that older epochs left in doubt."""
-    before = await epochs.newest(store)
+    before, known = await epochs.newest(store), CatalogLog(store)
     try:
-        epoch, lease = await leases.begin(store, beginner)
+        epoch, lease = await leases.begin(store, beginner, known)
     except StoreFullError as error:
         log.error("%s; dropping the ballast to make room for a start", error)
         await reserve.drop(store)
-        epoch, lease = await leases.begin(store, beginner)
+        epoch, lease = await leases.begin(store, beginner, known)
     try:
         if before:
             await _say_who_is_fenced(store, before)
-        found = await recover(store, epoch.epoch, epoch.surviving)
+        found = await recover(store, epoch.epoch, epoch.surviving, known=known)
         await reserve.take_aboard(store)
         latest = await _latest(store)
     except BaseException:

@@ -52,14 +52,14 @@ def after(*records: CatalogRecord) -> CatalogState:
 @pytest.mark.parametrize("outcome", [COMMIT, ABORT], ids=["commit", "abort"])
 def test_a_close_has_the_outcome_whole(outcome: Outcome) -> None:
     entry = after(record("intent", n=3, step=5), close_of(outcome, WRITER)).entries[PREFIX]
-    assert entry.decoded() == outcome
+    assert entry.decoded == outcome
     assert (entry.digest, entry.size) == (digest(encode(outcome)), len(encode(outcome)))
     assert (entry.n, entry.step, entry.is_open) == (3, 5, False)
 
 
 def test_the_first_close_counts() -> None:
-    entry = after(close_of(COMMIT, WRITER), record("intent"), close_of(ABORT, WRITER)).entries[PREFIX]
-    assert entry.decoded() == COMMIT
+    entry = after(record("intent"), close_of(COMMIT, WRITER), record("intent"), close_of(ABORT, WRITER)).entries[PREFIX]
+    assert entry.decoded == COMMIT
 
 
 def test_an_attempt_is_open_until_it_is_decided_or_removed() -> None:
@@ -73,7 +73,7 @@ def test_an_attempt_is_open_until_it_is_decided_or_removed() -> None:
     [(("verified",), True, False), (("verified", "damaged"), False, True), (("damaged", "verified"), True, False)],
 )
 def test_the_last_reading_counts(kinds: tuple[Kind, ...], verified: bool, damaged: bool) -> None:
-    entry = after(*map(record, kinds)).entries[PREFIX]
+    entry = after(record("intent"), *map(record, kinds)).entries[PREFIX]
     assert (entry.verified, entry.damaged, entry.passed_over) == (verified, damaged, False)
 
 
@@ -104,3 +104,31 @@ def test_a_changed_byte_is_damage() -> None:
     data = encode_record(record("intent"))
     with pytest.raises(DamagedError, match="checksum"):
         decode_record(data.replace(b"global_step5", b"global_step6"), 1)
+
+
+@pytest.mark.parametrize("kind", ["close", "removing", "removed", "verified", "damaged", "passed-over", "forgotten"])
+def test_catalog_7_a_late_record_brings_nothing_back(kind: Kind) -> None:
+    """A process was stopped before it put the record, and meanwhile a newer start decided, removed or forgot the attempt."""
+    late = close_of(COMMIT, WRITER) if kind == "close" else record(kind)
+    assert after(record("intent"), close_of(COMMIT, WRITER), record("removed"), record("forgotten"), late).entries == {}
+    assert after(late).entries == {}
+
+
+@pytest.mark.parametrize("before", [("removing",), ("removed",), ("removing", "removed"), ("removed", "removing")])
+def test_catalog_7_a_late_close_does_not_end_a_removal(before: tuple[Kind, ...]) -> None:
+    removal = [record("intent"), close_of(COMMIT, WRITER), *map(record, before)]
+    assert after(*removal, close_of(COMMIT, WRITER)).entries == after(*removal).entries
+    unclosed = after(record("intent"), *map(record, before), close_of(COMMIT, WRITER)).entries[PREFIX]
+    assert unclosed.is_open == (before[-1] == "removing")
+    assert bool(unclosed.removed) == ("removed" in before)
+
+
+def test_catalog_7_a_late_close_of_another_outcome_changes_nothing() -> None:
+    """The attempt was aborted by a newer start."""
+    entry = after(record("intent"), close_of(ABORT, WRITER), close_of(COMMIT, WRITER)).entries[PREFIX]
+    assert entry.decoded == ABORT
+
+
+def test_an_attempt_is_open_while_it_is_being_removed() -> None:
+    entry = after(record("intent"), close_of(COMMIT, WRITER), record("removing")).entries[PREFIX]
+    assert (entry.is_decided, entry.is_open) == (True, True)

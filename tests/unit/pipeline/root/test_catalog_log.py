@@ -45,7 +45,7 @@ async def test_catalog_2_a_close_comes_after_its_outcome() -> None:
     await save_checkpoint(store)
     log = CatalogLog(store)
     await log.refresh()
-    assert log.state.entries["global_step1/00000001-0"].decoded() is not None
+    assert log.state.entries["global_step1/00000001-0"].decoded is not None
     outcome = store.written.index("global_step1/00000001-0/outcome")
     assert not any(b'"kind": "close"' in data for data in store.put_before(outcome))
 

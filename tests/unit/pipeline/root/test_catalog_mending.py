@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointd.layout.catalog_records import CATALOG, CatalogState
-from checkpointd.layout.keys import DELETED
+from checkpointd.layout.catalog_records import CATALOG, CatalogRecord, CatalogState, Kind, close_of
+from checkpointd.layout.keys import DELETED, AttemptId
 from checkpointd.layout.manifest import Deleted, encode
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, catalog_mending, epochs
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.identity import writer
-from checkpointd.store.base import Store
+from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from tests.builders import leave_in_doubt, save_checkpoint
 
@@ -26,8 +26,8 @@ async def started(store: Store) -> CatalogState:
     return log.state
 
 
-async def several() -> MemoryStore:
-    store = MemoryStore()
+async def several(store: MemoryStore | None = None) -> MemoryStore:
+    store = MemoryStore() if store is None else store
     for step in (1, 2, 3):
         await save_checkpoint(store, tag=f"global_step{step}", step=step)
     return store
@@ -47,7 +47,7 @@ async def test_a_start_adds_the_close_that_a_crash_left_out() -> None:
     await leave_in_doubt(store, tag="global_step4", voting=(0,))
     await note(store, record_of("intent", "global_step4", "00000001-0"))
     state = await started(store)
-    outcomes = {prefix: entry.decoded() for prefix, entry in state.entries.items()}
+    outcomes = {prefix: entry.decoded for prefix, entry in state.entries.items()}
     aborted = outcomes["global_step4/00000001-0"]
     assert aborted is not None
     assert aborted.outcome == "abort"
@@ -118,6 +118,88 @@ async def test_a_look_costs_the_same_however_many_attempts_there_are(monkeypatch
     for step in range(4, 12):
         await save_checkpoint(store, tag=f"global_step{step}", step=step)
     assert await store.counted() == few
+
+
+async def test_catalog_7_a_start_forgets_what_was_removed_by_hand() -> None:
+    store = await several()
+    await note(store, record_of("intent", "global_step9", "00000001-0"))
+    await remove(store, "global_step1")
+    assert "global_step1/00000001-0" in (await known(store)).entries
+    state = await started(store)
+    assert sorted(state.entries) == ["global_step2/00000001-0", "global_step3/00000001-0", "global_step9/00000001-0"]
+
+
+async def test_catalog_7_a_stale_listing_of_the_root_makes_nothing_forgotten() -> None:
+    store = Stale()
+    await several(store)
+    store.hidden = "global_step2"
+    state = await started(store)
+    assert "global_step2/00000001-0" in state.entries
+
+
+async def test_catalog_7_what_was_forgotten_wrongly_is_read_and_added_again() -> None:
+    store = await several()
+    before = await views(store)
+    await note(store, record_of("forgotten", "global_step2", "00000001-0"))
+    assert [(view.prefix, view.state) for view in await catalog.scan(store)] == before
+    assert sorted((await started(store)).entries) == [prefix for prefix, _ in before]
+
+
+@pytest.mark.parametrize("kind", ["close", "removing", "removed", "verified"])
+async def test_catalog_7_a_late_record_shows_no_checkpoint(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tag has another attempt, so the catalog is believed about it."""
+    monkeypatch.setattr(catalog, "NEWEST_LOOKED", 0)
+    store = await several()
+    await save_checkpoint(store, tag="global_step1", step=5, k=1, n=5)
+    old = await catalog.read_outcome(store, "global_step1", AttemptId(1, 0))
+    await remove(store, "global_step1/00000001-0")
+    await note(store, record_of("forgotten", "global_step1", "00000001-0"))
+    late = close_of(old, writer()) if kind == "close" else record_of(kind, "global_step1", "00000001-0")
+    await note(store, late)
+    found = [view.prefix for view in await catalog.scan(store)]
+    assert found == ["global_step1/00000001-1", "global_step2/00000001-0", "global_step3/00000001-0"]
+
+
+async def test_catalog_1_an_attempt_announced_while_the_catalog_is_made_again_stays() -> None:
+    """Its intent comes between the look at the log and the record `rebuilt`, and it has no objects yet."""
+    store = Between()
+    await note(store, record_of("intent", "global_step1", "00000001-0"))
+    store.meanwhile = record_of("intent", "global_step9", "00000001-0")
+    await catalog_mending.rebuild(store)
+    assert list((await known(store)).entries) == ["global_step1/00000001-0", "global_step9/00000001-0"]
+
+
+async def known(store: Store) -> CatalogState:
+    log = CatalogLog(store)
+    await log.refresh()
+    return log.state
+
+
+async def remove(store: Store, prefix: str) -> None:
+    for entry in await store.list(prefix):
+        key = f"{prefix}/{entry.name}"
+        await (remove(store, key) if entry.is_prefix else store.delete(key))
+
+
+class Stale(MemoryStore):
+    """A listing of the root that leaves out a tag, as on a file server that lags behind."""
+
+    hidden = ""
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return [entry for entry in await super().list(prefix) if prefix or entry.name != self.hidden]
+
+
+class Between(MemoryStore):
+    """Another process puts a record just before `rebuilt`."""
+
+    meanwhile: CatalogRecord | None = None
+
+    async def put_if_absent(self, key: str, data: bytes) -> bool:
+        if self.meanwhile is not None and b'"kind": "rebuilt"' in data:
+            record, self.meanwhile = self.meanwhile, None
+            await note(self, record)
+        return await super().put_if_absent(key, data)
 
 
 class Counting(MemoryStore):
