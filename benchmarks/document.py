@@ -213,10 +213,10 @@ def _overhead(run: Run) -> list[str]:
     return ["## What a save costs training while it runs", _OVERHEAD_WORDS, report.table(["one save", *ways], rows)]
 
 
-_OVERHEAD_WORDS = """Steps beside a save that has time, with `max_overhead=0.03` (*governed*) and without. The rows from *waits for
-the lock* on are of a save beside a loop of pure Python: how long that loop waited for the interpreter lock, and
-for each kind of our threads the processor time in Python, where it holds the lock, and how often it gave up its
-core by itself."""
+_OVERHEAD_WORDS = """Steps beside a save that has time, with `max_overhead=0.03` (*governed*) and without.
+The rows from *waits for the lock* on are of a save beside a loop of pure Python: how long that loop waited for the
+interpreter lock, and for each kind of our threads the processor time in Python, where it holds the lock, and how often
+it gave up its core by itself."""
 
 
 def _limits(run: Run) -> str:
