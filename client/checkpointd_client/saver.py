@@ -187,6 +187,8 @@ class Saver:
         self.fillings = itertools.count()
         """Numbers for unfinished directories. All ranks make them in the same order, so the numbers agree."""
         self._prewarming: threading.Thread | None = None
+        self._hurried = threading.Event()
+        """Set when somebody waits for the memory that is prewarmed."""
         self._has_prewarmed_another = False
         self._said: set[str] = set()
         self._state.tidier.keeps_before = 0 if afresh else epoch.number
@@ -381,6 +383,7 @@ class Saver:
         """Acquire a slot for `hold`; SkippedError if none becomes free in time."""
         if self._prewarming is not None:
             thread = self._prewarming
+            self._hurried.set()
             Waiting(lambda: "the memory for snapshots is not allocated yet").until(lambda seconds: _joined(thread, seconds))
             self._prewarming = None
         waiting = Waiting(lambda: f"{info.tag} finds no free memory for its snapshot: {self._missing()}")
@@ -467,7 +470,8 @@ class Saver:
         job.staged.add_done_callback(lambda _: self._begin_prewarming(nbytes, slots=2, device=device))
 
     def _begin_prewarming(self, nbytes: int, *, slots: int, device: torch.device | None) -> None:
-        work = partial(self._arena.prewarm, nbytes, device=device, slots=slots)
+        self._hurried = threading.Event()
+        work = partial(self._arena.prewarm, nbytes, self._hurried, device=device, slots=slots)
         thread = threading.Thread(target=work, name="checkpointd-prewarm", daemon=True)
         thread.start()
         self._prewarming = thread
@@ -496,6 +500,7 @@ class Saver:
         """End the background threads. `left_s` gives the seconds that are left for each; the sidecar is told `ends_well`."""
         self._stager.close(left_s())
         if self._prewarming is not None:
+            self._hurried.set()
             self._prewarming.join(left_s())
         began = time.monotonic()
         # Handles end at the outcome. After it, the writer may still end the attempt, and remove what may go.

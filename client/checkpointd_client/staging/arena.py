@@ -21,6 +21,7 @@ import mmap
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -109,6 +110,17 @@ class Slot:
         for thread in others:
             thread.join()
         self._populated = max(self._populated, end)
+
+    def populate_gently(self, nbytes: int, hurried: threading.Event) -> None:
+        """The same beside training: on this thread alone, which rests as long as it works, until `hurried` is set."""
+        end, address = page_up(min(nbytes, self.capacity)), self.buffer.ctypes.data
+        while self._populated < end and not hurried.is_set():
+            began = time.monotonic()
+            reached = min(self._populated + _PIECE, end)
+            _populate(address, iter((self._populated,)), reached)
+            self._populated = reached
+            hurried.wait(time.monotonic() - began)
+        self.populate(nbytes)
 
     def pin(self, kind: str) -> None:
         """Register the memory, once, with devices of `kind` (`torch.device.type`), so that their copies run asynchronously."""
@@ -263,10 +275,10 @@ class Arena:
             self._holds.remove(hold)
             self._change.notify()
 
-    def prewarm(self, nbytes: int, *, device: torch.device | None, slots: int = 1) -> None:
+    def prewarm(self, nbytes: int, hurried: threading.Event, *, device: torch.device | None, slots: int = 1) -> None:
         """Allocate one more slot with `nbytes` of real memory, unless `slots` exist already. Call it on a background thread.
 
-        `device`: pin the memory for that device. None: do not pin it.
+        Set `hurried` when a save waits for it. `device`: pin the memory for that device. None: do not pin it.
         """
         hold = SlotHold(self)
         with self._lock:
@@ -276,7 +288,7 @@ class Arena:
             self._holds.append(hold)
         try:
             slot = self._make(hold, nbytes)
-            slot.populate(nbytes)
+            slot.populate_gently(nbytes, hurried)
             if device is not None:
                 torch.accelerator.set_device_index(device)  # for this thread: elsewhere, pinning would create a context
                 slot.pin(device.type)

@@ -175,7 +175,7 @@ def test_a_driver_that_fails_while_memory_is_made_ready_loses_no_slot(
 
     monkeypatch.setitem(devices.PINNING, "sim", devices.Pinning(broken, sim.host_unregister))
     arena = Arena()
-    arena.prewarm(4096, device=device)
+    arena.prewarm(4096, threading.Event(), device=device)
     assert "the driver is not loaded" in caplog.text
     assert [arena.acquire(SlotHold(arena), 4096, 0) for _ in range(2)] == [True, True]
 

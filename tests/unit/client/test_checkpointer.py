@@ -514,6 +514,16 @@ def test_the_first_save_finds_what_prepare_made_ready(tmp_path: Path, monkeypatc
         assert ckpt._core._arena._slots == [slot]
 
 
+def test_a_save_hurries_the_memory_that_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    was_hurried = list[bool]()
+    monkeypatch.setattr(Slot, "populate_gently", lambda _slot, _nbytes, hurried: was_hurried.append(hurried.wait(60)))
+    state = {"w": torch.zeros(1 << 16)}
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.load(state) is None  # a new job, which prepares for its first save as well
+        assert ckpt.save(1, state).wait().phase == "committed"
+        assert was_hurried == [True]
+
+
 def test_a_state_that_cannot_be_stored_is_refused_before_the_first_save(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as ckpt, pytest.raises(StateError, match="when"):
         ckpt.prepare({"when": object()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from types import CodeType
 
@@ -93,6 +94,41 @@ def test_a_closed_arena_gives_its_memory_back_when_it_is_free() -> None:
     busy.release()
     assert busy.slot.is_released
     assert held(arena) is None
+
+
+class Hurry(threading.Event):
+    """It is set while the third rest is waited for."""
+
+    rests = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.rests += 1
+        if self.rests == 3:
+            self.set()
+        return self.is_set()
+
+
+def test_populating_gently_rests_after_each_piece_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr(arena_module, "_PIECE", 4 * PAGE)
+    populate, pieces, threads = arena_module._populate, list[int](), set[str]()
+
+    def noted(address: int, some: Iterator[int], end: int) -> None:
+        threads.add(threading.current_thread().name)
+        populate(address, (pieces.append(start) or start for start in some), end)
+
+    monkeypatch.setattr(arena_module, "_populate", noted)
+    hold, hurried = held(Arena(), 102 * PAGE), Hurry()
+    assert hold is not None
+    hold.slot.populate_gently(10 * PAGE, hurried)
+    assert (hurried.rests, len(threads)) == (3, 1)
+    hold.slot.populate_gently(102 * PAGE, hurried)
+    assert hurried.rests == 3
+    assert len(threads) > 1
+    assert sorted(pieces) == [0, 4 * PAGE, 8 * PAGE, *range(10 * PAGE, 102 * PAGE, 4 * PAGE)]
+    assert os.fstat(hold.slot.fd).st_blocks * 512 == 102 * PAGE
+    hold.release()
 
 
 @pytest.mark.parametrize("threads", [1, 4])
