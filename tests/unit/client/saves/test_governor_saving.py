@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from checkpointd_client.saver import asked
 from checkpointd_client.saves.handle import SaveHandle
+from tests.faults.jobs import wait_until
 
 STATE: dict[str, object] = {"w": torch.arange(1 << 16, dtype=torch.float32)}
 
@@ -66,8 +66,7 @@ def test_who_waits_for_the_snapshot_hurries_the_copy_alone() -> None:
 def test_a_save_that_comes_too_soon_is_skipped_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer(tmp_path, when_busy="space", on_no_progress="ignore") as ckpt:
         first, governor = ckpt.save(1, STATE).wait(), core_of(ckpt)._saver.governor
-        while not governor.spacing_s:  # counted just after the handle ends
-            time.sleep(0.001)
+        wait_until(lambda: governor.spacing_s, "the save is counted, just after its handle ends")
         assert governor.spacing_s >= (first.timings.durable_s or 0.0) > 0
         governor.spacing_s = 1e6
         second = ckpt.save(2, STATE)
@@ -87,8 +86,7 @@ def test_a_save_counts_from_the_last_one_that_was_kept(tmp_path: Path) -> None:
         saver.governor.spacing_s = 1e6
         failed = core_of(ckpt).refuse(1, StoreError("no disk"), tag="global_step1")
         failed._wait(failed.done, 60)
-        while saver.history.live():  # it is recorded just after the handle ends
-            time.sleep(0.001)
+        wait_until(lambda: not saver.history.live(), "the save is recorded, just after its handle ends")
         assert saver.history.newest_kept() is None
         assert failed.exception() is not None
         assert ckpt.save(2, STATE).wait().phase == "committed"
@@ -105,8 +103,7 @@ def test_a_required_save_waits_where_others_are_skipped(tmp_path: Path) -> None:
 def test_a_save_after_a_preemption_signal_is_never_skipped(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, when_busy="space", preempt_signals=signal.SIGUSR1, on_no_progress="ignore") as ckpt:
         ckpt.save(1, STATE).wait()
-        while not core_of(ckpt)._saver.governor.spacing_s:
-            time.sleep(0.001)
+        wait_until(lambda: core_of(ckpt)._saver.governor.spacing_s, "the save is counted, just after its handle ends")
         core_of(ckpt)._saver.governor.spacing_s = 1e6
         os.kill(os.getpid(), signal.SIGUSR1)
         while not ckpt.preempting:
