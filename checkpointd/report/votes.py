@@ -98,12 +98,13 @@ def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: 
     first = next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
     told = attempt.outcome or first
     size = (told.world_size if told else 0) or world_size or None
-    ranks = sorted({*range(size or 0), *votes, *_writers(attempt)})
+    nbytes = _bytes_by_rank(attempt)
+    ranks = sorted({*range(size or 0), *votes, *nbytes})
     return RankWords(
         world_size=size,
         step=told.step if told and told.step >= 0 else None,
         save_latest=told.save_latest if told else None,
-        ranks=tuple(_word(attempt, rank, votes.get(rank)) for rank in ranks),
+        ranks=tuple(_word(attempt, rank, votes.get(rank), nbytes.get(rank, 0)) for rank in ranks),
     )
 
 
@@ -122,12 +123,17 @@ def _no_vote(attempt: AttemptView, rank: int) -> str:
     return "" if rank in outcome.ranks else "the abort came before its vote"
 
 
-def _writers(attempt: AttemptView) -> set[int]:
-    return {rank for name in attempt.sizes if (rank := object_rank(name)) is not None}
+def _bytes_by_rank(attempt: AttemptView) -> dict[int, int]:
+    """The bytes of the objects of each rank that has any."""
+    found: dict[int, int] = {}
+    for name, size in attempt.sizes.items():
+        rank = object_rank(name)
+        if rank is not None:
+            found[rank] = found.get(rank, 0) + size
+    return found
 
 
-def _word(attempt: AttemptView, rank: int, vote: Vote | str | None) -> RankWord:
-    nbytes = sum(size for name, size in attempt.sizes.items() if object_rank(name) == rank)
+def _word(attempt: AttemptView, rank: int, vote: Vote | str | None, nbytes: int) -> RankWord:
     if vote is None:
         return RankWord(rank=rank, vote="missing", object_bytes=nbytes, problem=_no_vote(attempt, rank))
     if isinstance(vote, str):
