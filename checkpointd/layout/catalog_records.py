@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -89,11 +88,17 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Whether only its objects tell what became of it: it is not decided, or somebody has begun to remove it."""
         return self.removing or not (self.digest or self.removed)
 
-    @cached_property
+    @property
     def decoded(self) -> Outcome | None:
         """The outcome; None if none is recorded. Raises FormatError if no writer puts such an outcome."""
         if not self.digest:
             return None
+        known: dict[str, Outcome] = self.__dict__
+        if "outcome" not in known:  # a cached_property takes a lock each time, and there are thousands of entries
+            known["outcome"] = self._decode()
+        return known["outcome"]
+
+    def _decode(self) -> Outcome:
         try:
             outcome = _OUTCOMES.decode(self.outcome)
         except msgspec.DecodeError as error:
@@ -120,7 +125,9 @@ class CatalogState:
     entries: dict[str, CatalogEntry] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, summary: CatalogSummary) -> CatalogState:
+    def read(cls, data: bytes, number: int) -> CatalogState:
+        """The state in the summary `data`. Raises FormatError as `decode_summary`."""
+        summary = decode_summary(data, number)
         return cls(summary.number, {entry.prefix: entry for entry in summary.entries})
 
     def apply(self, record: CatalogRecord) -> None:
@@ -240,8 +247,9 @@ def _fault(found: CatalogRecord | CatalogSummary, number: int, named: Iterable[C
     if found.number != number:
         return f"has the number {found.number}; somebody moved it"
     for one in named:
-        is_rebuilt = isinstance(one, CatalogRecord) and one.kind == "rebuilt"
         # A tag is compared with the names of directories, or checked as a key, before anything is read there.
-        if not is_rebuilt and (AttemptId.parse(one.attempt) is None or "/" in one.tag or one.tag.startswith(".")):
+        if AttemptId.parse(one.attempt) is None or "/" in one.tag or one.tag.startswith("."):
+            if isinstance(one, CatalogRecord) and one.kind == "rebuilt":
+                continue
             return f"names an attempt {one.tag!r}/{one.attempt!r}, which cannot be"
     return None

@@ -233,7 +233,7 @@ class JointPlanRef(_Object, frozen=True, kw_only=True, gc=False):
     size: int
 
 
-class Outcome(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.outcome"):
+class Outcome(_Object, frozen=True, kw_only=True, gc=False, tag_field="format", tag="checkpointd.outcome"):
     """The one object that decides an attempt. Commit: where all votes are. Abort: why, and which ranks.
 
     Its size does not grow with the number of ranks.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -90,3 +92,41 @@ async def unless(over: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T:
     finally:
         waited.cancel()
         ended.cancel()
+
+
+class _Collector:
+    """Python's garbage collector, which several threads may hold up at once. A signal may interrupt any of its calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: set[object] = set()
+        self._was_enabled = False
+
+    def hold(self, holder: object) -> None:
+        with self._lock:
+            if not self._holders:
+                self._was_enabled = gc.isenabled()
+            self._holders.add(holder)
+            gc.disable()
+
+    def let_go(self, holder: object) -> None:
+        with self._lock:
+            if self._holders == {holder} and self._was_enabled:
+                gc.enable()
+            self._holders.discard(holder)
+
+
+_COLLECTOR = _Collector()
+
+
+def uncollected(work: Callable[[], T]) -> T:
+    """The result of `work`, during which Python's garbage collector does not run.
+
+    For work that makes a few objects for each of many things and keeps them: the collector would look at them again and again.
+    """
+    holder = object()
+    try:
+        _COLLECTOR.hold(holder)
+        return work()
+    finally:
+        _COLLECTOR.let_go(holder)

@@ -19,7 +19,6 @@ from checkpointd.layout.catalog_records import (
     CatalogRecord,
     CatalogState,
     decode_record,
-    decode_summary,
     numbers,
 )
 from checkpointd.layout.keys import OUTCOME, AttemptId
@@ -96,7 +95,7 @@ class CatalogWatch:
 
     def _summed_up(self, path: str, number: int) -> str:
         """CATALOG-4: the summary has the state after all records up to its number."""
-        found = CatalogState.of(decode_summary(bytes(self.disk.fs.file(path).data), number)).entries
+        found = CatalogState.read(bytes(self.disk.fs.file(path).data), number).entries
         before = max((n for n in self._summaries if n < number), default=0)
         records = [self._records.get(n) for n in range(before + 1, number + 1)]
         self._summaries[number] = found

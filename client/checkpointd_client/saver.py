@@ -9,7 +9,6 @@ Invariants
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import threading
@@ -19,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
@@ -34,6 +33,7 @@ from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.pace import Pace
 from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress, finite
+from checkpointd.pipeline.workers import uncollected
 from checkpointd.waits import Waiting
 from checkpointd_client.capture.pickled import packed
 from checkpointd_client.capture.recapture.capturer import Capturer
@@ -54,7 +54,6 @@ from checkpointd_client.staging.stager import Stager, Staging
 
 log = logging.getLogger("checkpointd")
 
-T = TypeVar("T")
 WhenBusy = Literal["wait", "skip", "space"]
 TIDY_TIMEOUT_S = 10.0
 METRIC_NAME_MAX = 200
@@ -134,19 +133,6 @@ def _is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def uncollected(work: Callable[[], T]) -> T:
-    """The result of `work`, during which Python's garbage collector does not run.
-
-    A save makes a few objects for each tensor at once and keeps them, so the collector would look at them again and again.
-    """
-    restore = gc.enable if gc.isenabled() else gc.disable
-    try:
-        gc.disable()
-        return work()
-    finally:
-        restore()
 
 
 class Saver:
@@ -252,7 +238,7 @@ class Saver:
         hold = SlotHold(self._arena)
         job = self._new_job(request, self.governor.begin(self._state.commit.timeout_s))
         try:
-            self._begin(job, captured_by, hold, self._patience_s(request))
+            self._begin(job, request, captured_by, hold)
         finally:
             call_s = time.perf_counter() - began
             job.save.handle.held(call_s=call_s)
@@ -260,14 +246,21 @@ class Saver:
             job.returned.set_result(None)
         return job.save.handle
 
-    def _begin(self, job: PendingSave, captured_by: Callable[[], Captured], hold: SlotHold, patience_s: float) -> None:
-        staging: Staging | None = None
+    def _begin(
+        self,
+        job: PendingSave,
+        request: SaveRequest,
+        captured_by: Callable[[], Captured],
+        hold: SlotHold,
+        staging: Staging | None = None,
+    ) -> None:
+        # Nothing stands before the `try`, so that no signal comes before it (SAVE-1).
         try:
             captured = uncollected(captured_by)
             layout = self._layout_of(captured)
             # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
             self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
-            self._take_slot(hold, layout, job.info, patience_s)
+            self._take_slot(hold, layout, job.info, self._patience_s(request))
             staging = Staging(hold.slot, job.progress.pace)
             job = replace(job, lease=hold, shard=uncollected(partial(self._stage, job, captured, layout, staging)))
             self._submit(job)

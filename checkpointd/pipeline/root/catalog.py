@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -43,7 +44,7 @@ from checkpointd.layout.keys import (
 from checkpointd.layout.manifest import VOTE_BYTES_MAX, Outcome, Vote, decode, digest
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.workers import run_workers
+from checkpointd.pipeline.workers import run_workers, uncollected
 from checkpointd.store.base import Entry, Store
 
 logger = logging.getLogger("checkpointd")
@@ -302,12 +303,11 @@ async def _scanned(store: Store, log: CatalogLog, newest: int) -> list[AttemptVi
     there = await tags(store, named)
     looked = {tag for tag in there if tag not in named} | _undecided(entries.values())
     looked |= _newest(reversed(entries.values()), newest)  # the log has them in the order of their announcements
-    found: list[AttemptView] = []
+    told = [entries[prefix] for tag in there if tag not in looked for prefix in named[tag]]
+    found = uncollected(lambda: list(map(_as_recorded, told)))
     for tag in there:
         if tag in looked:
             found += await attempts_of(store, tag)
-        else:
-            found += [_as_recorded(entries[prefix]) for prefix in named[tag]]
     # What was announced may have no objects yet. A decided attempt without its directory was removed by hand.
     seen = {attempt.prefix for attempt in found if attempt.tag in looked}
     announced = [entry for prefix, entry in entries.items() if not entry.is_decided and prefix not in seen]
@@ -367,11 +367,8 @@ async def with_newest_looked(store: Store, attempts: list[AttemptView], tried: C
     `tried`: attempts (`<tag>/<attempt>`) that nobody takes.
     """
     attempts = [*attempts]
-    left = {place: one.order for place, one in enumerate(attempts) if one.order is not None}
-    while left:
-        place = max(left, key=left.__getitem__)
+    for _, place in _newest_first(attempts):
         newest = attempts[place]
-        del left[place]
         if newest.outcome is None or not newest.outcome.save_latest or newest.prefix in tried:
             continue
         if newest.entry is not None:
@@ -383,13 +380,15 @@ async def with_newest_looked(store: Store, attempts: list[AttemptView], tried: C
 
 def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
     """All committed attempts among `attempts`, newest first. A tag that was saved again may have several."""
-    found = [
-        Checkpoint(a.tag, a.attempt, a.outcome, a.read_back)
-        for a in attempts
-        if a.state == "committed" and a.outcome is not None
-    ]
-    found.sort(key=lambda c: c.outcome.order, reverse=True)
-    return found
+    attempts = [*attempts]
+    ordered = [attempts[place] for _, place in _newest_first(attempts)]
+    return [Checkpoint(a.tag, a.attempt, a.outcome, a.read_back) for a in ordered if a.outcome is not None]
+
+
+def _newest_first(attempts: Iterable[AttemptView]) -> list[tuple[Order, int]]:
+    """The orders of the committed ones among `attempts`, and their places there, newest first."""
+    found = [(order, place) for place, one in enumerate(attempts) if (order := one.order) is not None]
+    return sorted(found, key=itemgetter(0), reverse=True)
 
 
 def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:

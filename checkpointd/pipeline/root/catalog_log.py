@@ -39,7 +39,6 @@ from checkpointd.layout.catalog_records import (
     Kind,
     close_of,
     decode_record,
-    decode_summary,
     encode_record,
     encode_summary,
     numbers,
@@ -49,7 +48,7 @@ from checkpointd.layout.catalog_records import (
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import VERSION, Outcome
 from checkpointd.pipeline.root.identity import writer
-from checkpointd.pipeline.workers import run_workers
+from checkpointd.pipeline.workers import run_workers, uncollected
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -113,7 +112,8 @@ class CatalogLog:
         for number in reversed(summaries):
             key = summary_key(number)
             try:
-                return CatalogState.of(decode_summary(await self.store.get(key, size_max=SUMMARY_BYTES_MAX), number))
+                data = await self.store.get(key, size_max=SUMMARY_BYTES_MAX)
+                return uncollected(partial(CatalogState.read, data, number))
             except DamagedError as error:
                 log.error("%s; the summary before it and the records after that one are read", error)
         return CatalogState()

@@ -18,10 +18,8 @@ from checkpointd_client.staging.stager import StagingMode
 from tests.interruptions import Interruption
 
 FILES = {module.__file__ for module in (arena, saver, stager)}
-BEFORE = {"Saver.save", "Saver._save", "Saver._new_job", "Saver._say_once", "Saver._refuse", "asked", "uncollected"}
-"""What runs before the save has begun, or after it was refused. In `uncollected`, Python looks for signals only after a call,
-when the `finally` is still to come.
-"""
+BEFORE = {"Saver.save", "Saver._save", "Saver._new_job", "Saver._say_once", "Saver._refuse", "asked"}
+"""What runs before the save has begun, or after it was refused."""
 
 
 def of_a_save(code: CodeType) -> bool:

@@ -80,10 +80,10 @@ def test_the_last_reading_counts(kinds: tuple[Kind, ...], verified: bool, damage
 def test_a_summary_gives_the_same_state_as_the_records() -> None:
     state = after(record("intent"), close_of(COMMIT, WRITER), record("removed", reason="old", kept=("00000-0.chunks",)))
     data = catalog_records.encode_summary(state)
-    assert CatalogState.of(catalog_records.decode_summary(data, 3)) == state
+    assert CatalogState.read(data, 3) == state
     assert state.entries[PREFIX].kept == ("00000-0.chunks",)
     empty = catalog_records.encode_summary(CatalogState())
-    assert CatalogState.of(catalog_records.decode_summary(empty, 0)) == CatalogState()
+    assert CatalogState.read(empty, 0) == CatalogState()
 
 
 def test_names_have_one_spelling() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 import pytest
 
-from checkpointd.pipeline.workers import Stopped, run_workers
+from checkpointd.pipeline.workers import Stopped, run_workers, uncollected
 
 Work = Callable[[], Awaitable[None]]
 
@@ -149,3 +151,34 @@ async def test_cancelling_ends_in_cancelled_even_where_a_work_fails_meanwhile() 
     with pytest.raises(asyncio.CancelledError):
         await running
     assert sorted(works.ended) == [0, 1]
+
+
+def test_the_garbage_collector_runs_again_when_the_last_thread_lets_it_go() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        begun.set()
+        return ended.wait(60.0)
+
+    assert gc.isenabled()
+    thread = threading.Thread(target=uncollected, args=(wait,))
+
+    def beside() -> None:
+        """It begins while this thread holds the collector, and ends after it."""
+        thread.start()
+        assert begun.wait(60.0)
+
+    uncollected(beside)
+    assert not gc.isenabled()
+    ended.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_a_garbage_collector_that_the_user_has_switched_off_stays_off() -> None:
+    gc.disable()
+    try:
+        assert uncollected(gc.isenabled) is False
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
