@@ -68,7 +68,13 @@ def tags(root: Path) -> list[str]:
 def attempts(root: Path, tag: str) -> dict[str, dict[str, Any] | None]:
     """Outcome of every attempt at `tag`; None for one that is not to be considered."""
     found = sorted(path for path in (root / tag).iterdir() if re.fullmatch(r"\d{8,}-\d+", path.name))
-    return {p.name: None if (p / "deleted").exists() else small_object(p / "outcome", "outcome") for p in found}
+    return {p.name: small_object(p / "outcome", "outcome") if counts(p) else None for p in found}
+
+
+def counts(attempt: Path) -> bool:
+    """Whether the attempt was not removed, and is more than a commit that came too late."""
+    names = {path.name for path in attempt.iterdir()}
+    return "deleted" not in names and not ("ballot" in names and names <= {"outcome", "ballot", "plan"})
 
 
 def catalog(root: Path) -> dict[str, str]:

@@ -52,6 +52,7 @@ LAYERS = {
     "checkpointd.pipeline.write": 11,
     "checkpointd.pipeline.gc": 11,
     "checkpointd.pipeline.outcome": 12,
+    "checkpointd.pipeline.announcement": 12,
     "checkpointd.pipeline.attempt": 13,
     "checkpointd.export": 14,
     "checkpointd.report": 14,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -12,8 +13,9 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.pipeline.gc.collect import Removal, collect, survey
 from checkpointd.pipeline.gc.retire import chosen_by
-from checkpointd.pipeline.root import catalog, reserve
+from checkpointd.pipeline.root import catalog, epochs, reserve
 from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.latest import move_latest_away
 from checkpointd.pipeline.root.marks import DELETED_BY_NAME, removed_by_hand
 from checkpointd.store.base import Store
@@ -45,7 +47,21 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
     choice = await chosen_by(store, views, rules)
     if choice.unknown_metric is not None and catalog.checkpoints_of(views):
         raise UsageError(f"nothing was removed at {store.url}: {choice.unknown_metric}")
-    return await _done(store, views, choice.going, dry_run=dry_run)
+    report = await _done(store, views, choice.going, dry_run=dry_run)
+    if not dry_run:
+        await _forget_old(store)
+    return report
+
+
+async def _forget_old(store: Store) -> None:
+    """Remove what a start would: records of old epochs, and those of the catalog. A damaged newest epoch is left to a start."""
+    known, newest = CatalogLog(store), await epochs.newest(store)
+    await known.refresh()
+    await known.compact()
+    try:
+        await epochs.remove_older(store, newest, (await epochs.read(store, newest)).surviving, most=sys.maxsize)
+    except (DamagedError, NotFoundError):
+        return
 
 
 async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:

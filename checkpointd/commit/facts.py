@@ -17,7 +17,7 @@ Order = tuple[int, int]
 class AttemptFacts:
     """The facts that a listing gives about one attempt.
 
-    `order` is set if the attempt is committed, or was before its deletion. `bulk`: the attempt has chunks or indexes.
+    `order` is set if the attempt has an outcome that can be read. `bulk`: the attempt has chunks or indexes.
     `contested`: the ranks for which several writers left objects; only the objects of one writer are used. `kept`: of a removed
     attempt that nobody has looked at, the keys of the objects that were still needed. `holders`: the older attempts
     (`<tag>/<attempt>`) that it refers to.

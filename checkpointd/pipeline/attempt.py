@@ -44,12 +44,13 @@ from checkpointd.errors import (
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import OUTCOME, vote_name
 from checkpointd.layout.manifest import NO_REASON, ErrorReport, Outcome
+from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.awaited import Awaited
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
 from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
-from checkpointd.pipeline.root.catalog_log import AnnouncementWatch, record_of
+from checkpointd.pipeline.root.catalog_log import AnnouncementWatch
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.pipeline.root.plans import OwnPlans
@@ -72,8 +73,6 @@ SHOW_S = 5.0
 """How long other ranks wait for the coordinator to show the files of a commit."""
 NO_S = 10.0
 """How long a rank that has voted no leaves the abort to the coordinator."""
-ANNOUNCED_S = 1.0
-"""How long rank 1 waits for the coordinator to announce an attempt. Rank 20 waits twice as long."""
 ANSWER_S = 10.0
 """How long a store may take once the deadline has passed."""
 
@@ -154,8 +153,7 @@ class Attempt:
         self._missing = Awaited(info, self.progress)
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
-        self._is_announced = False
-        self._announcing = asyncio.Lock()
+        self._announcement = CatalogAnnouncement(info, state.tidier.known, state.announcements, state.commit, self._check_root)
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -224,7 +222,7 @@ class Attempt:
     # --- this rank's shard -----------------------------------------------------------------------------------
 
     async def _work(self, staged: Awaitable[Shard]) -> None:
-        early = asyncio.ensure_future(self._announce_early())
+        early = asyncio.ensure_future(self._announcement.make_early())
         try:
             shard = await staged
             if self.outcome is None:
@@ -234,46 +232,13 @@ class Attempt:
             return
         except VoteUncertain as error:
             await self._doubt(error)
+        except DecidedBefore as error:
+            await self._come_too_late(error)
         except Exception as error:  # ATTEMPT-1: an unforeseen error becomes this rank's no, too
             await self._fail(error, self._event_of(error))
         finally:
             early.cancel()
             self._on_free()
-
-    async def _announce_early(self) -> None:
-        """On the coordinator, announce the attempt while the snapshot is taken, so that no rank waits for it later."""
-        if self.info.rank != COORDINATOR:
-            return
-        try:
-            await self._announce()
-        except Exception as error:  # ATTEMPT-1; it is tried again before the first object is put
-            log.info("%s: it is not announced yet: %s", self.info.prefix, error)
-
-    async def _announce(self) -> None:
-        """Announce the attempt, unless this process has done so, or has seen that another one has (ATTEMPT-8)."""
-        async with self._announcing:
-            if not self._is_announced:
-                await self._check_root()
-                info = self.info
-                await self._state.tidier.known.append(record_of("intent", info.tag, info.attempt, n=info.n, step=info.step))
-                self._is_announced = True
-
-    async def _announced(self) -> None:
-        """Return when the attempt is announced. A rank that is not the coordinator waits first, longer the greater its rank, so
-        that not all ranks announce it at once.
-        """
-        loop = asyncio.get_running_loop()
-        until = min((loop.time() + self._deadline) / 2, loop.time() + ANNOUNCED_S + self.info.rank * ANNOUNCED_S / 20)
-        delay_s = self._state.commit.poll_min_s
-        while self.info.rank != COORDINATOR and not self._is_announced and loop.time() < until:
-            try:
-                self._is_announced = await self._state.announcements.has_announced(self.info.prefix)
-            except CheckpointdError as error:
-                log.warning("%s: whether it is announced cannot be told: %s", self.info.prefix, error)
-            if not self._is_announced:
-                await asyncio.sleep(delay_s)
-                delay_s = min(delay_s * 1.5, self._state.commit.poll_max_s)
-        await self._announce()
 
     async def _persist(self, shard: Shard) -> None:
         if await unless(self._over, self._ends_fenced()):
@@ -284,7 +249,7 @@ class Attempt:
         self._fire(Event.PERSIST_STARTED)
         freed = tidier.freed
         try:
-            await unless(self._over, self._announced())
+            await unless(self._over, self._announcement.awaited(self._deadline))
             vote = await persist(await self._job(shard))
         except StoreFullError as error:
             await drop_shard(self._store, self.info)
@@ -292,7 +257,7 @@ class Attempt:
                 raise
             log.warning("%s: rank %d writes it once more, as space has come free: %s", self.info.prefix, self.info.rank, error)
             self.progress.raw_done = self.progress.stored = 0
-            await unless(self._over, self._announced())
+            await unless(self._over, self._announcement.awaited(self._deadline))
             vote = await persist(await self._job(shard))
         self._own_vote_stands = is_own(self.info, vote)
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
@@ -328,8 +293,12 @@ class Attempt:
             stopped=lambda: self.outcome is not None,
             base=await unless(self._over, state.bases.newest(self.info)) if compares else None,
             on_stored=self._keep,
-            before_vote=self._check_root,
+            before_vote=self._check_vote,
         )
+
+    async def _check_vote(self) -> None:
+        await self._check_root()
+        await self._announcement.check_undecided()
 
     def _keep(self, index: Index) -> None:
         self._index = index
@@ -352,7 +321,7 @@ class Attempt:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
         try:
             await self._check_root()
-            await self._announce()
+            await self._announcement.make()
             if await vote_no(self._store, self.info, report):
                 self._no = decisions.refused({self.info.rank: report}), asyncio.get_running_loop().time() + NO_S
             else:
@@ -364,6 +333,12 @@ class Attempt:
             if not self.info.may_be_taken_over or is_out_of_reach(refused):
                 # Without this rank's yes there can be no commit, so its save has failed even if no other rank hears of it.
                 self._hopeless = refused
+
+    async def _come_too_late(self, error: DecidedBefore) -> None:
+        """This writer puts nothing more, neither a vote nor an outcome (ANNOUNCE-1). It reports the outcome if it sees one."""
+        self.own_error = error
+        await self._drop(drop_shard)
+        self._hopeless = error
 
     async def _doubt(self, error: VoteUncertain) -> None:
         """The yes vote may exist or not, so nothing may be removed before there is an outcome."""
@@ -440,6 +415,8 @@ class Attempt:
         except NotFoundError:
             return None
         await self._store.settle(self.info.key(OUTCOME))
+        if outcome.outcome == "commit" and self._own_vote_stands:
+            await self._check_own_vote()
         return outcome
 
     async def _coordinate(self) -> Outcome | None:
@@ -488,12 +465,17 @@ class Attempt:
         raise AssertionError("unreachable")
 
     async def _abort_late(self) -> Outcome:
-        own_vote = self.info.key(vote_name(self.info.rank))
-        if self.phase is Phase.PREPARED and self._doubted is None and await self._store.stat(own_vote) is None:
-            # Somebody removed the vote, or the records went after a commit (GARBAGE-3). An abort now could contradict the
-            # outcome.
-            raise StoreError(f"{own_vote}, this rank's own vote, is gone")
+        if self.phase is Phase.PREPARED and self._doubted is None:
+            await self._check_own_vote()
         return await self._put(await self._too_late())
+
+    async def _check_own_vote(self) -> None:
+        """Raise StoreError if this rank's vote is gone, because somebody removed it or because the attempt was forgotten
+        (GARBAGE-3). Then an abort could contradict the outcome, and a commit could have come after it (COMMIT-5).
+        """
+        own_vote = self.info.key(vote_name(self.info.rank))
+        if await self._store.stat(own_vote) is None:
+            raise StoreError(f"{own_vote}, this rank's own vote, is gone")
 
     async def _too_late(self) -> Decision:
         if self._fenced is not None:
@@ -508,7 +490,7 @@ class Attempt:
 
     async def _put(self, decision: Decision) -> Outcome:
         await self._check_root()
-        await self._announce()
+        await self._announcement.make()
         took_s = asyncio.get_running_loop().time() - self._began
         plan = self._state.plans.joint(self._ballot.votes) if decision.commit else b""
         draft = draft_of(self.info, decision, self._ballot, decided_by=self.info.rank, plan=plan, took_s=took_s)

@@ -20,6 +20,7 @@ from checkpointd.layout.catalog_records import (
     CatalogState,
     decode_record,
     numbers,
+    summary_key,
 )
 from checkpointd.layout.keys import OUTCOME, AttemptId
 from checkpointd.layout.manifest import digest
@@ -75,7 +76,8 @@ class CatalogWatch:
         prefix = f"{tag}/{name}"
         if AttemptId.parse(name) is None or prefix in self._announced:
             return ""
-        if not any(map(self._is_durable, self._intents.get(prefix, ()))):
+        summed_up = [f"{self.root}/{summary_key(number)}" for number, known in self._summaries.items() if prefix in known]
+        if not any(map(self._is_durable, (*self._intents.get(prefix, ()), *summed_up))):
             return f"{path} came before a durable record announced {prefix}"
         self._announced.add(prefix)
         return ""

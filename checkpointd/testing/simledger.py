@@ -1,6 +1,8 @@
 """The invariants of a simulated job, checked while it runs and at its end.
 
-  one-outcome          All processes learn the same outcome of an attempt, and nothing overwrites or removes it.
+  one-outcome          All processes learn the same outcome of an attempt, and nothing overwrites it. An abort goes last, when
+                       nothing else of its attempt is left; after that, nobody learns of a commit.
+  epochs-grow          The record of the newest epoch is never removed.
   ranks-agree          No rank's handle says committed while another rank's handle for the same attempt says aborted.
   latest-whole         `latest` only names tags with a durable commit, and these load with all digests, bit for bit.
   latest-forward       `latest` never goes back in order, and is never behind a commit after its move was reported.
@@ -30,7 +32,7 @@ from typing import TypeAlias
 
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import FormatError
-from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, PLANS, SERVICE, AttemptId
+from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, PLANS, SERVICE, AttemptId, epoch_of
 from checkpointd.layout.manifest import Epoch, Outcome, Vote, decode
 from checkpointd.pipeline.outcome.publish import RECOVERY
 from checkpointd.pipeline.root.plans import key_named_by
@@ -86,6 +88,10 @@ class Ledger:
     """Processes that only read (`simreader.py`)."""
     read: int = 0
     """Checkpoints that readers read completely."""
+    forgotten: set[Key] = field(default_factory=set)
+    """Aborted attempts whose outcome was removed."""
+    _put: dict[str, Outcome] = field(default_factory=dict)
+    """The outcome that was last put at each path."""
     _survives_in: dict[str, int] = field(default_factory=dict)
     """The newest epoch in which each attempt survives."""
     _named: dict[str, set[str]] = field(default_factory=dict)
@@ -115,7 +121,8 @@ class Ledger:
     def learned(self, key: Key, outcome: Outcome, who: str) -> None:
         """`who` acts on `outcome`: from here on it must be durable and the only one."""
         known = self.outcomes.setdefault(key, outcome)
-        if known != outcome:
+        both_abort = known.outcome == outcome.outcome == "abort"
+        if known != outcome and not (both_abort and key in self.forgotten):
             name = "one-outcome" if known.outcome == outcome.outcome else "ranks-agree"
             raise InvariantError(name, f"{who} learned {outcome.outcome} of {_shown(key)}, others {known.outcome}")
 
@@ -205,17 +212,24 @@ class Ledger:
             self._outcome_touched(effect, target)
         elif target.startswith(f"{self.root}/{SERVICE}/epochs/") and effect.kind == "link":
             self._epoch_begun(target, effect.process)
+        elif target.startswith(f"{self.root}/{SERVICE}/epochs/") and effect.kind == "unlink":
+            if epoch_of(target.rpartition("/")[2]) == self._newest_epoch:
+                raise InvariantError("epochs-grow", f"{effect.process} removed {target}, the newest epoch")
         elif target.endswith(f"/{LEASE}"):
             self._lease_touched(effect, target)
         elif target == f"{self.root}/{LATEST}" and effect.kind in ("link", "rename"):
             self._latest_moved(effect)
 
     def _outcome_touched(self, effect: Effect, path: str) -> None:
+        if effect.kind == "unlink" and self._was_all(path):
+            return
         if effect.kind in ("rename", "unlink", "write", "truncate"):
             raise InvariantError("one-outcome", f"{effect.process} did {effect.kind} on {path}")
         if effect.kind != "link":
             return
         outcome = _outcome(self.disk.fs.file(path), path)
+        if outcome is not None:
+            self._put[path] = outcome
         epoch = AttemptId.parse(outcome.attempt) if outcome else None
         by_rank = outcome is not None and outcome.decided_by != RECOVERY
         if outcome and outcome.outcome == "abort" and not by_rank:
@@ -224,6 +238,16 @@ class Ledger:
             if self._survives_in.get(f"{outcome.tag}/{outcome.attempt}", 0) < self.recovered:
                 raise InvariantError("fenced", f"{effect.process} committed {path} after epoch {self.recovered} had recovered")
             self.surviving_commits += 1
+
+    def _was_all(self, path: str) -> bool:
+        """Whether the outcome at `path`, which has just been removed, was an abort, and the last object of its attempt. Notes
+        that the attempt is forgotten.
+        """
+        put = self._put.get(path)
+        if put is None or (put.outcome == "commit" and (put.tag, put.attempt) not in self.forgotten):
+            return False
+        self.forgotten.add((put.tag, put.attempt))
+        return not any(name.endswith((".vote", ".index")) for name in self.disk.fs.directory(path.rpartition("/")[0]).live)
 
     def _plan_removed(self, path: str, process: str) -> None:
         for attempt, votes in self._named.items():
@@ -345,7 +369,7 @@ class Ledger:
         for key, known in self.outcomes.items():
             found = now.get(key)
             if known.outcome == "abort":
-                if found != known:
+                if found != known and not (key in self.forgotten and (found is None or found.outcome == "abort")):
                     raise InvariantError("one-outcome", f"{_shown(key)} was aborted and is {found and found.outcome} now")
             elif key in replaced:
                 if max(newest.values() if self.retires else [newest[key[0]]], default=known.order) <= known.order:

@@ -1,16 +1,26 @@
-"""A job that saves all the time and is killed now and then: beside the kept checkpoints, it leaves what TIDY-2 allows."""
+"""A job that saves all the time and is killed now and then: beside the kept checkpoints, it leaves what TIDY-2 allows. However
+long its history is, no kind of object grows with it.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+from collections import Counter as Counts
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from checkpointd.pipeline.root import catalog
+from checkpointd.commit import garbage
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import StagingError
+from checkpointd.pipeline.outcome import recover
+from checkpointd.pipeline.root import catalog, catalog_log, epochs, leases
 from checkpointd.store import open_store
+from checkpointd.store.posix.store import PosixStore
+from tests.builders import leave_in_doubt, plan_save, save_checkpoint
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Job, wait_until
 
@@ -87,3 +97,82 @@ async def test_tidy_2_a_job_that_is_killed_now_and_then(
     assert counter.most <= (1 if tag else 3) + max(SPARE, small_max)
     async with open_store(root) as store:
         assert await catalog.checkpoints(store)
+
+
+# --- a long history -------------------------------------------------------------------------------------------------------
+
+ROUNDS = 8
+LITTLE_STAYS = [
+    *((garbage, name, 2) for name in ("RECORDS_KEPT", "ROOT_RECORDS_KEPT", "ABORTED_KEPT")),
+    (epochs, "KEPT", 2),
+    (catalog_log, "SUMMARY_EVERY", 8),
+    (recover, "COMPACT_EVERY", 8),
+]
+"""The numbers of records that stay, made small, so that a short history shows whether they bound a long one."""
+NUMBERS = ((r"global_step\d+", "<tag>"), (r"\d{12}", "<number>"), (r"\d{8}-\d+", "<attempt>"), (r"\d{8}", "<epoch>"))
+DIGEST = re.compile(r"[0-9a-f]{32}|\.gone\S*")
+
+
+def kinds_of(root: Path) -> Counts[str]:
+    """How many files and directories of each kind are at `root`."""
+    found = Counts[str]()
+    for path in root.rglob("*"):
+        kind = DIGEST.sub("<digest>", str(path.relative_to(root)))
+        for pattern, name in NUMBERS:
+            kind = re.sub(pattern, name, kind)
+        found[kind + "/" * path.is_dir()] += 1
+    return found
+
+
+async def start(store: PosixStore) -> int:
+    epoch, held = await leases.begin(store, leases.Beginner(world_size=1, job="job"))
+    await recover.recover(store, epoch.epoch, epoch.surviving)
+    held._over.set()  # it is killed, so its lease stays
+    return epoch.epoch
+
+
+async def one_round(root: Path, number: int) -> None:
+    """A start, a commit after which retention removes, an aborted save, a save that is killed after its vote, and one that is
+    killed while it writes.
+    """
+    async with PosixStore(root, writer=f"gone{number}", is_alive=lambda _: False) as store:
+        epoch = await start(store)
+        rules = Retention(keep_last=2)
+        for n, failing in enumerate(({}, {0: StagingError("torn")})):
+            step = 10 * number + n
+            await save_checkpoint(
+                store,
+                tag=f"global_step{step}",
+                n=n,
+                step=step,
+                world_size=1,
+                epoch=epoch,
+                failing=failing,
+                retention=rules,
+            )
+        await leave_in_doubt(store, tag=f"global_step{10 * number + 2}", voting=(0,), world_size=2, epoch=epoch)
+        cut_short = await plan_save(store, tag=f"global_step{10 * number + 3}", world_size=1, epoch=epoch)
+        await store.open_writer(cut_short.info(0).key("00000-0.chunks"))
+
+
+async def test_no_kind_of_object_grows_with_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, number in LITTLE_STAYS:
+        monkeypatch.setattr(module, name, number)
+    root = tmp_path / "root"
+    root.mkdir()
+    seen: list[Counts[str]] = []
+    for number in range(1, 4 * ROUNDS + 1):
+        await one_round(root, number)
+        if number in (ROUNDS, 4 * ROUNDS):
+            seen.append(kinds_of(root))
+    early, late = seen
+    logs = {kind for kind in late if kind.startswith(".checkpointd/catalog/<")}
+    assert all(late[kind] <= 4 * catalog_log.SUMMARY_EVERY for kind in logs)
+    assert {kind: count for kind, count in late.items() if kind not in logs} == {
+        kind: count for kind, count in early.items() if kind not in logs
+    }
+    assert late[".checkpointd/epochs/<epoch>"] == epochs.KEPT
+    async with open_store(root) as store:
+        known = catalog_log.CatalogLog(store)
+        await known.refresh()
+        assert len(known.state.entries) <= 12

@@ -32,6 +32,7 @@ from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, enco
 from checkpointd.layout.keys import BALLOT, JOINT_PLAN, OUTCOME, AttemptId, attempt_prefix
 from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, encode
 from checkpointd.pipeline import attempt
+from checkpointd.pipeline.announcement import CatalogAnnouncement
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
 from checkpointd.pipeline.outcome import publish, recover
@@ -520,10 +521,10 @@ def closed_too_early(patch: Patch) -> None:
 def written_unannounced(patch: Patch) -> None:
     """Nobody waits until the attempt is announced."""
 
-    async def at_once(self: Attempt) -> None:
+    async def at_once(self: CatalogAnnouncement, deadline: float) -> None:
         return None
 
-    patch.setattr(Attempt, "_announced", at_once)
+    patch.setattr(CatalogAnnouncement, "awaited", at_once)
 
 
 def summary_misses_a_record(patch: Patch) -> None:

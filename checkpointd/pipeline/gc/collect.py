@@ -4,7 +4,7 @@ A crash in between shows no half-removed checkpoint, and no object goes that a c
 
 Invariants
   COLLECT-1  Before an object of a committed attempt goes, a mark that condemns the object is durable.
-  COLLECT-2  The outcome and the votes of an aborted attempt stay, so no late vote can revive it.
+  COLLECT-2  The outcome and the votes of an aborted attempt stay until it is forgotten (COLLECT-8), so no late vote revives it.
   COLLECT-3  The `deleted` mark is the last object of an attempt to go.
   COLLECT-4  No object of a checkpoint goes that the index of a vote names. If the chain of outcome, ballot, vote and index of a
       rank cannot be verified, all objects of the rank stay.
@@ -17,6 +17,9 @@ Invariants
   COLLECT-7  The collector reads the marks before this check, and removes only objects that these marks condemn. It ignores a
       mark that another collector puts after the check, since a save may have put its index in between. The other collector
       checks later, and sees that index.
+  COLLECT-8  An aborted attempt is forgotten only after the catalog has its close, or if the catalog does not name it. Its
+      outcome goes last. So a writer that comes late sees the close before it votes (ANNOUNCE-1), or finds its index gone after
+      it has put a commit (COMMIT-5). While the catalog cannot be read, nothing is forgotten.
 """
 
 from __future__ import annotations
@@ -30,7 +33,16 @@ import msgspec
 from checkpointd.commit.facts import AttemptFacts, Dead
 from checkpointd.commit.garbage import dead_weight, spent_records, with_spare_objects
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import holder_of, holds_bytes, is_bulk, mark_number, object_key, object_rank, object_takeover
+from checkpointd.layout.keys import (
+    OUTCOME,
+    holder_of,
+    holds_bytes,
+    is_bulk,
+    mark_number,
+    object_key,
+    object_rank,
+    object_takeover,
+)
 from checkpointd.layout.manifest import Deleted
 from checkpointd.pipeline.read.readback import recorded, survivor
 from checkpointd.pipeline.root import catalog
@@ -87,16 +99,11 @@ async def collect(
     for facts in with_spare_objects(found):
         if facts.prefix not in gone:
             await _drop_unnamed(store, facts)
-    swept = {f"{one.tag}/{one.attempt}" for one in removed if not one.kept}
     # What has just been removed counts, too: the next look at this tag may be far.
-    spent = spent_records(
-        replace(facts, state="deleted", bulk=False) if facts.prefix in swept and facts.state != "aborted" else facts
-        for facts in found
-    )
-    for facts in spent:
-        await _forget(store, facts.prefix)
-    records = [record_of("removed", one.tag, one.attempt, reason=one.reason, kept=one.kept) for one in removed]
-    await note(store, *records, *(record_of("forgotten", facts.tag, facts.attempt) for facts in spent))
+    swept = {f"{one.tag}/{one.attempt}" for one in removed if not one.kept}
+    left = [_as_swept(facts) if facts.prefix in swept else facts for facts in found]
+    await note(store, *(record_of("removed", one.tag, one.attempt, reason=one.reason, kept=one.kept) for one in removed))
+    await _forget(store, spent_records(left), known)
     return [removal for removal in removed if removal.objects]
 
 
@@ -214,8 +221,32 @@ async def _drop_unnamed(store: Store, facts: AttemptFacts) -> None:
                 await store.delete(object_key(prefix, name))
 
 
-async def _forget(store: Store, prefix: str) -> None:
+def _as_swept(facts: AttemptFacts) -> AttemptFacts:
+    return replace(facts, state="aborted" if facts.state == "aborted" else "deleted", bulk=False)
+
+
+async def _forget(store: Store, spent: Sequence[AttemptFacts], known: CatalogLog) -> None:
+    """Remove all that is left of `spent` attempts. Of the aborted ones, only those that COLLECT-8 allows."""
+    if any(facts.state == "aborted" for facts in spent):
+        await known.refresh()
+        spent = [facts for facts in spent if facts.state != "aborted" or _may_forget(facts, known)]
+    for facts in spent:
+        await _remove_records(store, facts.prefix)
+    await note(store, *(record_of("forgotten", facts.tag, facts.attempt) for facts in spent))
+
+
+def _may_forget(facts: AttemptFacts, known: CatalogLog) -> bool:
+    entry = known.state.entries.get(facts.prefix)
+    return not known.fault and (entry is None or not entry.is_open)
+
+
+async def _remove_records(store: Store, prefix: str) -> None:
+    """Remove all objects of an attempt: first those that say nothing of it by themselves, then the outcome, then the marks."""
     names = [entry.name for entry in await catalog.objects_of(store, prefix)]
-    marks = sorted((name for name in names if mark_number(name) is not None), key=lambda name: -(mark_number(name) or 0))
-    for name in [*(name for name in names if mark_number(name) is None), *marks]:
+    for name in sorted(names, key=_last_of_all):
         await store.delete(object_key(prefix, name))
+
+
+def _last_of_all(name: str) -> tuple[int, int]:
+    mark = mark_number(name)
+    return (2, -mark) if mark is not None else (int(name == OUTCOME), 0)

@@ -64,6 +64,8 @@ PAUSE_S_MAX = 10.0
 """After a removal that took t seconds, the next one begins t * (1 / SHARE - 1) seconds later, at most so many."""
 LOOK_S = 1.0
 """How often to look again, while a save waits for attempts that others work at."""
+EVERYTHING_EVERY = 64
+"""Without retention rules, a removal looks at the tags of ended saves. After so many saves, one looks at all tags."""
 EVERYTHING = ""
 """The scope of a look at all tags. Any other scope is a tag."""
 
@@ -113,7 +115,7 @@ class Tidier:
         self.known = CatalogLog(store)
         """The catalog of the root, as this writer has read it."""
         self._changed = asyncio.Event()
-        self._asked = self._served = 0
+        self._asked = self._served = self._served_everywhere = 0
         self._pause_until = 0.0
         self._awaited = asyncio.Event()
         """Set while somebody waits for the next removal, which then begins at once."""
@@ -325,7 +327,10 @@ class Tidier:
     async def _look_around(self) -> None:
         asked, tags, ended = self._asked, self._tags, frozenset(self._ended)
         self._tags = set()
-        scopes = [EVERYTHING] if self._sees_all or len(tags) > TAGS_MAX else sorted(tags)
+        is_due = asked - self._served_everywhere >= EVERYTHING_EVERY
+        scopes = [EVERYTHING] if self._sees_all or is_due or len(tags) > TAGS_MAX else sorted(tags)
+        if scopes == [EVERYTHING]:
+            self._served_everywhere = asked
         try:
             for scope in scopes:
                 await self._remove(scope)

@@ -7,6 +7,8 @@ Invariants
   COMMIT-3  `latest` moves only after the outcome is durable.
   COMMIT-4  Before a commit is put, its ballot is durable, with the bytes of every vote that was counted. So the commit does not
       need the files of the votes, and they need not be durable. So is the joint plan that the commit names.
+  COMMIT-5  After a commit was put, the index of rank 0 is still there. If it is not, the attempt was aborted and forgotten
+      (COLLECT-8) between the look at the votes and the put. Then nobody reports a commit, and what was put is no checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
-from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import StoredJointPlan, joint_plan, joint_plan_ref
@@ -191,21 +193,28 @@ async def unequal_boxes(store: Store, votes: Mapping[int, Vote], doubled: tuple[
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """An outcome that is not put yet. A commit has the bytes of its ballot, and of its joint plan if it has one."""
+    """An outcome that is not put yet. A commit has the bytes of its ballot, those of its joint plan if it has one, and the name
+    of the index of rank 0.
+    """
 
     outcome: Outcome
     ballot: bytes = b""
     plan: bytes = b""
+    index: str = ""
 
 
 async def put_outcome(store: Store, draft: Draft) -> Outcome:
-    """Put the outcome of `draft` if the attempt has none. Returns the outcome that counts, which is durable."""
+    """Put the outcome of `draft` if the attempt has none. Returns the outcome that counts, which is durable. Raises StoreError
+    if the attempt has been forgotten meanwhile.
+    """
     outcome = draft.outcome
     if outcome.outcome == "commit":
         named = {BALLOT: draft.ballot, JOINT_PLAN: draft.plan}
         puts = (put_for_commit(store, outcome.prefix, name, data) for name, data in named.items() if data)
         await asyncio.gather(*puts)  # COMMIT-4
     if await store.put_if_absent(f"{outcome.prefix}/{OUTCOME}", encode(outcome)):
+        if draft.index and await store.stat(f"{outcome.prefix}/{draft.index}") is None:
+            raise StoreError(f"{outcome.prefix} was aborted and forgotten before its commit was put, so it is no checkpoint")
         return outcome
     attempt = AttemptId.parse(outcome.attempt)
     assert attempt is not None
@@ -249,7 +258,8 @@ def draft_of(
         decided_by=decided_by,
         writer=writer(),
     )
-    return Draft(outcome, data, plan if outcome.plan is not None else b"")
+    index = first.index.name if first is not None and first.index is not None else ""
+    return Draft(outcome, data, plan if outcome.plan is not None else b"", index)
 
 
 def _cost(votes: Mapping[int, Vote | None], took_s: float) -> Cost:

@@ -21,8 +21,10 @@ from checkpointd.errors import DamagedError, LinkError, NotFoundError, Unreadabl
 from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import (
+    BALLOT,
     DAMAGED,
     DELETED,
+    JOINT_PLAN,
     LATEST,
     OUTCOME,
     PASSED_OVER,
@@ -71,7 +73,8 @@ class AttemptView:
     """One attempt: its objects with their sizes in bytes, and its outcome.
 
     `damage` says what is wrong with the bytes of the outcome, `unreadable` why they cannot be read now. `entry`: what the log
-    says, if nobody looked at the objects; then `sizes` is empty.
+    says, if nobody looked at the objects; then `sizes` is empty. `is_void`: the commit was put after the attempt had been
+    aborted and forgotten (COMMIT-5), so nothing is there that a commit needs.
     """
 
     tag: str
@@ -81,6 +84,7 @@ class AttemptView:
     damage: str | None = None
     unreadable: str | None = None
     entry: CatalogEntry | None = None
+    is_void: bool = False
 
     @property
     def has_objects(self) -> bool:
@@ -110,7 +114,7 @@ class AttemptView:
             return "unreadable"
         if self.outcome is None:
             return "in-doubt"
-        return "committed" if self.outcome.outcome == "commit" else "aborted"
+        return "committed" if self.outcome.outcome == "commit" and not self.is_void else "aborted"
 
     @property
     def read_back(self) -> ReadBackState:
@@ -136,7 +140,7 @@ class AttemptView:
     @property
     def facts(self) -> AttemptFacts:
         bulk = any(map(is_bulk, self.sizes)) or (self.entry is not None and _has_bulk(self.entry))
-        order = self.outcome.order if self.outcome and self.state == "deleted" else self.order
+        order = None if self.outcome is None else self.outcome.order
         kept = () if self.entry is None else tuple(object_key(self.prefix, name) for name in self.entry.kept)
         holders = self.outcome.holders if self.outcome is not None else ()
         return AttemptFacts(self.tag, self.attempt, self.state, order, bulk, self._contested, kept, holders)
@@ -218,7 +222,8 @@ async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
             return replace(seen, sizes=sizes, unreadable=None)
         seen = replace(await _decided(store, tag, attempt), sizes=sizes)
         if seen.state != "in-doubt":
-            return seen
+            is_commit = seen.outcome is not None and seen.outcome.outcome == "commit"
+            return replace(seen, is_void=is_commit and sizes.keys() <= {OUTCOME, BALLOT, JOINT_PLAN})
         seen = replace(seen, unreadable=f"{prefix}/{OUTCOME} is listed and is not there")
     return seen
 
@@ -230,8 +235,11 @@ async def view_of_records(store: Store, tag: str, attempt: AttemptId) -> Attempt
         seen = await _decided(store, tag, attempt)
         found = {name: await store.stat(f"{prefix}/{name}") for name in (*_RECORDS, OUTCOME)}
         # The marks of a removed attempt go last (MARK-5): none was there if the outcome still is.
-        if seen.outcome is None or found[OUTCOME] is not None:
-            return replace(seen, sizes={name: size for name, size in found.items() if size is not None})
+        if seen.outcome is not None and found[OUTCOME] is None:
+            continue
+        if seen.state == "committed" and await store.stat(f"{prefix}/{vote_name(0)}") is None:
+            return await view(store, tag, attempt)  # there may be nothing beside the outcome (COMMIT-5)
+        return replace(seen, sizes={name: size for name, size in found.items() if size is not None})
 
 
 async def _decided(store: Store, tag: str, attempt: AttemptId) -> AttemptView:

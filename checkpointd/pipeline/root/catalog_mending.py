@@ -29,7 +29,7 @@ async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) 
     that they show must be durable.
     """
     if not known.fault:
-        looked = [view for view in views if view.entry is None and view.has_objects]
+        looked = [view for view in views if view.entry is None and view.has_objects and not view.is_void]
         missing = [one for view in looked for one in await _missing(store, view, known.state.entries.get(view.prefix))]
         if len(missing) <= ADDED_MAX:
             await known.append(*missing, *await _gone(store, known, {view.tag for view in views}))
@@ -64,6 +64,8 @@ async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
     entries = {prefix: entry for prefix, entry in known.state.entries.items() if not entry.is_decided}
     entries |= await known.announced_before(number)
     for view in sorted(await catalog.look_everywhere(store), key=_order):
+        if view.is_void:
+            continue
         entries.pop(view.prefix, None)
         await _settle(store, view)
         entries[view.prefix] = await _entry(store, view)

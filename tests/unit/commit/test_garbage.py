@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.commit.facts import AttemptFacts, Order, State
-from checkpointd.commit.garbage import RECORDS_KEPT, dead_weight, spent_records
+from checkpointd.commit.garbage import ABORTED_KEPT, RECORDS_KEPT, dead_weight, spent_records
 from checkpointd.layout.keys import AttemptId
 
 
@@ -40,6 +40,14 @@ def test_garbage_2_of_an_aborted_attempt_only_the_bulk_goes(known: list[AttemptF
         if facts.state == "aborted":
             assert (facts in dead) == facts.bulk
             assert facts not in spent_records(known)
+
+
+def test_garbage_2_so_many_aborted_attempts_of_all_tags_keep_their_records() -> None:
+    known = [
+        AttemptFacts(tag, AttemptId(epoch, 0), "aborted", (epoch, 0), bulk=False) for epoch in range(1, 50) for tag in "ab"
+    ]
+    left = set(known) - set(spent_records(known[::-1]))
+    assert left == set(known[-ABORTED_KEPT:])
 
 
 @given(attempts())

@@ -5,28 +5,33 @@ pipeline/gc/collect.py; crashes are simulated.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from checkpointd.admin.gc import collection, deletion
+from checkpointd.commit import garbage
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
-from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
+from checkpointd.errors import DamagedError, NotFoundError, StagingError, UnreadableError, UsageError
 from checkpointd.layout import keys
+from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, record_key
 from checkpointd.layout.keys import VERIFIED, AttemptId, mark_name
 from checkpointd.layout.manifest import Deleted, decode
 from checkpointd.pipeline.gc import collect as collecting
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.gc.retire import retire_tag
 from checkpointd.pipeline.gc.tidying import Tidier
+from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, record_verdict, verify
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.marks import condemn, references, standing_mark
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.pipeline.shard import AttemptInfo
@@ -347,8 +352,6 @@ async def test_tidy_5_nothing_is_removed_from_a_copy_in_the_roots_place(tmp_path
 
 
 async def test_records_of_removed_checkpoints_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpointd.commit import garbage
-
     monkeypatch.setattr(garbage, "ROOT_RECORDS_KEPT", 2)
     store = MemoryStore()
     for step in range(1, 8):
@@ -358,6 +361,61 @@ async def test_records_of_removed_checkpoints_do_not_pile_up(monkeypatch: pytest
         ["global_step5", "global_step6"],
         ["global_step4", "global_step5", "global_step6"],
     )
+
+
+async def aborted(store: Store, steps: range) -> None:
+    for step in steps:
+        failing = {0: StagingError("torn")}
+        await save_checkpoint(store, tag=f"global_step{step}", step=step, world_size=1, failing=failing)
+
+
+async def test_collect_8_older_aborted_attempts_are_forgotten_and_the_catalog_forgets_them_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(garbage, "ABORTED_KEPT", 2)
+    store = MemoryStore()
+    await aborted(store, range(1, 7))
+    await collection(store, Retention(), dry_run=False)
+    assert [view.tag for view in await catalog.look_everywhere(store)] == ["global_step5", "global_step6"]
+    known = CatalogLog(store)
+    await known.refresh()
+    assert [entry.tag for entry in known.state.entries.values()] == ["global_step5", "global_step6"]
+
+
+@pytest.mark.parametrize("why", ["the close is missing", "the catalog is damaged"])
+async def test_collect_8_nothing_is_forgotten_without_its_close_in_the_catalog(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    await aborted(store, range(1, 2))
+    monkeypatch.setattr(garbage, "ABORTED_KEPT", 0)
+    if why == "the close is missing":
+        monkeypatch.setattr(CatalogState, "apply", open_again(CatalogState.apply))
+    else:
+        await store.put(record_key(1), b"{}")
+    await collection(store, Retention(), dry_run=False)
+    assert "outcome" in await names(store, FIRST)
+
+
+def open_again(apply: Callable[[CatalogState, CatalogRecord], None]) -> Callable[[CatalogState, CatalogRecord], None]:
+    """A state that misses all closes and removals, as that of a process that reads the catalog before they come."""
+
+    def without(self: CatalogState, record: CatalogRecord) -> None:
+        apply(self, msgspec.structs.replace(record, kind="intent") if record.kind in ("close", "removed") else record)
+
+    return without
+
+
+async def test_a_start_lets_the_catalog_forget_what_was_removed_by_hand() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2)
+    for entry in await store.list(FIRST):
+        await store.delete(f"{FIRST}/{entry.name}")
+    epoch = await epochs.take(store, 1)
+    await recover(store, epoch.epoch)
+    known = CatalogLog(store)
+    await known.refresh()
+    assert [entry.tag for entry in known.state.entries.values()] == ["global_step2"]
 
 
 # --- deletion -----------------------------------------------------------------------------------------------------

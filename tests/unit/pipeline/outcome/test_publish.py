@@ -88,6 +88,20 @@ async def test_commit_1_an_outcome_that_stands_is_returned_to_who_wanted_another
     assert await put_outcome(store, late) == early.outcome
 
 
+async def test_commit_5_a_commit_of_a_forgotten_attempt_is_reported_by_nobody_and_is_no_checkpoint() -> None:
+    store = MemoryStore()
+    info = (await leave_in_doubt(store)).info(0)
+    ballot = Ballot(store, TAG, ATTEMPT)
+    await ballot.gather(await store.list(PREFIX))
+    draft = draft_of(info, Decision(), ballot, decided_by=0)
+    for entry in await store.list(PREFIX):
+        await store.delete(f"{PREFIX}/{entry.name}")
+    with pytest.raises(StoreError, match="was aborted and forgotten"):
+        await put_outcome(store, draft)
+    assert [view.state for view in await catalog.scan(store)] == ["aborted"]
+    assert await catalog.checkpoints(store) == []
+
+
 async def test_commit_1_two_coordinators_of_one_attempt_agree_and_so_do_all_ranks() -> None:
     """Rank 0 twice, as after a trainer that was taken for dead: whatever the race gives, there is one outcome."""
     store = MemoryStore()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpointd.errors import NotFoundError
-from checkpointd.layout.keys import DAMAGED, DELETED, OUTCOME, PASSED_OVER, VERIFIED, AttemptId
+from checkpointd.layout.keys import BALLOT, DAMAGED, DELETED, JOINT_PLAN, OUTCOME, PASSED_OVER, VERIFIED, AttemptId
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.memory import MemoryStore
 from tests.builders import save_checkpoint
@@ -29,6 +29,20 @@ async def test_the_records_tell_the_state_as_all_objects_do(records: tuple[str, 
         whole.outcome, whole.damage, whole.read_back, whole.passed_over
     )  # fmt: skip
     assert few.sizes == {name: size for name, size in whole.sizes.items() if name in {OUTCOME, *records}}
+
+
+@pytest.mark.parametrize("lost", ["00000.vote", "everything else"])
+async def test_commit_5_a_commit_without_anything_else_is_not_found(lost: str) -> None:
+    store = MemoryStore()
+    await save_checkpoint(store, tag=TAG, world_size=2)
+    for entry in await store.list(PREFIX):
+        if entry.name == lost or (lost == "everything else" and entry.name not in {OUTCOME, BALLOT, JOINT_PLAN}):
+            await store.delete(f"{PREFIX}/{entry.name}")
+    if lost == "00000.vote":  # the ballot has it
+        assert (await catalog.find(store, TAG)).prefix == PREFIX
+        return
+    with pytest.raises(NotFoundError, match="is aborted"):
+        await catalog.find(store, TAG)
 
 
 class RemovedMeanwhile(MemoryStore):
