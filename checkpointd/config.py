@@ -144,7 +144,7 @@ class LoadConfig:
 
     reads: int = 4
     """Reads in flight at once."""
-    block_bytes: int = 8 * MIB
+    block_bytes: int = 4 * MIB
     """Neighbouring chunks are read together up to this size."""
     budget_bytes: int = 256 * MIB
     """The most host memory beside the load targets. A chunk that needs more is read alone."""

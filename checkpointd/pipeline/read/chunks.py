@@ -40,8 +40,8 @@ log = logging.getLogger("checkpointd")
 
 GAP_BYTES_MAX = 64 << 10
 """Chunks at most this far apart are read together."""
-IN_PLACE_BYTES_MIN = 256 << 10
-"""Smaller runs of chunks are read with their neighbours and copied, which is faster than a read of their own."""
+IN_PLACE_BYTES_MIN = 2 << 20
+"""Smaller runs of chunks are read with their neighbours and copied: a call costs as much processor time as such a copy."""
 
 
 @dataclass(slots=True)

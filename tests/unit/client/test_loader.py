@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpointd.errors import DamagedError, PartlyLoadedError
-from checkpointd.pipeline.read import decode
+from checkpointd.pipeline.read import chunks, decode
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from tests.builders import objects
@@ -115,6 +115,7 @@ class Reads:
 
 
 def test_load_1_each_byte_is_read_once_into_its_tensor_and_digested_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "IN_PLACE_BYTES_MIN", MIB)
     target = state_of(9)
     with Checkpointer(root) as ckpt:
         reads = Reads(monkeypatch)
@@ -128,6 +129,15 @@ def test_load_1_each_byte_is_read_once_into_its_tensor_and_digested_once(root: P
         assert sum(stop - start for start, stop in reads.into if first <= start and stop <= first + MIB) == MIB
     beside = sum(stop - start for start, stop in reads.into) - len(NAMES) * MIB
     assert beside < 600_000, "only what is strided or small is read into a buffer"
+
+
+def test_tensors_of_a_mib_are_read_together_in_one_call(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = state_of(9)
+    with Checkpointer(root) as ckpt:
+        reads = Reads(monkeypatch)
+        assert ckpt.load(target)
+    assert bits_of(target) == bits_of(state_of(2))
+    assert len(reads.into) == 1
 
 
 def test_verify_first_reads_everything_twice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
