@@ -229,17 +229,21 @@ async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
 
 
 async def view_of_records(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
-    """The same from the records of the whole attempt alone, a few looks at names, however many objects the ranks have."""
+    """The same by a few looks at the records of a commit, however many objects its ranks have; `sizes` has these records alone.
+
+    Lists the objects of any other attempt: only a listing tells a missing outcome from one that a file server does not show.
+    """
     prefix = attempt_prefix(tag, attempt)
-    while True:
-        seen = await _decided(store, tag, attempt)
-        found = {name: await store.stat(f"{prefix}/{name}") for name in (*_RECORDS, OUTCOME)}
-        # The marks of a removed attempt go last (MARK-5): none was there if the outcome still is.
-        if seen.outcome is not None and found[OUTCOME] is None:
-            continue
-        if seen.state == "committed" and await store.stat(f"{prefix}/{vote_name(0)}") is None:
-            return await view(store, tag, attempt)  # there may be nothing beside the outcome (COMMIT-5)
-        return replace(seen, sizes={name: size for name, size in found.items() if size is not None})
+    seen = await _decided(store, tag, attempt)
+    if seen.outcome is None or seen.outcome.outcome != "commit":
+        return await view(store, tag, attempt)
+    # Without the first vote, there may be nothing beside the outcome (COMMIT-5). The outcome comes last here: as the marks of a
+    # removed attempt go last (MARK-5), none was there if the outcome still is.
+    first_vote = await store.stat(f"{prefix}/{vote_name(0)}")
+    found = {name: await store.stat(f"{prefix}/{name}") for name in (*_RECORDS, OUTCOME)}
+    if first_vote is None or found[OUTCOME] is None:
+        return await view(store, tag, attempt)
+    return replace(seen, sizes={name: size for name, size in found.items() if size is not None})
 
 
 async def _decided(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
