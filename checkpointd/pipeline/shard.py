@@ -106,10 +106,11 @@ class Shard:
     aliases: tuple[Alias, ...] = ()
     excluded: tuple[str, ...] = ()
     tree: bytes
+    nbytes: int = field(init=False)
+    """The bytes of all tensors."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(tensor.nbytes for tensor in self.tensors))
 
     def plan(self, info: AttemptInfo) -> Plan:
         """The plan of this shard, put first for the attempt `info`."""

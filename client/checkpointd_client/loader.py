@@ -47,6 +47,7 @@ from checkpointd.pipeline.outcome.recover import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.waits import Waiting
@@ -345,14 +346,14 @@ class Loader:
         Problems of this rank are returned, not raised, because the other ranks wait for its verdict. This raises only if the
         other ranks do not answer.
         """
-        seen, problem = self._tried_on(candidate, lambda: self._see(candidate))
+        seen, problem = self._tried_on(candidate, lambda: uncollected(lambda: self._see(candidate)))
         answers = self._answers
         if self.ranks.world_size > 1:
             own: Mapping[str, object] = seen.askable if seen is not None else {}
             answers = answers.of_all({fqn: own[fqn] for fqn in self.load_round.named_by_all(f"{number}/askable", own)})
         if seen is None:
             return None, problem
-        return self._tried_on(candidate, lambda: self._examine(seen, answers))
+        return self._tried_on(candidate, lambda: uncollected(lambda: self._examine(seen, answers)))
 
     def _at_own_root(self) -> None:
         """Raise RootGoneError if the last look may have been at another directory than the root of this job."""
@@ -472,7 +473,7 @@ class Loader:
         client_state: dict[str, object] = {}
         restoration = found.restoration
         try:
-            client_state = restoration.finish()
+            client_state = uncollected(restoration.finish)
         except Exception as error:  # any error: the other ranks wait for this one's verdict
             if not isinstance(error, CheckpointdError):
                 log.exception("loading %s", found.source.tag)

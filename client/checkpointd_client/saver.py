@@ -447,11 +447,14 @@ class Saver:
         """
         if self._saves or self._prewarming is not None:
             return
-        captured = uncollected(partial(self._capturer.capture, state, None, exclude_frozen_parameters=False))
-        self._layout_of(captured)
-        nbytes, device = expected(state, captured)
+        nbytes, device = uncollected(partial(self._expected, state))
         if nbytes:
             self._begin_prewarming(nbytes, slots=1, device=device)
+
+    def _expected(self, state: Mapping[str, object]) -> tuple[int, torch.device | None]:
+        captured = self._capturer.capture(state, None, exclude_frozen_parameters=False)
+        self._layout_of(captured)
+        return expected(state, captured)
 
     def _prewarm_another(self, job: PendingSave) -> None:
         """Allocate a second slot in the background: a sidecar retains the first snapshot in its slot."""

@@ -147,10 +147,13 @@ def _addresses(region: MemoryRegion) -> Any:
     return array_at(region.start, region.shape, tuple(s * item for s in region.stride), item)
 
 
-def array_at(start: int, shape: Shape, strides: tuple[int, ...], item: int, *, kind: str = "V") -> NDArray[np.void]:
-    """The memory at an address, as items of `item` bytes; strides in bytes. The array does not keep the memory alive."""
+def array_at(
+    start: int, shape: Shape, strides: tuple[int, ...], item: int, *, kind: str = "V", owner: object = None
+) -> NDArray[Any]:
+    """The memory at an address, as items of `item` bytes; strides in bytes. The array keeps `owner` alive, and nothing else."""
 
     class _Interface:
+        owner: object
         __array_interface__ = {  # noqa: RUF012  # numpy's protocol wants a dict here
             "data": (start, False),
             "shape": shape,
@@ -159,4 +162,6 @@ def array_at(start: int, shape: Shape, strides: tuple[int, ...], item: int, *, k
             "version": 3,
         }
 
-    return np.asarray(_Interface())
+    interface = _Interface()
+    interface.owner = owner  # not on the class, which refers to itself and so would be freed only by the garbage collector
+    return np.asarray(interface)

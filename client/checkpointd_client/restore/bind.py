@@ -15,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.regions import slices
-from checkpointd_client.capture.aliasing import MemoryRegion, overlapping_pairs
+from checkpointd_client.capture.aliasing import MemoryRegion, address_of, extent, overlapping, overlapping_pairs
 from checkpointd_client.capture.dtypes import DTYPES, copy_bits, empty, overlaps_itself
 from checkpointd_client.capture.tensors import array_dtype, stride_like, tensor_array
 from checkpointd_client.restore.stored import Entries, StridedView
@@ -94,8 +94,8 @@ class Binding:
         self.live = self.value = None
 
 
-Live = list[tuple[Binding, MemoryRegion]]
-"""Bindings with existing memory, and that memory."""
+Live = tuple[Binding, MemoryRegion]
+"""A binding with existing memory, and that memory."""
 
 
 class Bindings:
@@ -121,7 +121,7 @@ class Bindings:
     def conflicts(self, equal: Equal) -> Iterator[str]:
         """The reasons why live memory cannot hold the stored tensors, as sentences; drops the bindings concerned."""
         dropped: set[str] = set()
-        live = [(binding, MemoryRegion.of(binding.live)) for binding in self._all() if binding.live is not None]
+        live = [binding for binding in self._all() if binding.live is not None]
         for fqn, words in [*self._self_overlaps(live), *self._shared(live, equal)]:
             dropped.add(fqn)
             yield words
@@ -136,10 +136,10 @@ class Bindings:
         """The existing memory of all bindings."""
         return tuple(binding.live for binding in self._all() if binding.live is not None)
 
-    def _self_overlaps(self, live: Live) -> Iterator[tuple[str, str]]:
-        for binding, region in live:
+    def _self_overlaps(self, live: Sequence[Binding]) -> Iterator[tuple[str, str]]:
+        for binding in live:
             assert binding.live is not None
-            if region.contiguous or not overlaps_itself(binding.live) or _same_overlap(binding, region):
+            if not overlaps_itself(binding.live) or _same_overlap(binding, MemoryRegion.of(binding.live)):
                 continue
             if binding.replaceable:
                 binding.vacate()
@@ -149,10 +149,8 @@ class Bindings:
                     f"{binding.fqn}: its elements share memory now (it is expanded), and did not when it was saved",
                 )
 
-    def _shared(self, found: Live, equal: Equal) -> Iterator[tuple[str, str]]:
-        live = [(binding, region) for binding, region in found if binding.live is not None]  # others were vacated since
-        for i, j in overlapping_pairs([region for _, region in live]):
-            (one, one_region), (two, two_region) = live[i], live[j]
+    def _shared(self, found: Sequence[Binding], equal: Equal) -> Iterator[tuple[str, str]]:
+        for (one, one_region), (two, two_region) in _overlapping_pairs(found):
             if one.live is None or two.live is None or _consistent(one, one_region, two, two_region):
                 continue
             if two.replaceable or one.replaceable:
@@ -179,8 +177,23 @@ class Bindings:
         copies: list[Callable[[], None]] = []
         targets: list[Target] = []
         for owner, group in groups.items():
-            targets += _bind_group(owner, entries[owner], group, copies)
+            alone = _filled_alone(group)
+            if alone is not None:
+                targets.append(Target(owner, alone))
+            else:
+                targets += _bind_group(owner, entries[owner], group, copies)
         return tuple(targets), copies
+
+
+def _overlapping_pairs(bindings: Iterable[Binding]) -> Iterator[tuple[Live, Live]]:
+    """Every two bindings whose existing memory is shared. Regions are made only where intervals of addresses overlap."""
+    live = [(binding, binding.live) for binding in bindings if binding.live is not None]  # others were vacated since
+    starts = [address_of(tensor) for _, tensor in live]
+    ends = [start + extent(tensor) for start, (_, tensor) in zip(starts, live, strict=True)]
+    near = [[(live[i][0], MemoryRegion.of(live[i][1])) for i in group] for group in overlapping(starts, ends)]
+    for group in near:
+        for i, j in overlapping_pairs([region for _, region in group]):
+            yield group[i], group[j]
 
 
 def _same_overlap(binding: Binding, region: MemoryRegion) -> bool:
@@ -226,6 +239,14 @@ def _origin(place: StridedView, region: MemoryRegion) -> int | None:
     if any(region.lazy_bits) or region.byte_stride != _expected_stride(place, region.dtype.itemsize):
         return None
     return region.start - place.offset * region.dtype.itemsize
+
+
+def _filled_alone(group: list[Binding]) -> torch.Tensor | None:
+    """The live memory of the only binding of a stored tensor, if it is the target; None if `_bind_group` must look."""
+    binding = group[0]
+    if len(group) > 1 or binding.held is not None or not binding.place.whole or binding.live is None:
+        return None
+    return binding.live if _fillable(binding.live) else None
 
 
 def _bind_group(

@@ -20,6 +20,7 @@ from checkpointd.pipeline.read.load import read_boxes, read_tensors
 from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, unheld
 from checkpointd.pipeline.read.shared_reads import Sharing
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd_client.capture.dtypes import DTYPES, empty
@@ -29,7 +30,7 @@ from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.bind import Target
 from checkpointd_client.restore.content import RankContent, merged_content, own_content
 from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare
-from checkpointd_client.restore.sinks import box_sink, sink_for
+from checkpointd_client.restore.sinks import box_sink, sinks_for
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.restore.uploads import Uploads
 
@@ -271,7 +272,8 @@ class StoredSource:
 
     def locate(self, targets: Sequence[Target], content: RankContent) -> None:
         """Read the indexes of the ranks that stored `targets`. What these do not name, `verify` and `fill` do."""
-        self._widen_for(wants(targets, content, None))
+        if self._plan is not None:
+            self._widen_for(wants(targets, content, None))
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
         damage = self._read_targets(targets, content, None)
@@ -321,10 +323,9 @@ class StoredSource:
         sharing: Sharing | None,
     ) -> list[DamagedError]:
         """Read whole tensors of this rank: the bytes of the chunks go straight to the tensors' memory."""
-        sinks: dict[str, Sink | None] = {
-            target.fqn: None if fill is None else sink_for(target.tensor, target.fqn, content.entries[target.fqn][0], fill)
-            for target in targets
-        }
+        sinks: Mapping[str, Sink | None] = dict.fromkeys(target.fqn for target in targets)
+        if fill is not None:
+            sinks = uncollected(lambda: sinks_for(targets, content.entries, fill))
         return self._read(lambda store: read_tensors(store, self.checkpoint.prefix, index, sinks, self.config, sharing=sharing))
 
 

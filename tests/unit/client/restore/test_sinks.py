@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.layout.boxes import Box
+from checkpointd.pipeline.read.plan import ByteMemory
 from checkpointd_client.capture.dtypes import NAMES
-from checkpointd_client.restore.sinks import box_sink, host_sink, sink_for
+from checkpointd_client.restore.bind import Target
+from checkpointd_client.restore.sinks import box_sink, host_sink, sink_for, sinks_for
 from checkpointd_client.restore.uploads import Uploads
 
 DTYPES = [torch.bool, torch.float16, torch.float32, torch.int64, torch.complex128]
@@ -63,3 +66,21 @@ def test_a_sink_may_fill_the_conjugate_of_memory() -> None:
 def test_a_tensor_without_elements_takes_nothing() -> None:
     with Uploads(0) as uploads:
         sink_for(torch.zeros(0, 3).t(), "t", "float32", uploads)(0, np.zeros(0, dtype=np.uint8))
+
+
+def test_the_sinks_of_many_tensors_are_their_own_memory_and_keep_it_alive() -> None:
+    tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(2, 4).t(), torch.zeros(5, dtype=torch.bfloat16)[1:]]
+    targets = [Target(str(i), tensor) for i, tensor in enumerate(tensors)]
+    entries = {target.fqn: (NAMES[target.tensor.dtype], tuple(target.tensor.shape)) for target in targets}
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    with Uploads(0) as uploads:
+        sinks = sinks_for(targets, entries, uploads)
+    for target in targets:
+        sinks[target.fqn](0, np.full(target.tensor.nbytes, 1, np.uint8))
+    assert all(bool((tensor.contiguous().view(torch.uint8) == 1).all()) for tensor in tensors)
+    of_first = sinks["0"]
+    del tensors, targets, target, sinks
+    assert isinstance(of_first, ByteMemory)
+    assert alive[0]() is not None
+    del of_first
+    assert alive[0]() is None
