@@ -2,6 +2,8 @@
 
 Invariants
   POINTER-1  A symbolic link at `latest` is never followed. The next move replaces the link and leaves its target alone.
+  POINTER-2  Who moved `latest` off a tag looks at that tag once more, and gives `latest` back if a newer save has committed the
+      tag meanwhile: that save found `latest` at its tag already, and did not move it.
 """
 
 from __future__ import annotations
@@ -68,7 +70,16 @@ async def _move(store: Store, tag: str, order: Order, *, is_start: bool) -> bool
         if not moves_latest(await _order_of(store, current, is_start=is_start), order):
             return False
         if await store.put_if_match(LATEST, current, f"{tag}\n".encode()):
-            return True
+            return not await _give_back(store, current, order)
+
+
+async def _give_back(store: Store, replaced: bytes | None, order: Order) -> bool:
+    """Move `latest` off the commit of `order`, if the tag it named before has a newer commit now (POINTER-2)."""
+    newest = await _order_of(store, replaced, is_start=False)
+    if replaced is None or newest is None or not moves_latest(order, newest):
+        return False
+    await _move(store, replaced.decode().removesuffix("\n"), newest, is_start=False)
+    return True
 
 
 async def _content(store: Store) -> bytes | None:

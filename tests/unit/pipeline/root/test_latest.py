@@ -113,3 +113,22 @@ async def test_a_link_at_the_tag_that_latest_names_gives_way_to_a_newer_commit_a
             await move_latest(store, "older", (0, 0), is_start=True)
         await save_checkpoint(store, tag="two", epoch=await begin_epoch(store))
         assert await catalog.latest(store) == "two"
+
+
+async def test_pointer_2_a_tag_committed_again_while_latest_leaves_it_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow coordinator moves `latest` off a tag; meanwhile a newer epoch commits that tag, which `latest` still names."""
+    store = MemoryStore()
+    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    order = (await catalog.find(store, "late")).outcome.order
+    put_if_match = store.put_if_match
+
+    async def commits_first(key: str, expected: bytes | None, data: bytes) -> bool:
+        monkeypatch.setattr(store, "put_if_match", put_if_match)
+        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+        return await put_if_match(key, expected, data)
+
+    monkeypatch.setattr(store, "put_if_match", commits_first)
+    assert not await move_latest(store, "late", order)
+    assert (await catalog.find(store, "again")).outcome.order > order
+    assert await catalog.latest(store) == "again"
