@@ -102,7 +102,8 @@ def make_shard(
     for at, flat in parts:
         buffer[at : at + flat.nbytes] = flat
     leaves = {fqn: tree.Tensor(fqn) for fqn in (*(t.fqn for t in tensors), *(alias.fqn for alias in aliases))}
-    state = tree.Dict("dict", (*leaves.items(), *((name, node) for name, node in values.items() if name != "client_state")))
+    beside = ((name, node) for name, node in values.items() if name != "client_state")
+    state = values["state"] if "state" in values else tree.Dict("dict", (*leaves.items(), *beside))
     root = tree.Dict("dict", (("state", state), ("client_state", values.get("client_state"))))
     return Shard(buffer=buffer, tensors=tuple(tensors), aliases=aliases, excluded=excluded, tree=tree.encode(root))
 

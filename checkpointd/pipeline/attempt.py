@@ -336,9 +336,9 @@ class Attempt:
 
     async def _come_too_late(self, error: DecidedBefore) -> None:
         """This writer puts nothing more, neither a vote nor an outcome (ANNOUNCE-1). It reports the outcome if it sees one."""
-        self.own_error = error
+        self.own_error = StoreError(str(error))
         await self._drop(drop_shard)
-        self._hopeless = error
+        self._hopeless = self.own_error
 
     async def _doubt(self, error: VoteUncertain) -> None:
         """The yes vote may exist or not, so nothing may be removed before there is an outcome."""

@@ -21,6 +21,7 @@ from checkpointd.errors import CheckpointdError, StateError, StoreError, Unreada
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.root import catalog, tag_directories
 from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.store.base import Store
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.posix.disk import Child
@@ -329,8 +330,8 @@ def test_a_start_hides_nothing_that_is_committed_meanwhile(tmp_path: Path, monke
         save(ckpt, example(), tag="global_step1")
         scan, looked = catalog.scan, ckpt._core._store
 
-        async def late(store: Store) -> list[AttemptView]:
-            return [view for view in await scan(store) if view.tag != "global_step1"]
+        async def late(store: Store, known: CatalogLog | None = None) -> list[AttemptView]:
+            return [view for view in await scan(store, known) if view.tag != "global_step1"]
 
         monkeypatch.setattr(catalog, "scan", late)  # a scan that began before the commit
         ckpt._core._writer.call(tag_directories.mend(looked), 60)

@@ -16,9 +16,9 @@ from tests.builders import break_file, make_shard, objects, rank_arrays, save_ch
 from tests.unit.cli.conftest import Cli, With
 
 VALUES: dict[str, tree.Node] = {
-    "lr": 0.1,
-    "betas": tree.Sequence("tuple", (0.9, 0.999)),
-    "by number": tree.Dict("dict", ((3, tree.Tensor("model.weight")),)),
+    "state": tree.Dict(
+        "dict", (("lr", 0.1), ("betas", tree.Sequence("tuple", (0.9, 0.999))), (3, tree.Tensor("model.weight")))
+    ),
     "client_state": tree.Dict(
         "dict", (("epoch", 3), ("name", "run\x1b[31m"), ("none", None), ("raw", tree.Bytes(b"\x00\xff")))
     ),
