@@ -346,14 +346,14 @@ class Loader:
         Problems of this rank are returned, not raised, because the other ranks wait for its verdict. This raises only if the
         other ranks do not answer.
         """
-        seen, problem = self._tried_on(candidate, lambda: uncollected(lambda: self._see(candidate)))
+        seen, problem = self._tried_on(candidate, lambda: self._see(candidate))
         answers = self._answers
         if self.ranks.world_size > 1:
             own: Mapping[str, object] = seen.askable if seen is not None else {}
             answers = answers.of_all({fqn: own[fqn] for fqn in self.load_round.named_by_all(f"{number}/askable", own)})
         if seen is None:
             return None, problem
-        return self._tried_on(candidate, lambda: uncollected(lambda: self._examine(seen, answers)))
+        return self._tried_on(candidate, lambda: self._examine(seen, answers))
 
     def _at_own_root(self) -> None:
         """Raise RootGoneError if the last look may have been at another directory than the root of this job."""
@@ -401,7 +401,7 @@ class Loader:
     def _see(self, candidate: Candidate) -> Seen:
         source = self._held_source(candidate) if candidate.in_memory else self._stored_source(candidate)
         content = source.content()
-        return Seen(source, content, askable(self.state, content))
+        return Seen(source, content, uncollected(lambda: askable(self.state, content)))
 
     def _examine(self, seen: Seen, answers: HandedOutStates) -> Examined:
         source = seen.source

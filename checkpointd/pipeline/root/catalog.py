@@ -282,7 +282,7 @@ async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
     data = await store.get(key, size_max=ref.size)
     if len(data) != ref.size or digest(data) != ref.digest:
         raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
-    index = decode_index(data, key)
+    index = uncollected(lambda: decode_index(data, key))
     if (index.tag, index.attempt, index.rank, index.step) != (vote.tag, vote.attempt, vote.rank, vote.step):
         raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}, step {index.step}", key=key)
     return index

@@ -97,7 +97,7 @@ def prepared(
 
     def match(content: RankContent) -> Restoration:
         same = partial(source.equal, content=content)
-        return prepare(state, content, options, equal=same, answers=kept)
+        return uncollected(lambda: prepare(state, content, options, equal=same, answers=kept))
 
     try:
         restoration = match(content)
@@ -219,7 +219,7 @@ class StoredSource:
 
     def content(self) -> RankContent:
         if self._same_world:
-            return own_content(self._world, self.ranks.rank, self._plan)
+            return uncollected(lambda: own_content(self._world, self.ranks.rank, self._plan))
         return self._merged(keep=None, alone=self.ranks.world_size == 1)
 
     def more(self) -> RankContent | None:
@@ -231,9 +231,10 @@ class StoredSource:
     def _merged(self, *, keep: int | None, alone: bool) -> RankContent:
         """The content of all ranks, from the index of one of each set of twins."""
         if self._plan is None:
-            return merged_content(self._whole_world(), keep=keep, alone=alone)
-        self._widen(self._plan.twins)
-        return merged_content(self._world, keep=keep, alone=alone, plan=self._plan)
+            self._whole_world()
+        else:
+            self._widen(self._plan.twins)
+        return uncollected(lambda: merged_content(self._world, keep=keep, alone=alone, plan=self._plan))
 
     def _whole_world(self) -> CheckpointView:
         """The view with the indexes of all ranks."""
