@@ -110,12 +110,14 @@ class SecondAct:
         return killed
 
     def _wait_until_staged(self) -> None:
+        until = time.monotonic() + SETTLED_S
         with StatusClient(self.socket) as client:
-            while True:
+            while time.monotonic() < until:
                 saves = [save for root in client.status().roots for save in root.in_flight if save.tag == self.tag]
                 if len([save for save in saves if save.staged_at is not None]) == RANKS:
                     return
                 time.sleep(POLL_S)
+        raise RuntimeError(f"the sidecar did not get {self.tag} of all ranks: {(self.folder / 'sidecar.log').read_text()}")
 
     def restart(self, source: str, *, since: float) -> Recovery:
         """Start the job again and let it train three steps, without a save; the seconds count from `since`."""
