@@ -4,14 +4,16 @@ Durable: a power cut after the call has returned loses nothing. Visible: other p
 
 Invariants
   STORE-1  `put_if_absent` has one winner among any number of racing processes and machines, and a reader sees all of the
-      winner's bytes or nothing. When the call returns, with True or False, the object is durable.
+      winner's bytes or nothing. When the call returns, with True or False, the object is durable, unless the caller has said
+      `durable=False`. Then a power cut may take the object away or leave it torn, until somebody settles it.
   STORE-2  `put` and `put_if_match` replace an object as a whole: a reader sees the old bytes or the new ones, also after a
       power cut.
   STORE-3  An object written by `open_writer` is durable when `finish` has returned. Before that, the object may be visible,
       torn or absent, and nothing may refer to it. The key is new: `open_writer` refuses an existing key.
   STORE-4  `get`, `stat` and `list` may show an object that a power cut can still take away. It is safe once its writer's call
       or `settle` has returned.
-  STORE-5  `delete` succeeds if the object is not there. A store removes only the objects that it is told to remove.
+  STORE-5  `delete` succeeds if the object is not there. A store removes only the objects that it is told to remove. A power cut
+      may bring an object back that was removed with `durable=False`.
   STORE-6  Every system error becomes a StoreError (StoreFullError if space or quota is used up) that names the key and the
       reason. `get`, `get_range`, `list`, `stat` and `settle` raise an UnreadableError for any system error. NotFoundError
       means that this call did not see the object; on a network file system the next call may.
@@ -95,8 +97,8 @@ class Store(Protocol):
         """
         ...
 
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Create `key`; False if it already exists. Durable either way (STORE-1)."""
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        """Create `key`; False if it already exists. Durable either way, unless `durable` is False (STORE-1)."""
         ...
 
     async def put(self, key: str, data: bytes) -> None:
@@ -132,8 +134,8 @@ class Store(Protocol):
         """Size of the object in bytes, or None."""
         ...
 
-    async def delete(self, key: str) -> None:
-        """Remove the object, durably (STORE-5)."""
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        """Remove the object, durably unless `durable` is False (STORE-5)."""
         ...
 
     async def settle(self, key: str) -> None:

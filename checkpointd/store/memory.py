@@ -33,7 +33,7 @@ class MemoryStore(Store):
     def uncached(self) -> Self:
         return self
 
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         return await self.put_if_match(key, None, data)
 
     async def put(self, key: str, data: bytes) -> None:
@@ -85,7 +85,7 @@ class MemoryStore(Store):
         found = self._objects.get(key)
         return None if found is None else found.nbytes
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, durable: bool = True) -> None:
         self._check(key)
         self._objects.pop(key, None)
 

@@ -30,8 +30,8 @@ class PassingStore(Store):
     def uncached(self) -> Store:
         return self._store.uncached
 
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
-        return await self._store.put_if_absent(key, data)
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        return await self._store.put_if_absent(key, data, durable=durable)
 
     async def put(self, key: str, data: bytes) -> None:
         await self._store.put(key, data)
@@ -54,8 +54,8 @@ class PassingStore(Store):
     async def stat(self, key: str) -> int | None:
         return await self._store.stat(key)
 
-    async def delete(self, key: str) -> None:
-        await self._store.delete(key)
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        await self._store.delete(key, durable=durable)
 
     async def identity(self, key: str) -> Identity | None:
         return await identity_of(self._store, key)

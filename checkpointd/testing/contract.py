@@ -253,6 +253,15 @@ class StoreContract(BytesContract):
         assert await store.get("empty") == b""
         assert await store.stat("empty") == 0
 
+    async def test_store_1_an_object_that_need_not_be_durable_is_created_once_as_well(self, store: Store) -> None:
+        bodies = [bytes([n]) * (1000 + 37 * n) for n in range(RACERS)]
+        won = await asyncio.gather(*(store.put_if_absent("race/vote", body, durable=False) for body in bodies))
+        assert won.count(True) == 1
+        assert await store.get("race/vote") == bodies[won.index(True)]
+        assert await store.put_if_absent("race/vote", b"") is False
+        await store.settle("race/vote")
+        assert await store.get("race/vote") == bodies[won.index(True)]
+
     # --- STORE-2: replaced whole ---
 
     async def test_store_2_put_creates_and_replaces(self, store: Store) -> None:
@@ -331,7 +340,8 @@ class StoreContract(BytesContract):
         assert await store.stat("tag/a") is None
         assert await store.get("tag/b") == b"b"
         assert await store.get("tag/c/d") == b"c/d"
-        await store.delete("tag/c/d")
+        await store.delete("tag/c/d", durable=False)
+        assert await store.stat("tag/c/d") is None
         assert await store.get("tag/b") == b"b"
 
     async def test_store_5_delete_of_nothing_succeeds(self, store: Store) -> None:

@@ -8,7 +8,8 @@
   SIMDISK-3  A paused process keeps its locks and, when it is resumed, continues where it was.
   SIMDISK-4  Effects take virtual time from the seed before and after they happen, so that calls in flight overtake each other.
   SIMDISK-5  `before` may refuse any effect with an error of the system (ENOSPC, EIO). SIMFS-5 to SIMFS-7 then state the part of
-      the effect that is left.
+      the effect that is left. An effect that is refused with ETIMEDOUT has happened all the same: a file server has lost its
+      reply.
 Only tasks of the process that owns a view may call it (`Process.spawn`); any other call is a mistake in the test.
 """
 
@@ -239,7 +240,7 @@ class ProcessDisk:
         try:
             if refused is not None:
                 self.disk.note(f"{errno.errorcode[refused]} at {effect.number}")
-                spoil()
+                act() if refused == errno.ETIMEDOUT else spoil()
                 raise OSError(refused, os.strerror(refused), path)
             result = act()
             done = True

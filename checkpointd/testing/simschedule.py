@@ -42,7 +42,10 @@ class PowerCut:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The disk refuses one rank's next calls of kind `kind` (all kinds: empty) with `number`, up to `count` of them."""
+    """The disk refuses one rank's next calls of kind `kind` (all kinds: empty) with `number`, up to `count` of them.
+
+    With ETIMEDOUT they happen, and only the replies are lost (SIMDISK-5).
+    """
 
     rank: int
     number: int
@@ -99,6 +102,7 @@ class Schedule:
 
 
 EFFECTS_PER_STEP = 120
+ERRORS = (errno.EIO, errno.ENOSPC, errno.ETIMEDOUT)
 KINDS = ("", "", "fsync", "sync-dir", "write", "link", "create")
 NAMES = (".chunks", ".index", ".vote", "/outcome", "/latest", "/deleted")
 """The kinds of objects that a Moment can name."""
@@ -186,7 +190,7 @@ def _random_fault(rng: random.Random, job: JobConfig) -> Fault:
         lambda: Kill(rank, zombies=rng.random() < 0.4),
         lambda: Pause(rank, rng.choice((1.0, 10.0, 40.0)) * rng.random(), replaced=rng.random() < 0.5),
         lambda: PowerCut(),
-        lambda: Refuse(rank, rng.choice((errno.EIO, errno.ENOSPC)), rng.choice((1, 1, 3, 20)), rng.choice(KINDS)),
+        lambda: Refuse(rank, rng.choice(ERRORS), rng.choice((1, 1, 3, 20)), rng.choice(KINDS)),
         lambda: SecondJob(),
     )
     return rng.choice(kinds)()

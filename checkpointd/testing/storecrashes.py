@@ -231,6 +231,60 @@ def delete(view: View = ProcessDisk) -> Scenario:
     return scenario
 
 
+def several_at_once(view: View = ProcessDisk) -> Scenario:
+    """STORE-1 for calls of one process that share the syncs of their directories: each is durable once it returned."""
+    keys = [f"tag/00000001-0/{number:05d}.index" for number in range(4)]
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = CrashWorld(view), list[str]()
+
+        async def create(store: PosixStore, key: str) -> None:
+            assert await store.put_if_absent(key, NEW)
+            returned.append(key)
+            await store.stat(key)
+
+        async def create_all(store: PosixStore) -> None:
+            await asyncio.gather(*(create(store, key) for key in keys))
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", create_all)])
+        if not struck:
+            world.disk.power_cut()
+        for key in keys:
+            assert await world.content(key) in ({NEW} if key in returned else {NEW, None})
+        return struck
+
+    return scenario
+
+
+def undurable(view: View = ProcessDisk) -> Scenario:
+    """STORE-1 and STORE-5 with `durable=False`: a power cut may undo calls, and harms nothing else. What is settled stays."""
+
+    async def scenario(crash: Crash) -> bool:
+        world, settled = CrashWorld(view), list[bool]()
+        await world.honest("before", prepare)
+
+        async def create(store: PosixStore) -> None:
+            assert await store.put_if_absent("tag/00000001-0/vote", NEW, durable=False)
+            assert not await store.put_if_absent("tag/00000001-0/vote", OLD, durable=False)
+            assert await content(store, "tag/00000001-0/vote") == NEW
+            await store.settle("tag/00000001-0/vote")
+            settled.append(True)
+            await store.put("tag/other", OLD)
+            await store.delete("tag/other", durable=False)
+            assert await content(store, "tag/other") is None
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", create)])
+        if not struck:
+            world.disk.power_cut()
+        assert await world.content() == OLD
+        assert await world.content("tag/other") in {OLD, None}
+        if settled:
+            assert await world.content("tag/00000001-0/vote") == NEW
+        return struck
+
+    return scenario
+
+
 def put_while_emptied(view: View = ProcessDisk) -> Scenario:
     """STORE-1 and STORE-5 together: a directory that one process empties and removes while another puts an object into it."""
 
@@ -290,6 +344,8 @@ SCENARIOS: list[Callable[[View], Scenario]] = [
     large_object,
     settle,
     delete,
+    several_at_once,
+    undurable,
     put_while_emptied,
     put_in_a_root_made_again,
 ]

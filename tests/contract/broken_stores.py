@@ -18,13 +18,13 @@ from checkpointd.testing.contract import StoreContract
 
 
 class LastCreateWins(MemoryStore):
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         await self.put(key, data)
         return True
 
 
 class LooksThenCreates(MemoryStore):
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         absent = await self.stat(key) is None
         await asyncio.sleep(0)
         if absent:
@@ -33,7 +33,7 @@ class LooksThenCreates(MemoryStore):
 
 
 class CreatesInTwoSteps(MemoryStore):
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         if not await super().put_if_absent(key, data[: len(data) // 2]):
             return False
         await asyncio.sleep(0)
@@ -133,8 +133,8 @@ class SettlesNothing(MemoryStore):
 
 
 class DeletesBelow(MemoryStore):
-    async def delete(self, key: str) -> None:
-        await super().delete(key)
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        await super().delete(key, durable=durable)
         for entry in await self.list(key):
             await self.delete(f"{key}/{entry.name}")
 

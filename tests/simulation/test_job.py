@@ -222,6 +222,8 @@ def test_schedules_reach_what_they_are_for() -> None:
     assert sum(report.struck for report in reports) > 60
     assert max(report.incarnations for report in reports) >= 4
     assert sum(report.sidecars for report in reports) > 60
-    assert sum(report.surviving for report in reports) > 0
+    # Attempts that outlive their start and commit are rare: the trainers must die while their sidecars are at work.
+    outlived = [Schedule(job=JobConfig(seed=seed, sidecars=True), faults=((60 + seed, Kill(0)),)) for seed in range(30)]
+    assert sum(run_schedule(schedule).surviving for schedule in outlived) > 2
     assert sum(report.collected for report in reports) > 0
     assert sum(report.read_back for report in reports) > 20

@@ -116,11 +116,11 @@ def vote_before_index(patch: Patch) -> None:
     """The yes vote is put before the index that it names."""
     put_new, waiting = vote.put_new, dict[str, bytes]()
 
-    async def turned_round(store: Store, key: str, data: bytes) -> None:
+    async def turned_round(store: Store, key: str, data: bytes, *, durable: bool = True) -> None:
         if key.endswith(".index"):
             waiting[key] = data
             return
-        await put_new(store, key, data)
+        await put_new(store, key, data, durable=durable)
         index = key.replace(".vote", ".index")
         if index in waiting:
             await put_new(store, index, waiting.pop(index))
@@ -595,7 +595,7 @@ MUTATIONS = {
     "an uncertain vote taken back": Mutation(
         uncertain_vote_taken_back,
         ("latest-whole", "always-ends", "nothing-lost"),
-        lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Refuse(ACTOR, errno.EIO, 1, "sync-dir")),),
+        lambda seed: ((Moment("link", ".index", 1 + seed % 3), Refuse(ACTOR, errno.ETIMEDOUT, 1, "link")),),
     ),
     "the outcome before the ballot": Mutation(
         outcome_before_ballot, ("latest-whole", "nothing-lost", "ranks-agree"), always((Moment("link", "/outcome", 1), Kill(0)))
@@ -651,7 +651,7 @@ MUTATIONS = {
     "one's own objects dropped without looking at the vote": Mutation(
         dropped_unlooked,
         ("latest-whole", "nothing-lost"),
-        lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Refuse(ACTOR, errno.EIO, 1, "sync-dir")),),
+        lambda seed: ((Moment("link", ".index", 1 + seed % 3), Refuse(ACTOR, errno.ETIMEDOUT, 1, "link")),),
         sidecars=True,
     ),
     "a later writer's objects taken for leftovers": Mutation(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
+from checkpointd.store.posix.directories import Directories
 from checkpointd.testing.crashpoints import Scenario, every_crash_point
 from checkpointd.testing.simdisk import ProcessDisk
 from checkpointd.testing.simfs import SimFile
@@ -22,6 +24,8 @@ from checkpointd.testing.storecrashes import (
     put_if_absent,
     put_if_match,
     settle,
+    several_at_once,
+    undurable,
 )
 
 SEEDS_MAX = 40
@@ -132,6 +136,7 @@ MUTATIONS: dict[str, tuple[View, Callable[[View], None]]] = {
     "no sync of the object's directory, settled": (without("sync-dir", lambda p: p.endswith("-0")), _crashes(settle)),
     "no sync of the object's directory, deleted": (without("sync-dir", lambda p: p.endswith("-0")), _crashes(delete)),
     "no fsync of the content, settled": (without("fsync", lambda p: p.endswith("large")), _crashes(settle)),
+    "no fsync of the content, settled later": (without("fsync", lambda p: p.endswith("vote")), _crashes(undurable)),
     "no sync of the attempt's name": (without("sync-dir", lambda p: p.endswith("/tag")), _crashes(put_if_absent)),
     "no sync of the tag's name": (without("sync-dir", lambda p: p == ROOT), _crashes(put_if_absent)),
     "no sync of the root's name": (without("sync-dir", lambda p: p == "/root"), _crashes(put_if_absent)),
@@ -148,3 +153,18 @@ def test_mutations_are_caught(name: str) -> None:
     view, attempt = MUTATIONS[name]
     with pytest.raises(AssertionError):
         attempt(view)
+
+
+def test_a_sync_that_began_before_a_change_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """POSIX-4: calls that wait for a sync that runs already are not durable when they return."""
+    sync = Directories.sync
+
+    async def joins(self: Directories, directory: str) -> None:
+        if directory in self._running:
+            await asyncio.wait([self._running[directory]])
+        else:
+            await sync(self, directory)
+
+    monkeypatch.setattr(Directories, "sync", joins)
+    with pytest.raises(AssertionError):
+        every_crash_point(several_at_once(ProcessDisk), range(SEEDS_MAX))

@@ -37,7 +37,7 @@ from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, check_
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import lost_newest
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
-from checkpointd.pipeline.root.catalog_log import CatalogLog, note_outcome
+from checkpointd.pipeline.root.catalog_log import CatalogLog, note_outcome, record_of
 from checkpointd.pipeline.root.catalog_mending import mend as mend_catalog
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
 from checkpointd.pipeline.root.leases import Sight, Watch
@@ -156,8 +156,15 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
 
 
 async def resolve(store: Store, attempt: AttemptView) -> Outcome:
-    """Decide an attempt that gets no more votes."""
-    outcome = await put_outcome(store, await judge(store, attempt))
+    """Decide an attempt that gets no more votes.
+
+    It is announced first: its lease may have come before its announcement, and one that was seen may not be durable
+    (CATALOG-1).
+    """
+    draft = await judge(store, attempt)
+    decided = draft.outcome
+    await CatalogLog(store).append(record_of("intent", decided.tag, decided.attempt, n=decided.order[1], step=decided.step))
+    outcome = await put_outcome(store, draft)
     await note_outcome(store, outcome)
     return outcome
 

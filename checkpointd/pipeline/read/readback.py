@@ -239,21 +239,34 @@ async def _index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
 async def _record_shard(store: Store, checkpoint: Checkpoint, rank: int, nbytes: int) -> None:
     """Record that the shard of `rank` is whole. If all shards are, record that the checkpoint is verified (READBACK-1)."""
     record = encode(ReadBack(rank=rank, nbytes=nbytes, writer=writer()))
-    await store.put_if_absent(object_key(checkpoint.prefix, read_back_name(rank)), record)
+    await store.put_if_absent(object_key(checkpoint.prefix, read_back_name(rank)), record, durable=False)
     view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
     records = [object_key(checkpoint.prefix, name) for name in view.sizes if read_back_rank(name) is not None]
     if view.state != "committed" or len(records) < checkpoint.outcome.world_size:
         return
     if view.read_back == "no":
-        try:
-            total = sum([decode(await store.get(key), ReadBack, key).nbytes for key in records])
-        except NotFoundError:
-            return  # another rank saw all records, too, and has removed them
+        total = await _recorded_bytes(store, records)
+        if total is None:
+            return
         verified = Verified(nbytes=total, uncached=True, writer=writer())
         await store.put_if_absent(f"{checkpoint.prefix}/{VERIFIED}", encode(verified))
         await note(store, record_of("verified", checkpoint.tag, checkpoint.attempt))
     for key in records:
-        await store.delete(key)
+        await store.delete(key, durable=False)
+
+
+async def _recorded_bytes(store: Store, records: list[str]) -> int | None:
+    """The bytes that `records` say were read back; None if one of them is gone or torn."""
+    total = 0
+    for key in records:
+        try:
+            total += decode(await store.get(key), ReadBack, key).nbytes
+        except NotFoundError:
+            return None  # another rank saw all records, too, and has removed them
+        except DamagedError:
+            await store.delete(key)  # a power cut tore it, so nothing shows that this shard was read back
+            return None
+    return total
 
 
 def checkpoint_of(outcome: Outcome) -> Checkpoint:

@@ -163,7 +163,7 @@ class CatalogLog:
         if old and covered in summaries[:-1]:
             await self.store.settle(summary_key(summaries[-1]))  # whoever puts it may die before it is durable
         for key in old[:REMOVED_MAX]:
-            await self.store.delete(key)
+            await self.store.delete(key, durable=False)  # if one comes back, it is covered as before
 
     async def decided(self, outcome: Outcome, check_root: Callable[[], Awaitable[None]]) -> None:
         """Add the close of an attempt, as `note_outcome`, and now and then keep the catalog small. Does nothing if `check_root`

@@ -4,6 +4,8 @@ Invariants
   PERSIST-4  Once this rank has tried to put its yes vote, it removes no object that the vote names.
   PERSIST-6  A writer removes only its own objects, and only if this rank's vote does not name them. If another writer may have
       voted (`AttemptInfo.may_be_taken_over`), the stored vote is this rank's vote, whichever writer put it.
+  VOTE-1  A vote is visible, and not durable. It is needed only until the outcome, since the ballot of a commit has the bytes of
+      every vote (COMMIT-4). If a power cut takes the vote away or tears it, the attempt is aborted.
 """
 
 from __future__ import annotations
@@ -106,19 +108,17 @@ async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
     """
     key, data = info.key(vote_name(info.rank)), encode(vote)
     if not info.may_be_taken_over:
-        await put_new(store, key, data)
+        await put_new(store, key, data, durable=False)  # VOTE-1
         return vote
-    if await store.put_if_absent(key, data):
+    if await store.put_if_absent(key, data, durable=False):
         return vote
     return _checked(info, await read_vote(store, key))
 
 
 async def standing_vote(store: Store, info: AttemptInfo) -> Vote | None:
-    """This rank's durable vote by any writer; None if there is none."""
-    key = info.key(vote_name(info.rank))
+    """This rank's vote by any writer; None if there is none."""
     try:
-        await store.settle(key)
-        return _checked(info, await read_vote(store, key))
+        return _checked(info, await read_vote(store, info.key(vote_name(info.rank))))
     except NotFoundError:
         return None
 
@@ -161,7 +161,7 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
     elif info.may_be_taken_over:
         await drop_unless_named(store, info)
     vote = _vote(info, vote="no", error=error)
-    if await store.put_if_absent(key, encode(vote)) or not info.may_be_taken_over:
+    if await store.put_if_absent(key, encode(vote), durable=False) or not info.may_be_taken_over:
         return True
     return _checked(info, await read_vote(store, key)).vote == "no"
 
@@ -204,8 +204,8 @@ async def _drop_beaten(store: Store, info: AttemptInfo) -> None:
         )
 
 
-async def put_new(store: Store, key: str, data: bytes) -> None:
-    if not await store.put_if_absent(key, data):
+async def put_new(store: Store, key: str, data: bytes, *, durable: bool = True) -> None:
+    if not await store.put_if_absent(key, data, durable=durable):
         raise _taken(key)
 
 

@@ -1,14 +1,16 @@
 """The directories of a POSIX store. They are made when needed, synced with their objects, and removed when empty.
 
-Keeps invariants POSIX-2 and POSIX-3 of `checkpointd.store.posix.store`.
+Keeps invariants POSIX-2 to POSIX-4 of `checkpointd.store.posix.store`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from checkpointd.store.names import PASSING, SERVICE
@@ -29,6 +31,9 @@ class Directories:
         self._synced: set[str] = set()
         """Directories with durable names that no store removes."""
         self._seen: tuple[int, int] | None = None
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._next: dict[str, asyncio.Task[None]] = {}
+        """The syncs that have not begun, by directory."""
 
     def forget_synced(self) -> None:
         """The root may have been removed and made again, so forget which names are durable, its own included."""
@@ -49,10 +54,31 @@ class Directories:
             await self._make(os.path.dirname(path))
         return await act()
 
+    async def sync(self, directory: str) -> None:
+        """Make the names in `directory` durable. Callers that come while a sync of it runs share the next one (POSIX-4)."""
+        if directory not in self._next:
+            sync = asyncio.ensure_future(self._sync_after(directory, self._running.get(directory)))
+            sync.add_done_callback(partial(self._synced_or_failed, directory))
+            self._next[directory] = sync
+        await asyncio.shield(self._next[directory])
+
+    async def _sync_after(self, directory: str, running: asyncio.Task[None] | None) -> None:
+        if running is not None:
+            await asyncio.wait([running])
+        self._running[directory] = self._next.pop(directory)
+        await self._disk.sync_directory(directory)
+
+    def _synced_or_failed(self, directory: str, sync: asyncio.Task[None]) -> None:
+        for tasks in (self._running, self._next):
+            if tasks.get(directory) is sync:
+                del tasks[directory]
+        if not sync.cancelled():
+            sync.exception()  # taken, since all callers may have been cancelled
+
     async def sync_names(self, path: str) -> None:
         """Make every name durable from the root down to the file `path` (POSIX-2)."""
         directory = os.path.dirname(path)
-        await self._disk.sync_directory(directory)
+        await self.sync(directory)
         while directory != self._root:
             await self._sync_name(directory)
             directory = os.path.dirname(directory)
@@ -75,7 +101,7 @@ class Directories:
         synced = self._synced
         if directory in synced:
             return
-        await self._disk.sync_directory(os.path.dirname(directory))
+        await self.sync(os.path.dirname(directory))
         if self._stays(directory):
             synced.add(directory)
 
@@ -93,7 +119,7 @@ class Directories:
 
     async def _sync_above(self, parent: str, *, made: bool) -> None:
         try:
-            await self._disk.sync_directory(parent)
+            await self.sync(parent)
         except OSError as error:
             # This user cannot have changed a directory far above the root that it cannot open.
             if made or error.errno not in _NOT_OURS:

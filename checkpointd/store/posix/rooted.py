@@ -54,14 +54,15 @@ class Root:
         raise UsageError(f"the root {self.path} is a file, or lies below one: give the path of a directory") from error
 
     @asynccontextmanager
-    async def temporary(self, data: bytes) -> AsyncIterator[str]:
-        """A synced temporary file with the content `data`; removed at the end, unless it was renamed."""
+    async def temporary(self, data: bytes, *, durable: bool = True) -> AsyncIterator[str]:
+        """A temporary file with the content `data`, synced if `durable`; removed at the end, unless it was renamed."""
         path = f"{self.path}/{TEMPORARY}/{self.writer}.{next(self._count)}"
         try:
             file = await self.directories.within(path, lambda: self.disk.create(path))
             try:
                 await file.write_at(0, data)
-                await file.sync()
+                if durable:
+                    await file.sync()
             finally:
                 await file.close()
             yield path
@@ -69,15 +70,16 @@ class Root:
             with suppress(OSError):
                 await self.disk.unlink(path)
 
-    async def link(self, temporary: str, path: str, key: str) -> None:
-        """Give the temporary file its name, durably; FileExistsError if the name is taken."""
+    async def link(self, temporary: str, path: str, key: str, *, durable: bool = True) -> None:
+        """Give the temporary file its name; FileExistsError if the name is taken."""
         try:
             await self._name(self.disk.link, temporary, path, key)
         except OSError as error:
             if is_without_links(error):
                 raise links_error(error, key=key, url=self.path) from error
             raise
-        await self.directories.sync_names(path)
+        if durable:
+            await self.directories.sync_names(path)
 
     async def rename(self, temporary: str, path: str, key: str) -> None:
         """Give the temporary file its name, durably; replaces a file of that name."""

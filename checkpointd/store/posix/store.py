@@ -4,7 +4,8 @@ Layout: an object is the file `<root>/<key>`; `<root>/.checkpointd/tmp/` holds o
 `<root>/.checkpointd/lock` is the lock of `put_if_match`.
 
 Invariants (beside the contract's, `checkpointd.store.base`)
-  POSIX-1  A small object is synced before link or rename gives it its name, so the name never shows torn bytes.
+  POSIX-1  A small object is synced before link or rename gives it its name, so the name never shows torn bytes. An object that
+      need not be durable is not synced.
   POSIX-2  When a call returns, it has synced every name from the root down to its object, after the object got its name.
       Earlier syncs do not count, because another process may have removed and remade an empty directory in between. The
       exception are directories that no store ever removes (the root's own path, `.checkpointd` and below, except below
@@ -12,6 +13,8 @@ Invariants (beside the contract's, `checkpointd.store.base`)
       it sees another root, makes them count as unsynced again.
   POSIX-3  Directories are removed only by rmdir, which fails unless they are empty. If a writer's directory vanishes before its
       object is in it, the writer makes the directory again.
+  POSIX-4  Calls that need the same directory synced at the same time share one fsync, but only one that begins after each of
+      them has changed its names.
 """
 
 from __future__ import annotations
@@ -92,13 +95,15 @@ class PosixStore(Store):
         view._own_disk, view._past_cache = None, True
         return view
 
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         path = self._path(key)
-        async with self._root.guard("creating", key), self._root.temporary(data) as temporary:
+        async with self._root.guard("creating", key), self._root.temporary(data, durable=durable) as temporary:
             for _ in range(_RACES_MAX):
                 with suppress(FileExistsError):
-                    await self._root.link(temporary, path, key)
+                    await self._root.link(temporary, path, key, durable=durable)
                     return True
+                if not durable:
+                    return False
                 # The loser may act on the winner's object, too, so make it durable (STORE-1). If it is gone, try again.
                 with suppress(FileNotFoundError):
                     await self._root.settle(path)
@@ -184,14 +189,14 @@ class PosixStore(Store):
     def forget_synced(self) -> None:
         self._root.directories.forget_synced()
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, durable: bool = True) -> None:
         path = self._path(key)
         async with self._root.guard("deleting", key):
             try:
                 with suppress(FileNotFoundError):
                     await self._disk.unlink(path)
-                # Even if another process has just removed it: its absence must be durable, too.
-                await self._disk.sync_directory(os.path.dirname(path))
+                if durable:  # even if another process has just removed it: its absence must be durable, too
+                    await self._root.directories.sync(os.path.dirname(path))
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
                 await self._root.check(error)
                 return

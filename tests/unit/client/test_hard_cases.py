@@ -48,13 +48,13 @@ class VoteLosingStore(PosixStore):
 
     refusing = 0
 
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         if key.endswith(".vote") and self.refusing:
             raise StoreFullError("no space for the vote")
         if key.endswith("outcome") and self.refusing:
             self.refusing -= 1
             raise StoreFullError("no space for the outcome")
-        return await super().put_if_absent(key, data)
+        return await super().put_if_absent(key, data, durable=durable)
 
 
 async def test_an_uncertain_vote_is_never_taken_for_a_commit(tmp_path: Path) -> None:

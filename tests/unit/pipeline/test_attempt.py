@@ -79,7 +79,7 @@ class LinkedStore(MemoryStore):
     async def get(self, key: str, *, size_max: int | None = None) -> NoReturn:
         raise LinkError("global_step1 is a symbolic link")
 
-    async def put_if_absent(self, key: str, data: bytes) -> NoReturn:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> NoReturn:
         raise LinkError("global_step1 is a symbolic link")
 
 

@@ -60,12 +60,12 @@ class Disk(MemoryStore):
         await asyncio.sleep(self._rng.random())
         return writer
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, durable: bool = True) -> None:
         if is_bulk(key.rpartition("/")[2]):
             await asyncio.sleep(self._rng.random() * self._removal_s)
             if self.fails:
                 raise StoreError("I/O error")
-        await super().delete(key)
+        await super().delete(key, durable=durable)
 
     async def list(self, prefix: str) -> list[Entry]:
         self.looks[prefix] += 1

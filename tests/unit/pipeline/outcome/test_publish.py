@@ -177,10 +177,10 @@ async def test_commit_2_an_epoch_that_begins_after_the_ranks_have_looked_is_foun
     class Overtaken(MemoryStore):
         """Another job begins when rank 0 votes."""
 
-        async def put_if_absent(self, key: str, data: bytes) -> bool:
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
             if key == f"{PREFIX}/00000.vote":
                 await epochs.take(self, 2)
-            return await super().put_if_absent(key, data)
+            return await super().put_if_absent(key, data, durable=durable)
 
     store = Overtaken()
     attempts = await save_checkpoint(store, epoch=await begin_epoch(store))
@@ -238,10 +238,10 @@ async def test_attempt_6_a_store_that_does_not_show_the_epochs_stops_no_save_tha
 
 async def test_attempt_6_where_the_abort_cannot_be_put_the_fenced_rank_ends_at_once_all_the_same() -> None:
     class Full(MemoryStore):
-        async def put_if_absent(self, key: str, data: bytes) -> bool:
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
             if key.startswith(TAG):
                 raise StoreError("not now")
-            return await super().put_if_absent(key, data)
+            return await super().put_if_absent(key, data, durable=durable)
 
     store = Full()
     old = await begin_epoch(store)

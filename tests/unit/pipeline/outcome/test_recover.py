@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from checkpointd.config import LoadConfig
-from checkpointd.layout.keys import DELETED, AttemptId, shown_key
+from checkpointd.layout.catalog_records import decode_record
+from checkpointd.layout.keys import DELETED, AttemptId, attempt_lease_key, shown_key
 from checkpointd.layout.manifest import BesideFile, Deleted, Shown, encode
 from checkpointd.pipeline.outcome import recover as recovering
 from checkpointd.pipeline.outcome.recover import Recovery, judge, recover
@@ -51,6 +52,25 @@ async def test_recover_1_votes_of_all_ranks_are_rolled_forward_to_a_whole_checkp
     checkpoint = await catalog.find(store, TAG)
     assert (checkpoint.outcome.step, checkpoint.outcome.order, checkpoint.outcome.world_size) == (1, (1, 1), 3)
     assert (await verify(store, checkpoint, LoadConfig())).whole
+
+
+async def test_an_attempt_that_the_catalog_does_not_name_is_announced_before_it_is_decided() -> None:
+    """CATALOG-1. Its lease may come before its announcement, and both show it to a start."""
+    put: list[str] = []
+
+    class Watched(MemoryStore):
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+            if key.endswith((".record", "/outcome")):
+                put.append(f"{decode_record(data, int(key[-19:-7])).kind} {TAG}" if key.endswith(".record") else key)
+            return await super().put_if_absent(key, data, durable=durable)
+
+    store = Watched()
+    epoch = await begin_epoch(store)
+    await store.put(attempt_lease_key(f"{TAG}/{AttemptId(epoch, 0)}"), b"")
+    put.clear()
+    done = await restart(store)
+    assert [(o.tag, o.outcome) for o in done.decided] == [(TAG, "abort")]
+    assert put[:3] == [f"intent {TAG}", f"{TAG}/{AttemptId(epoch, 0)}/outcome", f"close {TAG}"]
 
 
 @pytest.mark.parametrize("voting", [(), (0,), (1,), (0, 2), (1, 2)])
@@ -195,9 +215,9 @@ class Dying(MemoryStore):
         self._live()
         return await super().put_if_match(key, expected, data)
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, durable: bool = True) -> None:
         self._live()
-        await super().delete(key)
+        await super().delete(key, durable=durable)
 
     async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
         self._live()

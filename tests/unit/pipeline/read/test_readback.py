@@ -391,6 +391,28 @@ async def test_readback_1_each_rank_reads_its_own_shard_and_the_last_one_records
     await ranks.close()
 
 
+async def test_a_record_that_a_power_cut_tore_counts_as_not_there() -> None:
+    store = MemoryStore()
+    await save_epoch(store)
+    ranks = Ranks(store)
+    with ranks.states[1].reader.paused():
+        await ranks.save(1)
+        torn = f"{(await view_of(store, 1)).prefix}/{read_back_name(0)}"
+
+        async def one_has_read() -> bool:
+            return await store.stat(torn) is not None
+
+        await until(one_has_read)
+        await store.put(torn, b"")
+
+    async def is_removed() -> bool:
+        return await store.stat(torn) is None
+
+    await until(is_removed)
+    assert (await view_of(store, 1)).read_back == "no"
+    await ranks.close()
+
+
 async def save_epoch(store: Store) -> None:
     from checkpointd.pipeline.root import epochs
 

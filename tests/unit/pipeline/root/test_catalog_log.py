@@ -168,10 +168,10 @@ class Watched(MemoryStore):
         self.written: list[str] = []
         self._data: list[bytes] = []
 
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         self.written.append(key)
         self._data.append(data)
-        return await super().put_if_absent(key, data)
+        return await super().put_if_absent(key, data, durable=durable)
 
     def put_before(self, place: int) -> list[bytes]:
         return self._data[:place]
@@ -184,8 +184,8 @@ class Stopped(MemoryStore):
         super().__init__()
         self.meanwhile = None
 
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         if self.meanwhile is not None:
             work, self.meanwhile = self.meanwhile, None
             await work()
-        return await super().put_if_absent(key, data)
+        return await super().put_if_absent(key, data, durable=durable)

@@ -195,11 +195,11 @@ class Between(MemoryStore):
 
     meanwhile: CatalogRecord | None = None
 
-    async def put_if_absent(self, key: str, data: bytes) -> bool:
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         if self.meanwhile is not None and b'"kind": "rebuilt"' in data:
             record, self.meanwhile = self.meanwhile, None
             await note(self, record)
-        return await super().put_if_absent(key, data)
+        return await super().put_if_absent(key, data, durable=durable)
 
 
 class Counting(MemoryStore):

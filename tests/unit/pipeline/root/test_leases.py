@@ -92,9 +92,9 @@ def test_lease_3_the_lease_is_there_before_the_epoch() -> None:
     put: list[str] = []
 
     class Watched(MemoryStore):
-        async def put_if_absent(self, key: str, data: bytes) -> bool:
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
             put.append(key)
-            return await super().put_if_absent(key, data)
+            return await super().put_if_absent(key, data, durable=durable)
 
     async def work() -> None:
         store = Watched()

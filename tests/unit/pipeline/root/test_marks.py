@@ -57,9 +57,9 @@ class Going(MemoryStore):
         super().__init__()
         self.deleted: list[str] = []
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, durable: bool = True) -> None:
         self.deleted.append(key.rpartition("/")[2])
-        await super().delete(key)
+        await super().delete(key, durable=durable)
 
 
 async def test_mark_5_the_marks_go_last_the_greatest_first() -> None:

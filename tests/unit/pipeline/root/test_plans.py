@@ -134,10 +134,10 @@ class Refusing(MemoryStore):
 
     refuses = True
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, durable: bool = True) -> None:
         if self.refuses:
             raise StoreError(f"{key}: I/O error")
-        await super().delete(key)
+        await super().delete(key, durable=durable)
 
 
 async def test_a_removal_that_fails_fails_nothing_and_is_tried_again() -> None:

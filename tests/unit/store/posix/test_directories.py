@@ -1,0 +1,136 @@
+"""POSIX-4 of the POSIX store: calls that need the same directory synced at the same time share one fsync."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpointd.errors import StoreError
+from checkpointd.store.posix.osdisk import OsDisk
+from checkpointd.store.posix.store import PosixStore
+
+KEYS = [f"t/a/{number:05d}.index" for number in range(8)]
+
+
+class Gated(OsDisk):
+    """Records what is synced. Each fsync of the directory `t/a` waits for `gate`, and then fails if `failing`."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._slow = str(root / "t/a")
+        self.gate, self.failing = asyncio.Event(), False
+        self.synced: list[str] = []
+        self.names: list[set[str]] = []
+        """What each fsync of `t/a` found there when it began."""
+
+    async def sync_directory(self, path: str) -> None:
+        self.synced.append(path)
+        if path == self._slow:
+            self.names.append(set(os.listdir(path)))
+            await self.gate.wait()
+            if self.failing:
+                raise OSError(errno.EIO, "Input/output error")
+        await super().sync_directory(path)
+
+    async def sync_file(self, path: str) -> None:
+        self.synced.append(path)
+        await super().sync_file(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+async def begun(disk: Gated, syncs: int) -> None:
+    while len(disk.names) < syncs:
+        await asyncio.sleep(0)
+
+
+async def linked(root: Path, count: int) -> None:
+    while len(list((root / "t/a").glob("*.index"))) < count:
+        await asyncio.sleep(0.001)
+
+
+async def test_calls_that_come_while_a_sync_runs_share_the_next_one(root: Path) -> None:
+    disk = Gated(root)
+    store = PosixStore(root, disk)
+    first = asyncio.create_task(store.put_if_absent(KEYS[0], b""))
+    await begun(disk, 1)
+    others = [asyncio.create_task(store.put_if_absent(key, b"")) for key in KEYS[1:]]
+    await linked(root, len(KEYS))
+    await asyncio.sleep(0.05)
+    assert len(disk.names) == 1
+    assert not any(task.done() for task in (first, *others))
+    disk.gate.set()
+    assert await asyncio.gather(first, *others) == [True] * len(KEYS)
+    names = [os.path.basename(key) for key in KEYS]
+    assert disk.names == [{names[0]}, set(names)]
+    assert len(disk.synced) < 5 * len(KEYS) / 2  # one by one, each call takes three
+
+
+async def test_a_sync_that_fails_fails_for_all_that_share_it_and_the_next_one_is_new(root: Path) -> None:
+    disk = Gated(root)
+    store = PosixStore(root, disk)
+    calls = [asyncio.create_task(store.put_if_absent(key, b"")) for key in KEYS[:3]]
+    await linked(root, 3)
+    disk.failing = True
+    disk.gate.set()
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in found] == [StoreError] * 3
+    disk.failing = False
+    assert await store.put_if_absent(KEYS[3], b"")
+    assert not await store.put_if_absent(KEYS[0], b"")
+
+
+async def test_a_cancelled_call_takes_no_sync_from_the_others(root: Path) -> None:
+    disk = Gated(root)
+    store = PosixStore(root, disk)
+    first = asyncio.create_task(store.put_if_absent(KEYS[0], b""))
+    await begun(disk, 1)
+    second, third = (asyncio.create_task(store.put_if_absent(key, b"")) for key in KEYS[1:3])
+    await linked(root, 3)
+    await asyncio.sleep(0.05)
+    for task in (first, second):
+        task.cancel()
+    disk.gate.set()
+    assert await third
+    assert set(disk.names[-1]) >= {os.path.basename(KEYS[2])}
+    for task in (first, second):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_loop_that_ends_in_a_sync_leaves_the_store_usable(root: Path) -> None:
+    """A sync that never began, since its loop was torn down, is not waited for."""
+    disk = Gated(root)
+    store = PosixStore(root, disk)
+    first = asyncio.create_task(store.put_if_absent(KEYS[0], b""))
+    await begun(disk, 1)
+    second = asyncio.create_task(store.put_if_absent(KEYS[1], b""))
+    await linked(root, 2)
+    await asyncio.sleep(0.05)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    disk.gate.set()
+    assert await store.put_if_absent(KEYS[2], b"")
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_what_need_not_be_durable_is_not_synced(root: Path, durable: bool) -> None:
+    disk = Gated(root)
+    disk.gate.set()
+    store = PosixStore(root, disk)
+    await store.put_if_absent(KEYS[0], b"0")
+    disk.synced.clear()
+    assert await store.put_if_absent(KEYS[1], b"1", durable=durable)
+    assert not await store.put_if_absent(KEYS[1], b"2", durable=durable)
+    await store.delete(KEYS[0], durable=durable)
+    assert bool(disk.synced) == durable
+    assert await store.get(KEYS[1]) == b"1"
+    assert await store.stat(KEYS[0]) is None
