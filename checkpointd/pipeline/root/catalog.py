@@ -393,8 +393,12 @@ async def with_newest_looked(store: Store, attempts: list[AttemptView], tried: C
 def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
     """All committed attempts among `attempts`, newest first. A tag that was saved again may have several."""
     attempts = [*attempts]
-    ordered = [attempts[place] for _, place in _newest_first(attempts)]
-    return [Checkpoint(a.tag, a.attempt, a.outcome, a.read_back) for a in ordered if a.outcome is not None]
+    return uncollected(lambda: [_checkpoint(attempts[place]) for _, place in _newest_first(attempts)])
+
+
+def _checkpoint(committed: AttemptView) -> Checkpoint:
+    assert committed.outcome is not None
+    return Checkpoint(committed.tag, committed.attempt, committed.outcome, committed.read_back)
 
 
 def _newest_first(attempts: Iterable[AttemptView]) -> list[tuple[Order, int]]:
