@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,6 +67,10 @@ class CountingDisk(OsDisk):
         size = await super().read_at(path, offset, out, past_cache=past_cache)
         self._has_read(size)
         return size
+
+    async def read_parts(self, path: str, offset: int, parts: Sequence[memoryview], then: Callable[[int], None]) -> int:
+        self._has_read(sum(part.nbytes for part in parts))
+        return await super().read_parts(path, offset, parts, then)
 
     def _has_read(self, size: int) -> None:
         self.work.opened += 1

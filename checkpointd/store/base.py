@@ -15,17 +15,21 @@ Invariants
   STORE-5  `delete` succeeds if the object is not there. A store removes only the objects that it is told to remove. A power cut
       may bring an object back that was removed with `durable=False`.
   STORE-6  Every system error becomes a StoreError (StoreFullError if space or quota is used up) that names the key and the
-      reason. `get`, `get_range`, `list`, `stat` and `settle` raise an UnreadableError for any system error. NotFoundError
-      means that this call did not see the object; on a network file system the next call may.
+      reason. Calls that only read (`get`, `get_range`, `get_parts`, `list`, `stat`, `settle`) raise an UnreadableError for any
+      system error. NotFoundError means that this call did not see the object; on a network file system the next call may.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from typing_extensions import Buffer
+
+T = TypeVar("T")
 
 SMALL_BYTES_MAX = 64 * 1024 * 1024
 """`get` reads a larger object only if the caller passes a larger `size_max`."""
@@ -122,6 +126,17 @@ class Store(Protocol):
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         """Fill `out` from byte `offset`. NotFoundError if there is no object, DamagedError if it is too short."""
         ...
+
+    async def get_parts(self, key: str, offset: int, parts: Sequence[memoryview], then: Callable[[], T]) -> T:
+        """Fill `parts` one after the other from byte `offset`, as `get_range` does, in one read if the back end can.
+
+        Returns the result of `then`, which is called on a thread once they are filled: if the back end can, on the thread that
+        has read.
+        """
+        for part in parts:
+            await self.get_range(key, offset, part)
+            offset += part.nbytes
+        return await asyncio.get_running_loop().run_in_executor(None, then)
 
     async def list(self, prefix: str) -> list[Entry]:
         """The children of `prefix` (`""` for the root), sorted by name; empty if there are none.

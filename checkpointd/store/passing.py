@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
 from checkpointd.store.identity import Identity, forget_synced, identity_of
 from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.showing import plain_files_of
+
+T = TypeVar("T")
 
 
 class PassingStore(Store):
@@ -47,6 +52,9 @@ class PassingStore(Store):
 
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         await self._store.get_range(key, offset, out)
+
+    async def get_parts(self, key: str, offset: int, parts: Sequence[memoryview], then: Callable[[], T]) -> T:
+        return await self._store.get_parts(key, offset, parts, then)
 
     async def list(self, prefix: str) -> list[Entry]:
         return await self._store.list(prefix)

@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -150,6 +150,9 @@ class PatientStore(PassingStore):
 
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         await self._read(key, lambda: self._store.get_range(key, offset, out))
+
+    async def get_parts(self, key: str, offset: int, parts: Sequence[memoryview], then: Callable[[], T]) -> T:
+        return await self._read(key, lambda: self._store.get_parts(key, offset, parts, then))
 
     async def settle(self, key: str) -> None:
         await self._read(key, lambda: self._store.settle(key))

@@ -187,6 +187,31 @@ class BytesContract:
         )
         assert out == body
 
+    @pytest.mark.parametrize("count", [1, 3, 2500])
+    async def test_one_read_fills_many_parts(self, store: Store, count: int) -> None:
+        """More than a system call takes at once, and an empty one among them."""
+        body = bytes(n % 251 for n in range(20_000))
+        await store.put("object", body)
+        parts = [memoryview(bytearray(1 + number % 7)) for number in range(count)]
+        parts.insert(count // 2, memoryview(bytearray(0)))
+        size = sum(part.nbytes for part in parts)
+        found = await store.get_parts("object", 11, parts, lambda: b"".join(parts))
+        assert found == body[11 : 11 + size]
+        with pytest.raises(DamagedError, match="ends before byte"):
+            await store.get_parts("object", len(body) - size + 1, parts, lambda: pytest.fail("there are too few bytes"))
+        with pytest.raises(NotFoundError):
+            await store.get_parts("other", 0, parts, lambda: pytest.fail("there is nothing"))
+
+    async def test_an_error_of_what_follows_a_read_is_not_one_of_the_storage(self, store: Store) -> None:
+        await store.put("object", bytes(10))
+
+        def full() -> None:
+            raise OSError(28, "No space left on device")
+
+        with pytest.raises(OSError, match="No space") as caught:
+            await store.get_parts("object", 0, [memoryview(bytearray(10))], full)
+        assert not isinstance(caught.value, StoreError)
+
 
 def _cut(body: bytes, rng: random.Random, parts: int) -> list[tuple[int, bytes]]:
     """`body` in parts of odd sizes, shuffled, each with its offset."""

@@ -19,7 +19,7 @@ import asyncio
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -150,6 +150,13 @@ class ProcessDisk:
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self.look(lambda: _copy_out(_bytes_of(self._fs.file(path), past_cache), offset, out))
+
+    async def read_parts(self, path: str, offset: int, parts: Sequence[memoryview], then: Callable[[int], None]) -> int:
+        done = 0
+        for part in parts:
+            done += await self.read_at(path, offset + done, part)
+        then(done)
+        return done
 
     async def sync_file(self, path: str) -> None:
         await self.sync_node(self._fs.file(path), path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, TypeVar
 
 from typing_extensions import Buffer
@@ -51,6 +51,9 @@ class FailingDisk:
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self.call("read_at", path, lambda: self._inner.read_at(path, offset, out, past_cache=past_cache))
+
+    async def read_parts(self, path: str, offset: int, parts: Sequence[memoryview], then: Callable[[int], None]) -> int:
+        return await self.call("read_parts", path, lambda: self._inner.read_parts(path, offset, parts, then))
 
     async def sync_file(self, path: str) -> None:
         await self.call("sync_file", path, nothing)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from checkpointd.store.posix.osdisk import OsDisk
 
-READS: Final = ("read", "read_at", "children", "size", "sync_file")
+READS: Final = ("read", "read_at", "read_parts", "children", "size", "sync_file")
 FOR_EVER: Final = 1 << 30
 
 

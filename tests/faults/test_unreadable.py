@@ -120,7 +120,7 @@ def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
     """ENOENT: the name is listed all the time, as by a file server that lags behind."""
     with Checkpointer(root, commit_timeout_s=SOON_S, absence_s=0.1) as ckpt:
         before = objects_of(root)
-        calls = tuple(call for call in ("read", "read_at", "children") if kind in LISTINGS or call != "children")
+        calls = tuple(call for call in ("read", "read_at", "read_parts", "children") if kind in LISTINGS or call != "children")
         fault = failing_reads.add(Fault(KINDS[kind], number, fails=FOR_EVER, calls=calls))
         training = new_training()
         named = kind not in {"the root's listing", "latest", "the attempt's listing"}  # a load of a tag needs none of these
@@ -224,7 +224,7 @@ def test_a_stale_name_does_not_let_retention_take_the_newest(root: Path, failing
 
 def chunk_reads(ckpt: Checkpointer, failing_reads: FailingReads) -> int:
     """How many reads of chunks a load makes."""
-    count = failing_reads.add(Fault(r"\.chunks$", 0, fails=0, calls=("read_at",)))
+    count = failing_reads.add(Fault(r"\.chunks$", 0, fails=0, calls=("read_parts",)))
     must_load(ckpt, 3)
     assert count.seen
     return count.seen
@@ -233,7 +233,7 @@ def chunk_reads(ckpt: Checkpointer, failing_reads: FailingReads) -> int:
 def test_an_error_while_filling_is_tried_again(root: Path, failing_reads: FailingReads) -> None:
     with Checkpointer(root) as ckpt:
         half = chunk_reads(ckpt, failing_reads) // 2  # 0 if one read is enough
-        fault = failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=3, calls=("read_at",)))
+        fault = failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=3, calls=("read_parts",)))
         assert must_load(ckpt, 3) == ()
         assert fault.failed == 3
 
@@ -241,7 +241,7 @@ def test_an_error_while_filling_is_tried_again(root: Path, failing_reads: Failin
 def test_an_error_that_lasts_while_filling_says_that_objects_were_touched(root: Path, failing_reads: FailingReads) -> None:
     with Checkpointer(root, commit_timeout_s=SOON_S) as ckpt:
         half = chunk_reads(ckpt, failing_reads) // 2  # 0 if one read is enough
-        failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=FOR_EVER, calls=("read_at",)))
+        failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=FOR_EVER, calls=("read_parts",)))
         with pytest.raises(
             PartlyLoadedError, match=r"global_step3 .* mixture of old and new values.*\[EIO\].*load again"
         ) as caught:

@@ -1,7 +1,7 @@
 """Stage 4 of a load: read chunks, each once, into the memory of their tensors or into buffers, and verify them there.
 
-A chunk that is stored raw, and whose place is known, is read straight into that place. All other chunks are read into buffers,
-neighbours together.
+Neighbours are read together by one call. It reads chunks that are stored raw straight into their places, if these are known,
+and the others into a buffer.
 
 Invariants
   READ-1  A byte of a chunk reaches a sink only after its codec and its digest were checked. A place is filled before the check;
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, DamagedError, NotFoundError
 from checkpointd.pipeline.read.bases import read_bases
 from checkpointd.pipeline.read.decode import decoded
-from checkpointd.pipeline.read.plan import ChunkRead, Place
+from checkpointd.pipeline.read.plan import ChunkRead
 from checkpointd.pipeline.read.shared_reads import Circle, Sharing, Turn, take_turns
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.pipeline.workers import run_workers
@@ -40,24 +40,53 @@ log = logging.getLogger("checkpointd")
 
 GAP_BYTES_MAX = 64 << 10
 """Chunks at most this far apart are read together."""
-IN_PLACE_BYTES_MIN = 2 << 20
-"""Smaller runs of chunks are read with their neighbours and copied: a call costs as much processor time as such a copy."""
+IN_PLACE_BYTES_MIN = 16 << 10
+"""Smaller chunks are read into a buffer and copied: a place of its own costs as much processor time as such a copy."""
+_NO_BUFFER = np.empty(0, dtype=np.uint8)
+_IN_BETWEEN = np.empty(GAP_BYTES_MAX, dtype=np.uint8)
+"""Gets the bytes between chunks that are read into their places. Nobody reads it."""
 
 
 @dataclass(slots=True)
 class ReadGroup:
-    """Chunks of one object that are read together: into their `place` if they have one, otherwise into a buffer."""
+    """Chunks of one object that are read together, in the order of their offsets."""
 
     key: str
     start: int
     stop: int
     wanted: list[ChunkRead]
-    place: Place | None = None
+    in_place: frozenset[int] = frozenset()
+    """Which of `wanted` are read straight into their places, by number."""
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
     @property
     def buffered(self) -> int:
-        """The bytes of the buffer that the group is read into."""
-        return self.stop - self.start if self.place is None else 0
+        """The bytes of the buffer that the group needs."""
+        return self.size if len(self.in_place) < len(self.wanted) else 0
+
+    def parts(self, buffer: Bytes) -> list[Bytes]:
+        """The memory that the group is read into, in the order of the object: places, and parts of `buffer` between them."""
+        found: list[Bytes] = []
+        at, last = self.start, None
+        for number in sorted(self.in_place):
+            chunk, place = self.wanted[number].chunk, self.wanted[number].place
+            assert place is not None
+            if chunk.offset > at:
+                found.append(self._between(buffer, at, chunk.offset))
+            elif last is not None and last.is_followed_by(place):
+                found.pop()
+                place = replace(last, nbytes=last.nbytes + place.nbytes)
+            found.append(place.data)
+            at, last = chunk.offset + chunk.stored, place
+        if at < self.stop:
+            found.append(self._between(buffer, at, self.stop))
+        return found
+
+    def _between(self, buffer: Bytes, start: int, stop: int) -> Bytes:
+        return buffer[start - self.start : stop - self.start] if self.buffered else _IN_BETWEEN[: stop - start]
 
     @property
     def nbytes(self) -> int:
@@ -109,34 +138,36 @@ class _GroupReader:
 
     async def read(self, group: ReadGroup, number: int, damage: dict[int, list[DamagedError]]) -> None:
         """Read, verify and deliver `group`."""
-        async with self.budget.hold(group.nbytes), self.memory(group) as memory:
-            damage[number] = await self.read_into(group, memory)
+        async with self.budget.hold(group.nbytes), self.buffer(group) as buffer:
+            damage[number] = await self.read_into(group, buffer)
 
     async def begin(self, group: ReadGroup, number: int, circle: Circle, damage: dict[int, list[DamagedError]]) -> Turn:
         """Take memory for `group`, and begin to read it if it is this rank's turn."""
         source = number % circle.size
         is_own = source == circle.place
-        if not is_own:
-            group = replace(group, place=None)  # SHARE-2
+        # SHARE-2. A rank sends one piece of memory.
+        if not is_own or group.buffered or len(group.parts(_NO_BUFFER)) > 1:
+            group = replace(group, in_place=frozenset())
         held = AsyncExitStack()
         await held.enter_async_context(self.budget.hold(group.nbytes))
-        memory = await held.enter_async_context(self.memory(group))
+        buffer = await held.enter_async_context(self.buffer(group))
+        [memory] = group.parts(buffer)
 
         async def finish() -> None:
-            found = await self.deliver(group, memory)
+            found = await self.deliver(group, buffer)
             if found and not is_own:
                 log.warning("%s is read again: what came from another rank is wrong: %s", group.key, found[0])
-                found = await self.read_into(group, memory)  # SHARE-1
+                found = await self.read_into(group, buffer)  # SHARE-1
             damage[number] = found
 
         reading = asyncio.create_task(self.store.get_range(group.key, group.start, memory.data)) if is_own else None
         return Turn(source, memory, reading, held, finish)
 
     @asynccontextmanager
-    async def memory(self, group: ReadGroup) -> AsyncIterator[Bytes]:
-        """The memory that `group` is read into."""
-        if group.place is not None:
-            yield group.place.data
+    async def buffer(self, group: ReadGroup) -> AsyncIterator[Bytes]:
+        """A buffer of the size that `group` needs."""
+        if not group.buffered:
+            yield _NO_BUFFER
             return
         buffer = self.buffers.take(group.buffered)
         try:
@@ -144,18 +175,22 @@ class _GroupReader:
         finally:
             self.buffers.give_back(buffer)
 
-    async def read_into(self, group: ReadGroup, memory: Bytes) -> list[DamagedError]:
+    async def read_into(self, group: ReadGroup, buffer: Bytes) -> list[DamagedError]:
+        """Read `group` into its places and `buffer`, verify it and pass it on."""
+        bases, lost = await read_bases(self.store, group.wanted, self.on_bytes)
+        parts = [part.data for part in group.parts(buffer)]
         try:
-            await self.store.get_range(group.key, group.start, memory.data)
+            found = await self.store.get_parts(group.key, group.start, parts, partial(_deliver, group, buffer, bases))
         except (NotFoundError, DamagedError) as error:
             return [_lost(group, error)]
-        return await self.deliver(group, memory)
+        self.on_bytes(group.size)
+        return lost + found
 
-    async def deliver(self, group: ReadGroup, memory: Bytes) -> list[DamagedError]:
-        """Verify and pass on the chunks of `group`, whose stored bytes are in `memory`."""
+    async def deliver(self, group: ReadGroup, buffer: Bytes) -> list[DamagedError]:
+        """Verify and pass on the chunks of `group`, which was read into its places and `buffer`."""
         bases, lost = await read_bases(self.store, group.wanted, self.on_bytes)
-        found = await asyncio.get_running_loop().run_in_executor(None, _deliver, group, memory, bases)
-        self.on_bytes(memory.nbytes)
+        found = await asyncio.get_running_loop().run_in_executor(None, _deliver, group, buffer, bases)
+        self.on_bytes(group.size)
         return lost + found
 
 
@@ -166,57 +201,34 @@ def _print(groups: Iterable[ReadGroup]) -> bytes:
 
 
 def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int) -> list[ReadGroup]:
-    """Chunks that are read together, at most `block_bytes`; a larger chunk is read alone.
-
-    Chunks that follow each other in the object and in memory are read in place if they are large enough. All others are read
-    with their neighbours.
-    """
+    """Neighbouring chunks that are read together, at most `block_bytes`; a larger chunk is read alone."""
     groups: list[ReadGroup] = []
-    for run in _runs(sorted(wanted, key=lambda w: (w.key, w.chunk.offset))):
-        in_place = _fits_in_place(run[0]) and sum(item.chunk.raw for item in run) >= IN_PLACE_BYTES_MIN
-        first = len(groups)
-        for item in run:
-            start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
-            last = groups[-1] if groups else None
-            together = last is not None and (len(groups) > first if in_place else _is_near(last, item))
-            if last is None or not together or stop - last.start > block_bytes:
-                last = ReadGroup(item.key, start, stop, [], item.place if in_place else None)
-                groups.append(last)
-            last.stop = max(last.stop, stop)
-            last.wanted.append(item)
-            if in_place:
-                assert last.place is not None
-                last.place = replace(last.place, nbytes=last.stop - last.start)
+    for item in sorted(wanted, key=lambda w: (w.key, w.chunk.offset)):
+        start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
+        last = groups[-1] if groups else None
+        is_near = last is not None and last.key == item.key and start - last.stop <= GAP_BYTES_MAX
+        if last is None or not is_near or stop - last.start > block_bytes:
+            last = ReadGroup(item.key, start, stop, [])
+            groups.append(last)
+        last.stop = max(last.stop, stop)
+        last.wanted.append(item)
+    for group in groups:
+        group.in_place = _in_place(group.wanted)
     return groups
 
 
-def _runs(wanted: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
-    """`wanted` in runs of chunks that follow each other in the object and in memory."""
-    run: list[ChunkRead] = []
-    for item in wanted:
-        if run and not _follows(run[-1], item):
-            yield run
-            run = []
-        run.append(item)
-    if run:
-        yield run
-
-
-def _fits_in_place(item: ChunkRead) -> bool:
-    """Whether the stored bytes may be read straight into the place of the chunk."""
-    return item.place is not None and item.chunk.codec == "raw" and item.chunk.stored == item.chunk.raw
-
-
-def _follows(one: ChunkRead, two: ChunkRead) -> bool:
-    """Whether both fit in place, and the bytes of `two` follow those of `one` in the object and in memory."""
-    if one.place is None or two.place is None or not (_fits_in_place(one) and _fits_in_place(two)):
-        return False
-    is_next = (one.key, one.chunk.offset + one.chunk.stored) == (two.key, two.chunk.offset)
-    return is_next and one.place.memory is two.place.memory and one.place.at + one.place.nbytes == two.place.at
-
-
-def _is_near(last: ReadGroup, item: ChunkRead) -> bool:
-    return last.place is None and last.key == item.key and item.chunk.offset - last.stop <= GAP_BYTES_MAX
+def _in_place(wanted: Sequence[ChunkRead]) -> frozenset[int]:
+    """Which of `wanted` may be read straight into their places, and are large enough: none if a chunk has two places."""
+    found, at = set[int](), 0
+    for number, item in enumerate(wanted):
+        chunk = item.chunk
+        if chunk.offset < at:
+            return frozenset()
+        at = chunk.offset + chunk.stored
+        is_raw = chunk.codec == "raw" and chunk.stored == chunk.raw
+        if is_raw and item.place is not None and chunk.raw >= IN_PLACE_BYTES_MIN:
+            found.add(number)
+    return frozenset(found)
 
 
 def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError:
@@ -225,8 +237,8 @@ def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError
     return DamagedError(f"{error} (rank {rank}, {fqn})", key=group.key, fqn=fqn, rank=rank)
 
 
-def _deliver(group: ReadGroup, memory: Bytes, bases: Mapping[int, Bytes]) -> list[DamagedError]:
-    """Verify each chunk of `group`, which was read into `memory`, and pass whole ones to their places and sinks.
+def _deliver(group: ReadGroup, buffer: Bytes, bases: Mapping[int, Bytes]) -> list[DamagedError]:
+    """Verify each chunk of `group`, which was read into its place or `buffer`, and pass whole ones to their places and sinks.
 
     Deltas without a base are left out.
     """
@@ -234,11 +246,10 @@ def _deliver(group: ReadGroup, memory: Bytes, bases: Mapping[int, Bytes]) -> lis
     for number, item in enumerate(group.wanted):
         if item.chunk.base is not None and number not in bases:
             continue
-        at = item.chunk.offset - group.start
-        stored = memory[at : at + item.chunk.stored]
-        out = stored if group.place is not None else item.place.data if item.place is not None else None
+        at, place = item.chunk.offset - group.start, None if item.place is None else item.place.data
+        stored = place if number in group.in_place and place is not None else buffer[at : at + item.chunk.stored]
         try:
-            raw = decoded(item.chunk, stored, out, base=bases.get(number))
+            raw = decoded(item.chunk, stored, place, base=bases.get(number))
         except CodecError as error:
             fqn, rank = item.entry.fqn, item.rank
             message = f"{group.key} is damaged at byte {item.chunk.offset}: {error} (rank {rank}, {fqn})"

@@ -79,6 +79,10 @@ class Place:
     def data(self) -> Bytes:
         return self.memory[self.at : self.at + self.nbytes]
 
+    def is_followed_by(self, other: Place) -> bool:
+        """Whether `other` begins where this one ends."""
+        return self.memory is other.memory and self.at + self.nbytes == other.at
+
 
 @dataclass(frozen=True, slots=True)
 class BoxRequest:

@@ -7,6 +7,7 @@ link on the way raises ELOOP, and so does a link in the place of a file or direc
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +77,13 @@ class Disk(Protocol):
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         """Fill `out` from `offset`. Returns the bytes read, fewer only at the end of the file. `past_cache`: as for `read`."""
+        ...
+
+    async def read_parts(self, path: str, offset: int, parts: Sequence[memoryview], then: Callable[[int], None]) -> int:
+        """Fill `parts` one after the other from `offset`. Returns the bytes read, as `read_at`.
+
+        `then` is called with this number on the thread that has read.
+        """
         ...
 
     async def sync_file(self, path: str) -> None:

@@ -13,8 +13,10 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 from checkpointd.store.posix.anchor import Anchor, AnchoredName, LinkMet
 from checkpointd.store.posix.disk import Child, FileStatus, Lock, WritableFile
@@ -68,6 +70,9 @@ class OsDisk:
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self._bulk.run(_read_at_past_cache if past_cache else _read_at, self._anchor, path, offset, out)
+
+    async def read_parts(self, path: str, offset: int, parts: Sequence[memoryview], then: Callable[[int], None]) -> int:
+        return await self._bulk.run(_read_parts, self._anchor, path, offset, parts, then)
 
     async def sync_file(self, path: str) -> None:
         await self._small.run(_sync, self._anchor, path, 0)
@@ -253,17 +258,32 @@ _RENAME_EXCHANGE = 2
 
 def _read_at(anchor: Anchor, path: str, offset: int, out: memoryview) -> int:
     with _opened(anchor, path) as descriptor:
-        return _fill(descriptor, offset, _as_bytes(out))
+        return _fill(descriptor, offset, [out])
 
 
-def _fill(descriptor: int, offset: int, part: memoryview) -> int:
+def _read_parts(anchor: Anchor, path: str, offset: int, parts: Sequence[memoryview], then: Callable[[int], None]) -> int:
+    with _opened(anchor, path) as descriptor:
+        count = _fill(descriptor, offset, parts)
+    then(count)
+    return count
+
+
+def _fill(descriptor: int, offset: int, parts: Sequence[memoryview]) -> int:
+    left = deque(part.cast("B") for part in parts if part.nbytes)
     done = 0
-    while done < part.nbytes:
-        count = os.preadv(descriptor, [part[done:]], offset + done)
+    while left:
+        count = os.preadv(descriptor, list(islice(left, _PARTS_MAX)), offset + done)
         if not count:
             break
         done += count
+        while left and count >= left[0].nbytes:
+            count -= left.popleft().nbytes
+        if count:
+            left[0] = left[0][count:]
     return done
+
+
+_PARTS_MAX = os.sysconf("SC_IOV_MAX")
 
 
 def _as_bytes(out: memoryview) -> memoryview:
@@ -302,7 +322,7 @@ def _read_at_past_cache(anchor: Anchor, path: str, offset: int, out: memoryview)
         # Dropped before, to read from the disk. Unwritten pages would stay, but objects are synced before they are read so.
         # Dropped again afterwards, because nobody needs these pages in the cache.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        done = _fill(descriptor, offset, part)
+        done = _fill(descriptor, offset, [part])
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return done
 

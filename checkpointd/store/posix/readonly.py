@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Sequence
 from typing import Never
 
 from checkpointd.store.posix.disk import Child, Disk, FileStatus
@@ -23,6 +24,9 @@ class ReadOnlyDisk:
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self._disk.read_at(path, offset, out, past_cache=past_cache)
+
+    async def read_parts(self, path: str, offset: int, parts: Sequence[memoryview], then: Callable[[int], None]) -> int:
+        return await self._disk.read_parts(path, offset, parts, then)
 
     async def children(self, path: str, *, links: bool = False) -> list[Child]:
         return await self._disk.children(path, links=links)

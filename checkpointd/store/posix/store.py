@@ -24,7 +24,9 @@ import copy
 import errno
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 from typing_extensions import Buffer
 
@@ -39,6 +41,8 @@ from checkpointd.store.posix.plain import PlainFiles, can_show
 from checkpointd.store.posix.readonly import ReadOnlyDisk
 from checkpointd.store.posix.rooted import Root, absolute
 from checkpointd.store.posix.users import User
+
+T = TypeVar("T")
 
 _RACES_MAX = 100
 _SWEEP_S = 5.0
@@ -155,9 +159,31 @@ class PosixStore(Store):
         path = self._path(key)
         async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
             count = await self._disk.read_at(path, offset, out, past_cache=self._past_cache)
-        if count < out.nbytes:
-            end = offset + out.nbytes
-            raise DamagedError(f"{key!r} in {self.url} ends before byte {end}: {count} of {out.nbytes} bytes read", key=key)
+        self._check_size(key, offset, count, out.nbytes)
+
+    async def get_parts(self, key: str, offset: int, parts: Sequence[memoryview], then: Callable[[], T]) -> T:
+        if self._past_cache:
+            return await super().get_parts(key, offset, parts, then)
+        path, wanted = self._path(key), sum(part.nbytes for part in parts)
+        # Its errors are its own, and not those of the storage.
+        result: Future[T] = Future()
+
+        def follow(count: int) -> None:
+            if count == wanted:
+                try:
+                    result.set_result(then())
+                except Exception as error:
+                    result.set_exception(error)
+
+        async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
+            count = await self._disk.read_parts(path, offset, parts, follow)
+        self._check_size(key, offset, count, wanted)
+        return result.result()
+
+    def _check_size(self, key: str, offset: int, count: int, wanted: int) -> None:
+        if count < wanted:
+            end = offset + wanted
+            raise DamagedError(f"{key!r} in {self.url} ends before byte {end}: {count} of {wanted} bytes read", key=key)
 
     async def list(self, prefix: str) -> list[Entry]:
         path = self._path(prefix) if prefix else self._open().path
