@@ -36,7 +36,7 @@ class Event(StrEnum):
     SNAPSHOT_FAILED = "snapshot failed"
     SKIP = "skip asked for"
     PERSIST_STARTED = "persist started"
-    VOTED_YES = "yes vote durable"
+    VOTED_YES = "yes vote put"
     VOTE_UNCERTAIN = "yes vote uncertain"
     SHARD_FAILED = "shard failed"
     OTHER_WRITER_VOTED = "other writer voted yes"

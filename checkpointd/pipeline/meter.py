@@ -64,7 +64,7 @@ class SaveMeter:
             self.waiting_s = _now() - self._voted
 
     def voted(self) -> None:
-        """Note that the vote is being put, or is durable."""
+        """Note that the vote is being put, or was put."""
         self._voted = _now()
         if self._staged is not None:
             self.persisting_s = self._voted - self._staged

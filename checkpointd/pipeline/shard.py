@@ -128,7 +128,7 @@ class Shard:
 
 
 NEARLY_DONE = 0.99
-"""The progress of a shard whose bytes are all written but whose vote is not durable. It may still take a while, or fail."""
+"""The progress of a shard whose bytes are all written but whose rank has not voted. It may still take a while, or fail."""
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class ShardProgress:
             self.pace.rested_s += seconds
 
     def end(self) -> None:
-        """Stop the clock: the vote is durable."""
+        """Stop the clock: the rank has voted."""
         self._until = self._until or self.clock()
 
     @property
@@ -213,7 +213,7 @@ class ShardProgress:
 
     @property
     def fraction(self) -> float:
-        """The part that is done, 0 to NEARLY_DONE, since only a durable vote completes the shard."""
+        """The part that is done, 0 to NEARLY_DONE, since only the vote completes the shard."""
         return part_done(self.raw_done, self.raw_total)
 
     @property
@@ -237,7 +237,7 @@ class ShardProgress:
 
 
 def part_done(raw_done: int, raw_total: int) -> float:
-    """The part of a shard that is on the disk while its vote is not durable: 0 to NEARLY_DONE."""
+    """The part of a shard that is on the disk before the vote: 0 to NEARLY_DONE."""
     return min(raw_done / raw_total, NEARLY_DONE) if raw_total else 0.0
 
 

@@ -20,7 +20,7 @@ class SaveCost:
     safe_s: float | None = (
         None  # until the tensors could change again; beside the forward and backward pass, which do not change them
     )
-    durable_s: float | None = None  # until the rank's shard and vote were on the disk
+    durable_s: float | None = None  # until the rank's shard was on the disk and it had voted
     committed_s: float | None = None  # until the checkpoint was committed on all ranks
 
 

@@ -47,7 +47,7 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """When the snapshot was whole."""
     persisting_at: float | None = None
     voted_at: float | None = None
-    """When this rank's vote was durable."""
+    """When this rank had voted."""
     ended_at: float | None = None
     advice: str = ""
     """What to do about `error`."""

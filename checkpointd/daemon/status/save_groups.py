@@ -93,7 +93,7 @@ class SaveGroup:
 
 
 def fraction(save: SaveStatus) -> float:
-    """The part of one rank's bytes that is on the disk; 1 only when its vote is durable."""
+    """The part of one rank's bytes that is on the disk; 1 only when it has voted."""
     return 1.0 if save.phase in DONE else part_done(save.raw_done, save.raw_total)
 
 

@@ -79,7 +79,7 @@ class Tally:
         return sum(self.results.values()) - self.committed
 
     def persisted(self, raw: int, stored: int) -> None:
-        """Count the bytes of a shard whose vote is durable."""
+        """Count the bytes of a shard whose rank has voted yes."""
         self.bytes_persisted += raw
         self.bytes_stored += stored
 

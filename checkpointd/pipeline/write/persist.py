@@ -1,4 +1,4 @@
-"""Persists one shard: writes chunks, then the index, then the vote, and makes each durable before the next.
+"""Persists one shard: writes chunks, then the index, each durable before the next, and then puts the vote.
 
 Invariants
   PERSIST-1  The vote is put only after the chunks objects and the index are durable.
@@ -36,7 +36,7 @@ log = logging.getLogger("checkpointd")
 
 
 async def persist(job: PersistJob) -> Vote:
-    """Write the shard of `job` and vote yes. Returns the rank's durable yes vote, which may be another writer's.
+    """Write the shard of `job` and vote yes. Returns the rank's yes vote, which may be another writer's.
 
     Raises Stopped if `job` is stopped, else the error that struck, or the error of another writer's no vote.
     """

@@ -27,8 +27,8 @@ class Timings(msgspec.Struct):
     """Seconds from the call of save() until each event; None if it has not happened.
 
     `call_s`: save() returned. `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `durable_s`:
-    this rank's shard and vote were durable. `committed_s`: the outcome was durable. `fence_s` is a duration: how long optimizer
-    steps waited for the snapshot. `rested_s`: how long the workers rested so that training kept its speed, added up.
+    this rank's shard was durable and it had voted. `committed_s`: the outcome was durable. `fence_s` is a duration: how long
+    optimizer steps waited for the snapshot. `rested_s`: how long the workers rested so that training kept its speed, added up.
     `copy_rested_s`: how long the background copy rested for that. `overhead`: how much longer the steps took while it was in
     flight, as a part of a step; None if too few steps say it.
     """
@@ -93,7 +93,7 @@ class SaveHandle:
 
     @property
     def progress(self) -> float:
-        """The part of this rank's bytes that is on the disk, 0 to 1. It is 1 only once this rank's vote is durable."""
+        """The part of this rank's bytes that is on the disk, 0 to 1. It is 1 only once this rank has voted."""
         return 1.0 if reached(self._phase, Phase.PREPARED) else self._bytes.fraction
 
     @property

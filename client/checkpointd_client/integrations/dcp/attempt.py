@@ -50,7 +50,7 @@ class DcpAttempt:
             self._decided.set()
 
     def wait_voted(self) -> None:
-        """Return when this rank's yes vote is durable; otherwise raise the attempt's error. It ends at its deadline at the
+        """Return when this rank has voted yes; otherwise raise the attempt's error. It ends at its deadline at the
         latest.
         """
         self._waiting().until(self._voted.wait)

@@ -184,7 +184,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         return [replace(plan, storage_data=PlanReply(info, begun)) for plan, info in zip(plans, infos, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Returns when this rank's part and its vote are durable; raises the error that prevented it."""
+        """Returns when this rank's part is durable and it has voted; raises the error that prevented it."""
         told: PlanReply = plan.storage_data
         session, state = self._ready()
         if told.info.rank != COORDINATOR:
