@@ -247,7 +247,11 @@ class ProcessDisk:
         try:
             if refused is not None:
                 self.disk.note(f"{errno.errorcode[refused]} at {effect.number}")
-                act() if refused == errno.ETIMEDOUT else spoil()
+                if refused == errno.ETIMEDOUT:
+                    act()
+                    done = True
+                else:
+                    spoil()
                 raise OSError(refused, os.strerror(refused), path)
             result = act()
             done = True
