@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.admin.gc import deletion
 from checkpointd.commit.machine import Phase
+from checkpointd.pipeline.root import catalog
 from checkpointd.store.posix.disk import WritableFile
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
@@ -117,3 +119,17 @@ async def test_vote_1_a_vote_needs_no_sync(tmp_path: Path) -> None:
     vote = _at(disk.log, "link", "00001.vote")
     assert any(kind == "sync directory" for kind, _ in disk.log[:vote])
     assert not any(kind.startswith("sync") for kind, _ in disk.log[vote:])
+
+
+async def test_what_a_removal_syncs_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
+    """Each directory is synced once, after its last object went."""
+    counts = []
+    for world_size in (2, 5):
+        disk = RecordingDisk()
+        store = PosixStore(tmp_path / f"root{world_size}", disk)
+        await save_checkpoint(store, tag="global_step1", world_size=world_size)
+        disk.log.clear()
+        await deletion(store, "global_step1", force=True, dry_run=False)
+        assert await catalog.checkpoints(store) == []
+        counts.append(sum(kind.startswith("sync") for kind, _ in disk.log))
+    assert counts[0] == counts[1] > 0
