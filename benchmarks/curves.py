@@ -9,8 +9,8 @@ from dataclasses import dataclass
 Points = Sequence[tuple[float, float]]
 """Sizes and costs, both above zero."""
 
-COLOURS = ("#0284c7", "#d97706", "#059669", "#db2777", "#7c3aed", "#65a30d", "#dc2626", "#64748b")
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM, LEGEND = 640, 360, 70, 44, 48, 250
+COLOURS = ("#0284c7", "#d97706", "#059669", "#db2777", "#7c3aed", "#65a30d", "#dc2626", "#64748b", "#92613d")
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM, LEGEND = 640, 360, 70, 44, 48, 290
 STYLE = """
   .page { fill: #ffffff; }
   text { font: 12px Helvetica, Arial, sans-serif; fill: #0f172a; }
