@@ -42,7 +42,7 @@ from checkpointd.errors import (
     StoreFullError,
 )
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import OUTCOME, vote_name
+from checkpointd.layout.keys import OUTCOME, index_name, vote_name
 from checkpointd.layout.manifest import NO_REASON, ErrorReport, Outcome
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.awaited import Awaited
@@ -416,7 +416,7 @@ class Attempt:
             return None
         await self._store.settle(self.info.key(OUTCOME))
         if outcome.outcome == "commit" and self._own_vote_stands:
-            await self._check_own_vote()
+            await self._check_own_part()
         return outcome
 
     async def _coordinate(self) -> Outcome | None:
@@ -476,6 +476,13 @@ class Attempt:
         own_vote = self.info.key(vote_name(self.info.rank))
         if await self._store.stat(own_vote) is None:
             raise StoreError(f"{own_vote}, this rank's own vote, is gone")
+
+    async def _check_own_part(self) -> None:
+        """Raise StoreError if this rank's vote and its index are both gone: then the attempt was aborted and forgotten before
+        the commit (COMMIT-5). The vote alone may be lost, since nothing made it durable (VOTE-1).
+        """
+        if await self._store.stat(self.info.key(index_name(self.info.rank, self.info.takeover))) is None:
+            await self._check_own_vote()
 
     async def _too_late(self) -> Decision:
         if self._fenced is not None:

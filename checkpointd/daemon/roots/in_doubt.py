@@ -20,11 +20,10 @@ from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import LEASE
 from checkpointd.layout.manifest import Epoch, Outcome
 from checkpointd.pipeline.gc.retire import retire_tag
-from checkpointd.pipeline.outcome.publish import Draft, put_outcome
-from checkpointd.pipeline.outcome.recover import judge
+from checkpointd.pipeline.outcome.publish import Draft
+from checkpointd.pipeline.outcome.recover import announced_and_put, judge
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.catalog_log import note_outcome
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.tag_directories import show
@@ -145,8 +144,7 @@ def _why_wait(holder: Epoch) -> str | None:
 
 async def _decide(store: Store, draft: Draft) -> Outcome:
     """Put the outcome of `draft` unless there is one, then act on the outcome that counts."""
-    stands = await put_outcome(store, draft)
-    await note_outcome(store, stands)
+    stands = await announced_and_put(store, draft)
     why = f": {stands.error.message}" if stands.error else ": every rank had voted yes"
     log.warning("%s/%s was left in doubt; %s%s", stands.tag, stands.attempt, _DONE[stands.outcome], why)
     await show(store, stands)

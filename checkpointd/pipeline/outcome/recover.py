@@ -156,12 +156,16 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
 
 
 async def resolve(store: Store, attempt: AttemptView) -> Outcome:
-    """Decide an attempt that gets no more votes.
+    """Decide an attempt that gets no more votes."""
+    return await announced_and_put(store, await judge(store, attempt))
 
-    It is announced first: its lease may have come before its announcement, and one that was seen may not be durable
+
+async def announced_and_put(store: Store, draft: Draft) -> Outcome:
+    """Put the outcome of `draft` for an attempt that was left in doubt, unless there is one. Returns the one that counts.
+
+    The attempt is announced first: its lease may have come before its announcement, and one that was seen may not be durable
     (CATALOG-1).
     """
-    draft = await judge(store, attempt)
     decided = draft.outcome
     await CatalogLog(store).append(record_of("intent", decided.tag, decided.attempt, n=decided.order[1], step=decided.step))
     outcome = await put_outcome(store, draft)

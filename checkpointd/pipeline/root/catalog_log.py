@@ -58,7 +58,7 @@ SUMMARY_EVERY = 256
 COMPACT_EVERY = 4
 """A writer looks after this many of its closes whether a summary is due, and removes what is covered."""
 REMOVED_MAX = 32
-"""A process removes at most this many objects at once, since each removal takes a sync."""
+"""A process removes at most this many objects at once, so that nobody waits long for it."""
 LOOKS = 3
 """How many times to look for a record that is missing: a summary may have covered it between the listing and the read."""
 READS = 16

@@ -24,11 +24,13 @@ from tests.builders import make_shard, rank_arrays
 DEADLINE_S = 600.0
 
 
-def saved_by(ranks: dict[int, Exception | None], world_size: int) -> tuple[list[Attempt], float]:
+def saved_by(
+    ranks: dict[int, Exception | None], world_size: int, kind: type[MemoryStore] = MemoryStore
+) -> tuple[list[Attempt], float]:
     """One attempt of `ranks`, each of which fails where it has an error, in virtual time: how they end, and after how long."""
 
     async def main() -> tuple[list[Attempt], float]:
-        store = MemoryStore()
+        store = kind()
         attempts = [
             Attempt(
                 WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S)),
@@ -68,6 +70,33 @@ def test_a_coordinator_that_is_there_decides_at_once() -> None:
     assert seconds < attempt.NO_S
     assert [a.phase for a in ended] == [Phase.ABORTED, Phase.FAILED, Phase.ABORTED]
     assert all(a.outcome is not None and a.outcome.decided_by == 0 for a in ended)
+
+
+class LosesAVote(MemoryStore):
+    """As a file server that loses power once the commit is durable: what rank 1 had put without a sync is gone."""
+
+    lost = (".vote",)
+
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        is_put = await super().put_if_absent(key, data, durable=durable)
+        if key.endswith("/outcome"):
+            for end in self.lost:
+                await self.delete(key.replace("outcome", f"00001{end}"))
+        return is_put
+
+
+class LosesAllOfIt(LosesAVote):
+    lost = (".vote", ".index")
+
+
+def test_commit_5_a_vote_that_is_lost_after_the_commit_is_not_missed() -> None:
+    ended, seconds = saved_by({0: None, 1: None}, 2, LosesAVote)
+    assert ([a.phase for a in ended], seconds < DEADLINE_S / 2) == ([Phase.COMMITTED] * 2, True)
+
+
+def test_commit_5_a_rank_of_which_nothing_is_left_reports_no_commit() -> None:
+    ended, _ = saved_by({0: None, 1: None}, 2, LosesAllOfIt)
+    assert [a.phase for a in ended] == [Phase.COMMITTED, Phase.FAILED]
 
 
 class LinkedStore(MemoryStore):
