@@ -479,7 +479,7 @@ class Attempt:
 
     async def _check_own_part(self) -> None:
         """Raise StoreError if this rank's vote and its index are both gone: then the attempt was aborted and forgotten before
-        the commit (COMMIT-5). The vote alone may be lost, since nothing made it durable (VOTE-1).
+        the commit (COMMIT-5). The vote alone may be lost, since nothing made it durable (PERSIST-7).
         """
         if await self._store.stat(self.info.key(index_name(self.info.rank, self.info.takeover))) is None:
             await self._check_own_vote()

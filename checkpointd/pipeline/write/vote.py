@@ -4,8 +4,8 @@ Invariants
   PERSIST-4  Once this rank has tried to put its yes vote, it removes no object that the vote names.
   PERSIST-6  A writer removes only its own objects, and only if this rank's vote does not name them. If another writer may have
       voted (`AttemptInfo.may_be_taken_over`), the stored vote is this rank's vote, whichever writer put it.
-  VOTE-1  A vote is visible, and not durable. No commit needs it, since the ballot has the bytes of every vote (COMMIT-4). If a
-      power cut takes the vote of an undecided attempt away or tears it, the attempt is aborted.
+  PERSIST-7  A vote is visible, and not durable. No commit needs it, since the ballot has the bytes of every vote (COMMIT-4).
+      If a power cut takes the vote of an undecided attempt away or tears it, the attempt is aborted.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
     """
     key, data = info.key(vote_name(info.rank)), encode(vote)
     if not info.may_be_taken_over:
-        await put_new(store, key, data, durable=False)  # VOTE-1
+        await put_new(store, key, data, durable=False)  # PERSIST-7
         return vote
     if await store.put_if_absent(key, data, durable=False):
         return vote

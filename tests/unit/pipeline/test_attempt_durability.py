@@ -45,7 +45,7 @@ class RecordingDisk(OsDisk):
         self.log.append(("sync directory", path))
 
     async def link(self, source: str, target: str) -> None:
-        assert target.endswith(".vote") == (("sync", source) not in self.log)  # VOTE-1
+        assert target.endswith(".vote") == (("sync", source) not in self.log)  # PERSIST-7
         await super().link(source, target)
         self.log.append(("link", target))
 
@@ -111,7 +111,7 @@ async def test_commit_4_what_the_coordinator_syncs_does_not_grow_with_the_ranks(
     assert counts[0] == counts[1] > 0
 
 
-async def test_vote_1_a_vote_needs_no_sync(tmp_path: Path) -> None:
+async def test_persist_7_a_vote_needs_no_sync(tmp_path: Path) -> None:
     """The last sync of a rank that is not the coordinator comes before its vote."""
     disk = RecordingDisk()
     store = PosixStore(tmp_path / "root", disk)
