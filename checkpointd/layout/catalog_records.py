@@ -7,7 +7,7 @@ Everything here can be made again from the attempts' own objects. So a reader th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -79,6 +79,12 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return f"{self.tag}/{self.attempt}"
 
     @property
+    def order(self) -> tuple[int, int]:
+        """The order of its commit, if it has committed: the epoch, and the number of the save in it."""
+        attempt = AttemptId.parse(self.attempt)
+        return (0 if attempt is None else attempt.epoch, self.n)
+
+    @property
     def is_decided(self) -> bool:
         """Whether an outcome or a removal is recorded."""
         return bool(self.digest or self.removed)
@@ -123,6 +129,8 @@ class CatalogState:
 
     number: int = 0
     entries: dict[str, CatalogEntry] = field(default_factory=dict)
+    _by_tag: dict[str, list[str]] = field(default_factory=dict)
+    """`by_tag`, empty if it is not known."""
 
     @classmethod
     def read(cls, data: bytes, number: int) -> CatalogState:
@@ -140,16 +148,20 @@ class CatalogState:
         if record.kind == "intent":
             entry = CatalogEntry(tag=record.tag, attempt=record.attempt, n=record.n, step=record.step)
             self.entries.setdefault(prefix, entry)
+            self._by_tag = {}
         elif record.kind == "forgotten":
             self.entries.pop(prefix, None)
+            self._by_tag = {}
         elif prefix in self.entries:
             self.entries[prefix] = _after(self.entries[prefix], record)
 
-    def prefixes_by_tag(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for prefix, entry in self.entries.items():
-            found.setdefault(entry.tag, []).append(prefix)
-        return found
+    @property
+    def by_tag(self) -> Mapping[str, Sequence[str]]:
+        """The prefixes of the attempts of each tag."""
+        if not self._by_tag:
+            for prefix, entry in self.entries.items():
+                self._by_tag.setdefault(entry.tag, []).append(prefix)
+        return self._by_tag
 
 
 def _after(entry: CatalogEntry, record: CatalogRecord) -> CatalogEntry:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+import msgspec
 from typing_extensions import Buffer
 
 T = TypeVar("T")
@@ -35,8 +36,7 @@ SMALL_BYTES_MAX = 64 * 1024 * 1024
 """`get` reads a larger object only if the caller passes a larger `size_max`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One child of a prefix: an object with its size in bytes, or a deeper prefix (`is_prefix`, size 0)."""
 
     name: str

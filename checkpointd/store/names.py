@@ -37,7 +37,7 @@ def check_prefix(prefix: str) -> str:
 
 def is_key(text: str) -> bool:
     """Whether `text` could be a key; listings leave out other names."""
-    return _fault(text) is None
+    return _PLAIN.fullmatch(text) is not None or _fault(text) is None
 
 
 def _is_internal(key: str) -> bool:

@@ -106,8 +106,9 @@ async def collect(
         if facts.prefix not in gone:
             await _drop_unnamed(store, facts)
     # What has just been removed counts, too: the next look at this tag may be far.
-    swept = {f"{one.tag}/{one.attempt}" for one in removed if not one.kept}
-    left = [_as_swept(facts) if facts.prefix in swept else facts for facts in found]
+    swept = {(one.tag, one.attempt) for one in removed if not one.kept}
+    tags = {tag for tag, _ in swept}
+    left = [_as_swept(f) if f.tag in tags and (f.tag, str(f.attempt)) in swept else f for f in found]
     await note(store, *(record_of("removed", one.tag, one.attempt, reason=one.reason, kept=one.kept) for one in removed))
     await _forget(store, spent_records(left), known)
     return [removal for removal in removed if removal.objects]

@@ -20,6 +20,7 @@ from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.latest import move_latest_away
 from checkpointd.pipeline.root.marks import DIRECTORY_REMOVED
 from checkpointd.pipeline.root.tag_directories import abandoned
+from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 
 
@@ -46,10 +47,10 @@ async def retire(
     """
     choice = await chosen_by(store, views, rules, keeps_before=keeps_before)
     gone = await abandoned(store)
-    deleted = [(v.facts, DIRECTORY_REMOVED) for v in views if v.prefix in gone and v.state == "committed"]
+    deleted = [(v.facts, DIRECTORY_REMOVED) for v in views if gone and v.prefix in gone and v.state == "committed"]
     going = [dead for dead in choice.going if dead[0].prefix not in gone]
-    lost = {facts for facts, _ in [*going, *deleted]}
-    staying = catalog.commits_of(view for view in views if view.facts not in lost)
+    lost = {facts.prefix for facts, _ in [*going, *deleted]}
+    staying = catalog.commits_of(view for view in views if view.read_back == "whole" and view.prefix not in lost)
     removed = await collect(
         store, [view.facts for view in views], going, deleted=deleted, staying=staying, known=known, thorough=thorough
     )
@@ -69,29 +70,27 @@ async def retire_tag(store: Store, tag: str, epoch: int) -> None:
 
 async def chosen_by(store: Store, views: Sequence[AttemptView], rules: Retention, *, keeps_before: int = 0) -> RemovalChoice:
     """Choose the checkpoints among `views` to remove."""
-    return choose(await facts_of(store, views), rules, keeps_before=keeps_before)
-
-
-async def facts_of(store: Store, views: Sequence[AttemptView]) -> list[CheckpointFacts]:
-    """The facts about every commit among `views`, for retention."""
     pointer = await catalog.readable_latest(store)
-    newest = {c.tag: c.attempt for c in catalog.checkpoints_of(views)}
-    return [
+    of_pointer = (view for view in views if view.tag == pointer and view.order is not None)
+    newest = max(of_pointer, key=lambda view: view.order or (0, 0), default=None)
+    has_ages = rules.younger_than_s is not None
+    commits = (
         CheckpointFacts(
             attempt=view.facts,
             order=view.outcome.order,
             step=view.outcome.step,
             save_latest=view.outcome.save_latest,
-            is_latest=view.tag == pointer and view.attempt == newest[view.tag],
+            is_latest=view is newest,
             verified=view.is_verified,
             damaged=view.read_back == "damaged",
             passed_over=view.passed_over,
-            age_s=_age_s(view.outcome),
+            age_s=_age_s(view.outcome) if has_ages else None,
             metrics=view.outcome.metrics,
         )
         for view in views
-        if view.state == "committed" and view.outcome is not None
-    ]
+        if view.outcome is not None and view.state == "committed"
+    )
+    return uncollected(lambda: choose(commits, rules, keeps_before=keeps_before))
 
 
 def _age_s(outcome: Outcome) -> float | None:

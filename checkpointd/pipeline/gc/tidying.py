@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from checkpointd.commit.facts import AttemptFacts
@@ -391,15 +391,16 @@ class Tidier:
 
 
 def _left(
-    views: Iterable[AttemptView],
+    views: Sequence[AttemptView],
     undecided: Sequence[AttemptFacts],
     surplus: Sequence[AttemptFacts],
     dead: Sequence[AttemptFacts],
 ) -> _Left:
     """What `undecided`, `surplus` and `dead` attempts among `views` take."""
-    sizes = {view.prefix: view.nbytes for view in views}
+    tags = {facts.tag for facts in (*undecided, *surplus, *dead)}
+    sizes = {view.prefix: view.nbytes for view in views if view.tag in tags}
     epochs_of = {facts.prefix: facts.attempt.epoch for facts in undecided if facts.prefix in sizes}
     extra = [facts.prefix for facts in surplus if facts.prefix in sizes]
     going = [facts.prefix for facts in dead if facts.prefix in sizes]
     nbytes = sum(sizes[prefix] for prefix in (*epochs_of, *extra, *going))
-    return _Left(epochs_of, len(extra), len(going), nbytes, not sizes)
+    return _Left(epochs_of, len(extra), len(going), nbytes, not views)

@@ -34,7 +34,7 @@ from checkpointd.pipeline.read.chunks import group_chunks, read_chunks
 from checkpointd.pipeline.read.plan import rank_reads
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, checked_index, record_verdict, verify_proved
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
@@ -55,7 +55,7 @@ PENDING_MAX = 8
 async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | None:
     """One of `staying` that was read back whole, so that others may go (READBACK-3); None if none can be proved whole.
 
-    If none has the record, they are read back now, newest first. Damaged ones are recorded.
+    If none was known to be whole when it was listed, they are read back now, newest first. Damaged ones are recorded.
     """
     newest_first = sorted(staying, key=lambda c: c.outcome.order, reverse=True)
     found = await recorded(store, newest_first)
@@ -63,18 +63,25 @@ async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | 
         return found
     for checkpoint in newest_first:
         view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-        if view.state == "committed" and view.read_back == "no" and (await read_back(store, checkpoint)).whole:
+        if _is_whole(view) or (
+            view.state == "committed" and view.read_back == "no" and (await read_back(store, checkpoint)).whole
+        ):
             return checkpoint
     return None
 
 
 async def recorded(store: Store, newest_first: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The first checkpoint that has the record `verified`, no `damaged`, and that no load has passed over. Reads no chunks."""
+    """The first checkpoint that has the record `verified`, no `damaged`, and that no load has passed over. Reads no chunks, and
+    looks only at those that were known to be whole when they were listed, since others may be thousands.
+    """
     for checkpoint in newest_first:
-        view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-        if view.state == "committed" and view.read_back == "whole" and not view.passed_over:
+        if checkpoint.read_back == "whole" and _is_whole(await catalog.view(store, checkpoint.tag, checkpoint.attempt)):
             return checkpoint
     return None
+
+
+def _is_whole(view: AttemptView) -> bool:
+    return view.state == "committed" and view.read_back == "whole" and not view.passed_over
 
 
 async def read_back(store: Store, checkpoint: Checkpoint) -> CheckpointVerdict:

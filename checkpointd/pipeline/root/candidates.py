@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 
 from checkpointd.commands import command
 from checkpointd.commit.facts import Order
@@ -22,13 +23,16 @@ from checkpointd.layout.keys import LATEST, OUTCOME, PASSED_OVER, vote_name
 from checkpointd.layout.manifest import PassedOver, encode
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
-from checkpointd.pipeline.root.catalog_log import note, record_of
+from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.marks import removed_by_hand
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 
-log = logging.getLogger("checkpointd")
+logger = logging.getLogger("checkpointd")
+
+RECENT = 64
+"""A load looks at this many of the newest attempts, and at all if it has tried these, or none of them asked for `latest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +45,11 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The checkpoints whose saves asked for `latest`, newest first, and the damage that was found.
+    """The checkpoints whose saves asked for `latest`, newest first, and the damage that was found. Old ones may be left out
+    if there is a newer one that the load has not tried.
 
-    `known`: all checkpoints, also those that did not ask. `passed_over`: damaged attempts that may be newer than all of them.
-    `other`: damage of older ones, and a `latest` that names a checkpoint which somebody removed on purpose.
+    `known`: the same with those that did not ask. `passed_over`: damaged attempts that may be newer than all of them. `other`:
+    damage of older ones, and a `latest` that names a checkpoint which somebody removed on purpose.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -66,10 +71,14 @@ async def candidates(store: Store, patience: Patience, tried: Collection[str] = 
     """The checkpoints at `store` for a load that names no tag. Raises UnreadableError if the storage does not tell, LinkError
     if a link lies at the tag that `latest` names. `tried`: attempts (`<tag>/<attempt>`) that this load does not take.
     """
+    return await _found(store, patience, tried)
+
+
+async def _found(store: Store, patience: Patience, tried: Collection[str] = (), *, everything: bool = False) -> Candidates:
     with patience.looks() as looks:
         while True:
             try:
-                look = await _look(store, tried)
+                look = await _look(store, tried, everything=everything)
                 if not look.absent or await looks.is_lost(look.absent):
                     return look.found
             except UnreadableError as error:
@@ -87,9 +96,9 @@ async def lost_newest(store: Store, patience: Patience) -> DamagedError | None:
 
 async def listed(store: Store, patience: Patience) -> list[Checkpoint]:
     """All checkpoints, newest first. Logs damaged attempts that may be newer (CANDIDATE-1)."""
-    found = await candidates(store, patience)
+    found = await _found(store, patience, everything=True)
     for passed in found.passed_over:
-        log.error("%s. It may be newer than all that is listed", passed.error)
+        logger.error("%s. It may be newer than all that is listed", passed.error)
     return [*found.known]
 
 
@@ -106,15 +115,21 @@ async def find(store: Store, tag: str, patience: Patience) -> Checkpoint:
                     raise
 
 
-async def _look(store: Store, tried: Collection[str] = ()) -> _CatalogLook:
+async def _look(store: Store, tried: Collection[str] = (), *, everything: bool = False) -> _CatalogLook:
     # `latest` is read first: the checkpoint that it names was committed before, so the scan must find it.
     pointer = await catalog.readable_latest(store)
-    attempts = await catalog.with_newest_looked(store, await catalog.scan(store, newest=1), tried)
+    log = CatalogLog(store)
+    await log.refresh()
+    least = (0, 0) if everything else min(nlargest(RECENT, (e.order for e in log.state.entries.values())), default=(0, 0))
+    scanned = await catalog.scan(store, log, newest=1, wanted=lambda entry: entry.order >= least or entry.tag == pointer)
+    attempts = await catalog.with_newest_looked(store, scanned, tried)
     commits = catalog.commits_of(attempts)
     known = catalog.newest_of_tags(commits)
     # The checkpoint that `latest` names counts even if its tag was saved again without asking for `latest`. An older commit of
     # a tag, which stays while it alone is verified, comes after the commit that replaced it.
     found = tuple(c for c in commits if c.outcome.save_latest or (c.tag == pointer and c in known))
+    if least > (0, 0) and not any(c.outcome.order >= least and c.prefix not in tried for c in found):
+        return await _look(store, tried, everything=True)
     over: list[Passed] = []
     other: list[DamagedError | UnreadableError] = []
     for attempt in [one for one in attempts if one.entry is None]:
@@ -130,7 +145,9 @@ async def _look(store: Store, tried: Collection[str] = ()) -> _CatalogLook:
             raise fault
     lost = None if pointer is None or pointer in {c.tag for c in known} else await _missing(store, pointer, attempts)
     if lost is not None and await catalog.readable_latest(store) != pointer:
-        return await _look(store, tried)  # `latest` has moved on, and the checkpoint that it named was removed since
+        return await _look(
+            store, tried, everything=everything
+        )  # `latest` has moved on, and the checkpoint that it named was removed since
     is_removed = lost is not None and await removed_by_hand(store, [a for a in attempts if a.tag == pointer])
     if lost is not None and is_removed:
         other.append(lost)

@@ -7,7 +7,7 @@ ones; it believes the log about the others (CATALOG-5).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -139,6 +139,14 @@ class AttemptView:
 
     @property
     def facts(self) -> AttemptFacts:
+        if self.entry is None:
+            return self._facts()
+        known: dict[str, AttemptFacts] = self.entry.__dict__  # made once for each entry: there are thousands
+        if "facts" not in known:
+            known["facts"] = self._facts()
+        return known["facts"]
+
+    def _facts(self) -> AttemptFacts:
         bulk = any(map(is_bulk, self.sizes)) or (self.entry is not None and _has_bulk(self.entry))
         order = None if self.outcome is None else self.outcome.order
         kept = () if self.entry is None else tuple(object_key(self.prefix, name) for name in self.entry.kept)
@@ -293,30 +301,39 @@ async def look_everywhere(store: Store) -> list[AttemptView]:
     return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag)]
 
 
-async def scan(store: Store, known: CatalogLog | None = None, *, newest: int | None = None) -> list[AttemptView]:
+async def scan(
+    store: Store,
+    known: CatalogLog | None = None,
+    *,
+    newest: int | None = None,
+    wanted: Callable[[CatalogEntry], bool] | None = None,
+) -> list[AttemptView]:
     """Every attempt at the root. `known`: the catalog's log as this process has read it already.
 
     Looks at the objects of tags that the log does not know or that have an undecided attempt, and of the `newest` attempts, by
-    default NEWEST_LOOKED. If the log cannot be used, it looks everywhere (CATALOG-6).
+    default NEWEST_LOOKED. If the log cannot be used, it looks everywhere (CATALOG-6). `wanted`: of the attempts that only the
+    log tells of, those for which this is true are enough.
     """
     log = CatalogLog(store) if known is None else known
     # First the log: an attempt that is announced after this look at it may have a directory already, but not the other way.
     await log.refresh()
     if not log.fault:
         try:
-            return await _scanned(store, log, NEWEST_LOOKED if newest is None else newest)
+            return await _scanned(store, log, NEWEST_LOOKED if newest is None else newest, wanted)
         except DamagedError as error:
             logger.error("%s; all directories are read", error)
     return await look_everywhere(store)
 
 
-async def _scanned(store: Store, log: CatalogLog, newest: int) -> list[AttemptView]:
-    entries, named = log.state.entries, log.state.prefixes_by_tag()
+async def _scanned(
+    store: Store, log: CatalogLog, newest: int, wanted: Callable[[CatalogEntry], bool] | None
+) -> list[AttemptView]:
+    entries, named = log.state.entries, log.state.by_tag
     there = await tags(store, named)
     looked = {tag for tag in there if tag not in named} | _undecided(entries.values())
     looked |= _newest(reversed(entries.values()), newest)  # the log has them in the order of their announcements
     told = [entries[prefix] for tag in there if tag not in looked for prefix in named[tag]]
-    found = uncollected(lambda: list(map(_as_recorded, told)))
+    found = uncollected(lambda: list(map(_as_recorded, filter(wanted, told) if wanted is not None else told)))
     for tag in there:
         if tag in looked:
             found += await attempts_of(store, tag)

@@ -40,7 +40,7 @@ async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) 
 async def _gone(store: Store, known: CatalogLog, there: Container[str]) -> list[CatalogRecord]:
     """The records that forget tags which somebody removed by hand, at most ADDED_MAX (CATALOG-7). `there`: tags at the root."""
     found: list[CatalogRecord] = []
-    for tag, prefixes in known.state.prefixes_by_tag().items():
+    for tag, prefixes in known.state.by_tag.items():
         if tag in there or not all(known.state.entries[prefix].is_decided for prefix in prefixes):
             continue
         if found and len(found) + len(prefixes) > ADDED_MAX:

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Collection, Iterable
 
 from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.indexes import decode_index
 from checkpointd.layout.keys import DELETED, OUTCOME, holder_of, holds_bytes, mark_name, mark_number, object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, Outcome, decode, encode
@@ -129,7 +130,13 @@ async def references(
     references cannot be read.
     """
     needed: set[str] = set()
-    for view in await catalog.scan(store, known):
+
+    def may_refer(entry: CatalogEntry) -> bool:
+        outcome = None if entry.removed else entry.decoded
+        return outcome is not None and any(holder in holders for holder in outcome.holders)
+
+    # What the log says of a decided attempt may be old, and is then too much: a checkpoint only ever loses its references.
+    for view in await catalog.scan(store, known, newest=0, wanted=may_refer):
         if view.prefix not in without:
             needed |= await _needed_by(store, view, holders)
     return frozenset(key for key in needed if holder_of(key) in holders)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from typing_extensions import Buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Child:
+class Child(msgspec.Struct, frozen=True, gc=False):
     """One name in a directory; `size` in bytes, 0 for a directory or a symbolic link."""
 
     name: str

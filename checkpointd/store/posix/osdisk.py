@@ -413,12 +413,12 @@ def _children(anchor: Anchor, path: str, links: bool) -> list[Child]:
     found = []
     with _opened(anchor, path, os.O_DIRECTORY) as descriptor, os.scandir(descriptor) as entries:
         for entry in entries:
-            if entry.is_symlink():
-                if links:
-                    found.append(Child(entry.name, 0, is_directory=False, is_link=True))
-                continue
-            with suppress(FileNotFoundError):  # removed since
-                directory = entry.is_dir(follow_symlinks=False)
-                size = 0 if directory else entry.stat(follow_symlinks=False).st_size
-                found.append(Child(entry.name, size, directory))
+            if entry.is_dir(follow_symlinks=False):
+                found.append(Child(entry.name, 0, is_directory=True))
+            elif not entry.is_symlink():
+                with suppress(FileNotFoundError):  # removed since
+                    size = entry.stat(follow_symlinks=False).st_size
+                    found.append(Child(entry.name, size, is_directory=False))
+            elif links:
+                found.append(Child(entry.name, 0, is_directory=False, is_link=True))
     return found

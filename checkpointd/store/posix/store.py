@@ -26,6 +26,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
+from operator import attrgetter
 from typing import TypeVar
 
 from typing_extensions import Buffer
@@ -189,12 +190,11 @@ class PosixStore(Store):
         path = self._path(prefix) if prefix else self._open().path
         async with self._root.guard("listing", prefix, reads=True):
             children = await self._root.children(path)
-        entries = [
-            Entry(c.name, c.size, c.is_directory) for c in children if is_key(f"{prefix}/{c.name}" if prefix else c.name)
-        ]
+        above = f"{prefix}/" if prefix else ""
+        entries = [Entry(c.name, c.size, c.is_directory) for c in children if is_key(above + c.name)]
         if not prefix and not await self._has_service_objects(entries):
             entries = [entry for entry in entries if entry.name != SERVICE]
-        return sorted(entries, key=lambda entry: entry.name)
+        return sorted(entries, key=attrgetter("name"))
 
     async def stat(self, key: str) -> int | None:
         path = self._path(key)

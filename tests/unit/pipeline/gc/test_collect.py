@@ -31,7 +31,7 @@ from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, record_verdict, verify
 from checkpointd.pipeline.root import catalog, epochs
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
 from checkpointd.pipeline.root.marks import condemn, references, standing_mark
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.pipeline.shard import AttemptInfo
@@ -184,6 +184,7 @@ async def test_collect_7_a_mark_put_after_the_look_removes_nothing(monkeypatch: 
     async def look(store: Store, holders: Collection[str], without: Collection[str] = (), **_: object) -> frozenset[str]:
         looks.append(await references(store, holders, without))
         if len(looks) == 1:
+            await collecting.note(store, record_of("removing", "global_step2", "00000001-0"))
             await condemn(store, "global_step2/00000001-0", "the other collector", ())
         else:
             await leave_in_doubt(store, voting=(0,), tag="global_step4", world_size=1, dedup=True, tensors=lambda _: state(4))

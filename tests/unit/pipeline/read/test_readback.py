@@ -26,9 +26,9 @@ from checkpointd.layout.manifest import Damaged, ReadBack, Verified, decode
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.read import readback
-from checkpointd.pipeline.read.readback import BackgroundReadBack, read_back, survivor
+from checkpointd.pipeline.read.readback import BackgroundReadBack, read_back, recorded, survivor
 from checkpointd.pipeline.root import candidates, catalog
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.report.verification import tasks, verified
 from checkpointd.store.base import Store
@@ -200,6 +200,24 @@ async def test_readback_3_the_newest_whole_one_stands_for_the_others() -> None:
     assert await survivor(store, checkpoints) == found  # what is recorded is not read again
     assert await survivor(store, checkpoints[:2]) == checkpoints[1]
     assert await survivor(store, []) is None
+
+
+async def test_only_checkpoints_that_were_listed_as_whole_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, looked = MemoryStore(), list[str]()
+    for step in (1, 2, 3):
+        await saved(store, step)
+    await read_back(store, await catalog.find(store, "global_step2"))
+    listed = await catalog.checkpoints(store)
+    view = catalog.view
+
+    async def noted(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
+        looked.append(tag)
+        return await view(store, tag, attempt)
+
+    monkeypatch.setattr(catalog, "view", noted)
+    found = await recorded(store, listed)
+    assert found is not None
+    assert [found.tag] == looked == ["global_step2"]
 
 
 async def test_readback_2_a_storage_that_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

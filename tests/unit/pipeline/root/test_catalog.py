@@ -8,7 +8,7 @@ from checkpointd.errors import NotFoundError
 from checkpointd.layout.keys import BALLOT, DAMAGED, DELETED, JOINT_PLAN, OUTCOME, PASSED_OVER, VERIFIED, AttemptId
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.memory import MemoryStore
-from tests.builders import save_checkpoint
+from tests.builders import leave_in_doubt, save_checkpoint
 
 TAG, ATTEMPT = "global_step1", AttemptId(1, 0)
 PREFIX = f"{TAG}/{ATTEMPT}"
@@ -66,3 +66,15 @@ async def test_mark_5_what_is_removed_while_its_records_are_read_is_not_a_checkp
     assert (await catalog.view_of_records(store, TAG, ATTEMPT)).state == "in-doubt"
     with pytest.raises(NotFoundError, match="there is no tag"):
         await catalog.find(store, TAG)
+
+
+async def test_a_scan_tells_only_what_is_wanted_of_decided_attempts_and_every_undecided_one() -> None:
+    store = MemoryStore()
+    for step in (1, 2, 3):
+        await save_checkpoint(store, tag=f"global_step{step}", step=step, epoch=step)
+    await leave_in_doubt(store, tag="global_step4", step=4, epoch=4)
+    found = await catalog.scan(store, newest=0, wanted=lambda entry: entry.tag == "global_step2")
+    assert {view.tag: (view.state, view.entry is None) for view in found} == {
+        "global_step2": ("committed", False),
+        "global_step4": ("in-doubt", True),
+    }

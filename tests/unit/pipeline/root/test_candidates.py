@@ -1,0 +1,70 @@
+"""The choice of a load: it decodes few of the catalog's outcomes, and takes the checkpoint that a look at all of them gives."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointd.layout.catalog_records import CatalogEntry
+from checkpointd.layout.keys import DELETED
+from checkpointd.layout.manifest import Deleted, encode
+from checkpointd.pipeline.root import candidates as choices
+from checkpointd.pipeline.root.candidates import candidates, listed
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.patient import Patience
+from tests.builders import save_checkpoint
+
+
+def now() -> Patience:
+    """A look without any patience."""
+    return Patience(0.0, 0.0)
+
+
+async def saves(store: Store, *save_latest: bool) -> None:
+    """A save for each of `save_latest`, as one job."""
+    for n, asks in enumerate(save_latest):
+        await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, epoch=1, world_size=1, save_latest=asks)
+
+
+async def remove(store: Store, prefix: str) -> None:
+    """Mark an attempt as removed, without a record of it."""
+    await store.put(f"{prefix}/{DELETED}", encode(Deleted(reason="the test", kept=(), user="somebody", writer=writer())))
+
+
+async def test_a_load_decodes_the_outcomes_of_the_newest_attempts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "RECENT", 3)
+    store, decode, decoded = MemoryStore(), CatalogEntry._decode, list[str]()
+
+    def noted(entry: CatalogEntry) -> object:
+        decoded.append(entry.tag)
+        return decode(entry)
+
+    await saves(store, *[True] * 9)
+    monkeypatch.setattr(CatalogEntry, "_decode", noted)
+    found = await candidates(store, now())
+    assert found.checkpoints[0].tag == "tag8"
+    assert set(decoded) == {"tag6", "tag7", "tag8"}
+    decoded.clear()
+    assert [one.tag for one in await listed(store, now())] == [f"tag{n}" for n in reversed(range(9))]
+    assert set(decoded) == {f"tag{n}" for n in range(9)}
+
+
+@given(asks=st.lists(st.booleans(), max_size=8), tried=st.integers(0, 3), removed=st.integers(0, 3), recent=st.integers(1, 4))
+async def test_it_takes_the_one_that_a_look_at_all_gives(asks: list[bool], tried: int, removed: int, recent: int) -> None:
+    store = MemoryStore()
+    await saves(store, *asks)
+    newest_first = [f"tag{n}/00000001-0" for n, one in reversed([*enumerate(asks)]) if one]
+    for prefix in newest_first[:removed]:
+        await remove(store, prefix)
+    passed = newest_first[removed : removed + tried]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "RECENT", recent)
+        found = await candidates(store, now(), passed)
+        patch.setattr(choices, "RECENT", 100)
+        everything = await candidates(store, now(), passed)
+    chosen, wanted = ([c.prefix for c in one.checkpoints if c.prefix not in passed][:1] for one in (found, everything))
+    assert chosen == wanted
+    assert [str(one.error) for one in found.passed_over] == [str(one.error) for one in everything.passed_over]
