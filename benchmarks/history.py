@@ -125,20 +125,22 @@ async def removes(root: Root, store: Store, meter: Meter) -> None:
     removing = replace(plain, retention=Retention(keep_last=len(known)))
     state = removing.writer()
     async with roots.counted(root.path, durable=False) as (quick, _):
-        for number in range(newest + 1, newest + 4):
+        for number in range(newest + 1, newest + 5):
             await replace(plain, store=quick).votes(number, float(number))
+    known_plans = plain.writer()
+    await plain.coordinate(known_plans, newest + 1, 0.0)
     with meter:
-        await plain.coordinate(plain.writer(), newest + 1, 0.0)
+        await plain.coordinate(known_plans, newest + 2, 0.0)
     less = meter.reading
-    await proved(store, newest + 1)
-    await removing.coordinate(state, newest + 2, 0.0)  # removes two: there are as many as before
-    await state.tidier.rest()
-    await roots.removed(root.path, default_tag(oldest + 1))
     await proved(store, newest + 2)
+    await removing.coordinate(state, newest + 3, 0.0)  # removes three: there are as many as before
+    await state.tidier.rest()
+    await roots.removed(root.path, default_tag(oldest + 2))
+    await proved(store, newest + 3)
     with meter:
-        await removing.coordinate(state, newest + 3, 0.0)
+        await removing.coordinate(state, newest + 4, 0.0)
         await state.tidier.rest()
-        await roots.removed(root.path, default_tag(oldest + 2))
+        await roots.removed(root.path, default_tag(oldest + 3))
     meter.reading = meter.reading.less(less)
 
 

@@ -63,6 +63,12 @@ class CountingDisk(OsDisk):
         self._has_read(len(data))
         return data
 
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+        found = await super().read_each(paths, size_max)
+        for data in found:
+            self._has_read(len(data or b""))
+        return found
+
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         size = await super().read_at(path, offset, out, past_cache=past_cache)
         self._has_read(size)

@@ -22,7 +22,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
@@ -30,10 +30,16 @@ from typing import Protocol, Self, TypeVar
 import msgspec
 from typing_extensions import Buffer
 
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
+
 T = TypeVar("T")
+K = TypeVar("K")
 
 SMALL_BYTES_MAX = 64 * 1024 * 1024
 """`get` reads a larger object only if the caller passes a larger `size_max`."""
+
+EACH = 16
+"""The number of calls at once for many objects."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -54,6 +60,28 @@ class Capabilities:
     """Whether other processes can see this store."""
     piece_bytes: int | None = None
     """The store cuts larger writes into pieces of this many bytes and pauses between them; None: it does not cut them."""
+
+
+async def each(call: Callable[[K], Awaitable[T]], given: Sequence[K], at_once: int = EACH) -> list[T]:
+    """The results of `call` for each of `given`, `at_once` of them at a time. The first error
+    cancels the others, and is raised once they have ended.
+    """
+    found: dict[int, T] = {}
+    left = iter(enumerate(given))
+
+    async def worker() -> None:
+        for place, one in left:
+            found[place] = await call(one)
+
+    workers = [asyncio.ensure_future(worker()) for _ in range(min(at_once, len(given)))]
+    try:
+        await asyncio.gather(*workers)
+    except BaseException:
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        raise
+    return [found[place] for place in range(len(given))]
 
 
 class ObjectWriter(Protocol):
@@ -123,6 +151,17 @@ class Store(Protocol):
         """The whole object. NotFoundError if there is none, DamagedError if it is larger than `size_max`."""
         ...
 
+    async def get_each(self, keys: Sequence[str], *, size_max: int = SMALL_BYTES_MAX) -> list[bytes | CheckpointdError]:
+        """Each whole object of `keys`, or the error that `get` raises for it; in few calls if the back end can."""
+
+        async def read(key: str) -> bytes | CheckpointdError:
+            try:
+                return await self.get(key, size_max=size_max)
+            except (NotFoundError, DamagedError, StoreError) as error:
+                return error
+
+        return await each(read, keys)
+
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         """Fill `out` from byte `offset`. NotFoundError if there is no object, DamagedError if it is too short."""
         ...
@@ -152,6 +191,10 @@ class Store(Protocol):
     async def delete(self, key: str, *, durable: bool = True) -> None:
         """Remove the object, durably unless `durable` is False (STORE-5)."""
         ...
+
+    async def delete_each(self, keys: Sequence[str]) -> None:
+        """Remove these objects, durably, as `delete` does; in few calls if the back end can. If one fails, others may stay."""
+        await each(self.delete, keys)
 
     async def settle(self, key: str) -> None:
         """Make the visible object `key` durable (STORE-4), for readers that act on it. NotFoundError if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from checkpointd.errors import CheckpointdError
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
 from checkpointd.store.identity import Identity, forget_synced, identity_of
 from checkpointd.store.posix.plain import PlainFiles
@@ -50,6 +51,9 @@ class PassingStore(Store):
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         return await self._store.get(key, size_max=size_max)
 
+    async def get_each(self, keys: Sequence[str], *, size_max: int = SMALL_BYTES_MAX) -> list[bytes | CheckpointdError]:
+        return await self._store.get_each(keys, size_max=size_max)
+
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         await self._store.get_range(key, offset, out)
 
@@ -64,6 +68,9 @@ class PassingStore(Store):
 
     async def delete(self, key: str, *, durable: bool = True) -> None:
         await self._store.delete(key, durable=durable)
+
+    async def delete_each(self, keys: Sequence[str]) -> None:
+        await self._store.delete_each(keys)
 
     async def identity(self, key: str) -> Identity | None:
         return await identity_of(self._store, key)

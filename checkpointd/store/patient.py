@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from checkpointd.errors import NotFoundError, UnreadableError
+from checkpointd.errors import CheckpointdError, NotFoundError, UnreadableError
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
 from checkpointd.store.passing import PassingStore
 
@@ -147,6 +147,9 @@ class PatientStore(PassingStore):
 
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         return await self._read(key, lambda: self._store.get(key, size_max=size_max))
+
+    async def get_each(self, keys: Sequence[str], *, size_max: int = SMALL_BYTES_MAX) -> list[bytes | CheckpointdError]:
+        return await Store.get_each(self, keys, size_max=size_max)
 
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         await self._read(key, lambda: self._store.get_range(key, offset, out))

@@ -162,6 +162,25 @@ class BytesContract:
                 await store.get("object", size_max=size_max)
             assert caught.value.key == "object"
 
+    @pytest.mark.parametrize("count", [0, 1, 3, 200])
+    async def test_store_6_many_objects_are_read_as_one_by_one(self, store: Store, count: int) -> None:
+        keys = [f"tag/{number % 3}/{number:05d}" for number in range(count)]
+        for number, key in enumerate(keys):
+            if number % 7 != 1:
+                await store.put(key, bytes(1 + number))
+        found = await store.get_each(keys, size_max=150)
+        for number, (key, one) in enumerate(zip(keys, found, strict=True)):
+            if number % 7 == 1:
+                assert isinstance(one, NotFoundError)
+                assert key in str(one)
+            elif number >= 150:
+                assert isinstance(one, DamagedError)
+                assert one.key == key
+            else:
+                assert one == bytes(1 + number)
+        with pytest.raises(UsageError, match="not a key"):
+            await store.get_each([*keys, "../outside"])
+
     @pytest.mark.parametrize(("offset", "size"), [(0, 1000), (0, 1), (999, 1), (500, 500), (17, 300), (0, 0), (1000, 0)])
     async def test_store_6_get_range_fills_what_it_is_given(self, store: Store, offset: int, size: int) -> None:
         body = random.Random(10).randbytes(1000)
@@ -368,6 +387,18 @@ class StoreContract(BytesContract):
         await store.delete("tag/c/d", durable=False)
         assert await store.stat("tag/c/d") is None
         assert await store.get("tag/b") == b"b"
+
+    @pytest.mark.parametrize("count", [0, 1, 3, 200])
+    async def test_store_5_many_objects_are_removed_and_no_other(self, store: Store, count: int) -> None:
+        keys = [f"tag/{number % 3}/{number:05d}" for number in range(count)]
+        for key in (*keys[1:], "tag/1/other", "other"):
+            await store.put(key, b"x")
+        await store.delete_each(keys)
+        assert [await store.stat(key) for key in keys] == [None] * count
+        assert await store.list("tag/1") == [_object("other", 1)]
+        assert await store.get("other") == b"x"
+        with pytest.raises(UsageError, match="not a key"):
+            await store.delete_each(["other", "../outside"])
 
     async def test_store_5_delete_of_nothing_succeeds(self, store: Store) -> None:
         await store.put("tag/a", b"x")

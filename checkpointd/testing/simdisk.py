@@ -148,6 +148,15 @@ class ProcessDisk:
     async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
         return await self.look(lambda: _content(_bytes_of(self._fs.file(path), past_cache), size_max))
 
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for path in paths:
+            try:
+                found.append(await self.read(path, size_max))
+            except OSError:
+                found.append(None)
+        return found
+
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self.look(lambda: _copy_out(_bytes_of(self._fs.file(path), past_cache), offset, out))
 
@@ -188,6 +197,17 @@ class ProcessDisk:
 
     async def protect(self, path: str) -> None:
         """Modes are not modelled: nobody but the store writes here."""
+
+    async def unlink_each(self, paths: Sequence[str]) -> list[str]:
+        left: list[str] = []
+        for path in paths:
+            try:
+                await self.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                left.append(path)
+        return left
 
     async def unlink(self, path: str) -> None:
         await self.effect("unlink", path, lambda: self._fs.unlink(path))

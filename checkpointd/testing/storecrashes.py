@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeAlias
 
 from checkpointd.errors import NotFoundError
@@ -231,6 +232,34 @@ def delete(view: View = ProcessDisk) -> Scenario:
     return scenario
 
 
+def delete_several(view: View = ProcessDisk) -> Scenario:
+    """STORE-5 for many objects by one call: all are gone for good once it returned, and nothing else with them."""
+    keys = [f"tag/00000001-0/{group}{number:05d}.index" for group in ("", "1/") for number in range(3)]
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = CrashWorld(view), list[bool]()
+        for key in (*keys, "tag/00000001-0/other"):
+            await world.honest(f"before {key}", partial(_put_old, key))
+
+        async def remove(store: PosixStore) -> None:
+            await store.delete_each(keys)
+            returned.append(True)
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", remove)])
+        if not struck:
+            world.disk.power_cut()
+        for key in keys:
+            assert await world.content(key) in ({None} if returned else {OLD, None})
+        assert await world.content("tag/00000001-0/other") == OLD
+        return struck
+
+    return scenario
+
+
+async def _put_old(key: str, store: PosixStore) -> None:
+    await store.put(key, OLD)
+
+
 def several_at_once(view: View = ProcessDisk) -> Scenario:
     """STORE-1 for calls of one process that share the syncs of their directories: each is durable once it returned."""
     keys = [f"tag/00000001-0/{number:05d}.index" for number in range(4)]
@@ -344,6 +373,7 @@ SCENARIOS: list[Callable[[View], Scenario]] = [
     large_object,
     settle,
     delete,
+    delete_several,
     several_at_once,
     undurable,
     put_while_emptied,

@@ -49,6 +49,15 @@ class FailingDisk:
     async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
         return await self.call("read", path, lambda: self._inner.read(path, size_max, past_cache=past_cache))
 
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for path in paths:
+            try:
+                found.append(await self.read(path, size_max))
+            except OSError:
+                found.append(None)
+        return found
+
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self.call("read_at", path, lambda: self._inner.read_at(path, offset, out, past_cache=past_cache))
 
@@ -85,6 +94,17 @@ class FailingDisk:
 
     async def status(self, path: str) -> FileStatus:
         return await self.call("status", path, lambda: self._inner.status(path))
+
+    async def unlink_each(self, paths: Sequence[str]) -> list[str]:
+        left: list[str] = []
+        for path in paths:
+            try:
+                await self.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                left.append(path)
+        return left
 
     async def unlink(self, path: str) -> None:
         await self.call("unlink", path, lambda: self._inner.unlink(path))

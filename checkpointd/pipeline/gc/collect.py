@@ -27,7 +27,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import msgspec
 
@@ -36,7 +35,6 @@ from checkpointd.commit.garbage import dead_weight, spent_records, with_spare_ob
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import (
     OUTCOME,
-    group_of,
     holder_of,
     holds_bytes,
     is_bulk,
@@ -53,13 +51,9 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.marks import condemn, references
 from checkpointd.pipeline.root.tag_directories import hide
-from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Entry, Store
 
 log = logging.getLogger("checkpointd")
-
-REMOVALS = 16
-"""The number of objects of an attempt that are removed at once."""
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,16 +175,8 @@ async def _sweep(
     """
     kept = _needed_of(facts, needed) | set(mark.kept if mark is not None else ())
     removal = _removal(facts, reason, await catalog.objects_of(store, facts.prefix), kept)
-    await _remove_objects(store, facts.prefix, removal.objects)
+    await store.delete_each([object_key(facts.prefix, name) for name in removal.objects])
     return removal
-
-
-async def _remove_objects(store: Store, prefix: str, names: Sequence[str]) -> None:
-    """Remove these objects of an attempt, durably. Each directory is synced once, when its last one of them goes."""
-    last = {group_of(name): name for name in names}
-    others = [object_key(prefix, name) for name in names if last[group_of(name)] != name]
-    await run_workers([partial(store.delete, key, durable=False) for key in others], REMOVALS)
-    await run_workers([partial(store.delete, object_key(prefix, name)) for name in last.values()], REMOVALS)
 
 
 def _needed_of(facts: AttemptFacts, needed: Collection[str]) -> set[str]:
@@ -257,7 +243,7 @@ def _may_forget(facts: AttemptFacts, known: CatalogLog) -> bool:
 async def _remove_records(store: Store, prefix: str) -> None:
     """Remove all objects of an attempt: first those that say nothing of it by themselves, then the outcome, then the marks."""
     names = [entry.name for entry in await catalog.objects_of(store, prefix)]
-    await _remove_objects(store, prefix, [name for name in names if _last_of_all(name) == (0, 0)])
+    await store.delete_each([object_key(prefix, name) for name in names if _last_of_all(name) == (0, 0)])
     for name in sorted(names, key=_last_of_all):
         if _last_of_all(name) > (0, 0):
             await store.delete(object_key(prefix, name))

@@ -75,6 +75,10 @@ class Disk(Protocol):
         """The content; OSError EFBIG if it is longer than `size_max`. `past_cache`: read from the disk itself, if possible."""
         ...
 
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+        """The content of each file; None for one that this call could not read, of which `read` says why."""
+        ...
+
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         """Fill `out` from `offset`. Returns the bytes read, fewer only at the end of the file. `past_cache`: as for `read`."""
         ...
@@ -123,6 +127,12 @@ class Disk(Protocol):
         ...
 
     async def unlink(self, path: str) -> None: ...
+
+    async def unlink_each(self, paths: Sequence[str]) -> list[str]:
+        """Unlink these files. Returns those that this call could not unlink, of which `unlink` says why; a missing one is none
+        of them.
+        """
+        ...
 
     async def status(self, path: str) -> FileStatus:
         """The status of `path`; of a symbolic link, the link's own."""

@@ -68,6 +68,9 @@ class OsDisk:
             raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
         return content
 
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+        return await self._small.run(_read_each, self._anchor, paths, size_max)
+
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self._bulk.run(_read_at_past_cache if past_cache else _read_at, self._anchor, path, offset, out)
 
@@ -103,6 +106,9 @@ class OsDisk:
 
     async def unlink(self, path: str) -> None:
         await self._small.run(_unlink, self._anchor, path)
+
+    async def unlink_each(self, paths: Sequence[str]) -> list[str]:
+        return await self._small.run(_unlink_each, self._anchor, paths)
 
     async def status(self, path: str) -> FileStatus:
         found = await self._small.run(_stat, self._anchor, path)
@@ -228,6 +234,18 @@ def _unlink(anchor: Anchor, path: str) -> None:
         os.unlink(place.name, dir_fd=place.directory)
 
 
+def _unlink_each(anchor: Anchor, paths: Sequence[str]) -> list[str]:
+    left = []
+    for path in paths:
+        try:
+            _unlink(anchor, path)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            left.append(path)
+    return left
+
+
 def _rename(anchor: Anchor, source: str, target: str) -> None:
     with _both(anchor, source, target) as (old, new):
         os.rename(old.name, new.name, src_dir_fd=old.directory, dst_dir_fd=new.directory)
@@ -298,6 +316,17 @@ def _read(anchor: Anchor, path: str, size_max: int) -> bytes | None:
     with _opened(anchor, path) as descriptor, open(descriptor, "rb", closefd=False) as file:
         size = os.fstat(descriptor).st_size
         return file.read(size + 1) if size <= size_max else None
+
+
+def _read_each(anchor: Anchor, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    for path in paths:
+        try:
+            content = _read(anchor, path, size_max)
+        except OSError:
+            content = None
+        found.append(content if content is None or len(content) <= size_max else None)
+    return found
 
 
 def _read_past_cache(anchor: Anchor, path: str, size_max: int) -> bytes | None:

@@ -22,6 +22,9 @@ class ReadOnlyDisk:
     async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
         return await self._disk.read(path, size_max, past_cache=past_cache)
 
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+        return await self._disk.read_each(paths, size_max)
+
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
         return await self._disk.read_at(path, offset, out, past_cache=past_cache)
 
@@ -41,4 +44,4 @@ class ReadOnlyDisk:
         raise OSError(errno.EBADF, "this store was opened to be read, not to be written to")
 
     create = sync_file = sync_directory = make_directory = remove_directory = _refused
-    link = rename = exchange = clone = protect = unlink = locked = _refused
+    link = rename = exchange = clone = protect = unlink = unlink_each = locked = _refused

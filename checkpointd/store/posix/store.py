@@ -31,9 +31,9 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
-from checkpointd.errors import ClosedError, DamagedError, LinkError, StoreError
+from checkpointd.errors import CheckpointdError, ClosedError, DamagedError, LinkError, StoreError
 from checkpointd.store import writers
-from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
+from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store, each
 from checkpointd.store.identity import Identity
 from checkpointd.store.names import SERVICE, TEMPORARY, check_key, is_key
 from checkpointd.store.posix.disk import Disk, WritableFile
@@ -46,6 +46,10 @@ from checkpointd.store.posix.users import User
 T = TypeVar("T")
 
 _RACES_MAX = 100
+BATCH = 64
+"""The number of small files that one call to a thread reads or removes."""
+CALLS = 4
+"""The number of these calls at once."""
 _SWEEP_S = 5.0
 """How long a sweep of directories may take, with the wait for the lock."""
 
@@ -156,6 +160,21 @@ class PosixStore(Store):
                     raise
                 raise DamagedError(f"{key!r} in {self.url} is larger than the {size_max} bytes allowed", key=key) from error
 
+    async def get_each(self, keys: Sequence[str], *, size_max: int = SMALL_BYTES_MAX) -> list[bytes | CheckpointdError]:
+        if self._past_cache:
+            return await super().get_each(keys, size_max=size_max)
+
+        async def read(some: Sequence[str]) -> list[bytes | None]:
+            paths = [self._path(key) for key in some]
+            async with self._root.guard("reading", some[0], reads=True):
+                return await self._disk.read_each(paths, size_max)
+
+        found = [one for some in await each(read, _batches(keys), CALLS) for one in some]
+        missed = iter(
+            await super().get_each([key for key, one in zip(keys, found, strict=True) if one is None], size_max=size_max)
+        )
+        return [next(missed) if one is None else one for one in found]
+
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         path = self._path(key)
         async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
@@ -228,6 +247,17 @@ class PosixStore(Store):
                 return
             await self._root.directories.prune(path)
 
+    async def delete_each(self, keys: Sequence[str]) -> None:
+        async def unlink(some: Sequence[str]) -> list[str]:
+            keys_of = {self._path(key): key for key in some}
+            async with self._root.guard("deleting", some[0]):
+                return [keys_of[path] for path in await self._disk.unlink_each([*keys_of])]
+
+        left = [key for some in await each(unlink, _batches(keys), CALLS) for key in some]
+        await super().delete_each(left)
+        # Another call for one of each directory, which is gone, makes the directory durable.
+        await super().delete_each([*{key.rpartition("/")[0]: key for key in keys}.values()])
+
     async def settle(self, key: str) -> None:
         path = self._path(key)
         async with self._root.guard("syncing", key, reads=True), self._root.must_exist(key):
@@ -284,6 +314,12 @@ class PosixStore(Store):
     async def _has_service_objects(self, entries: Sequence[Entry]) -> bool:
         """Whether `.checkpointd` contains objects beside the store's own files."""
         return any(entry.name == SERVICE for entry in entries) and bool(await self.list(SERVICE))
+
+
+def _batches(keys: Sequence[str]) -> list[Sequence[str]]:
+    """`keys` in parts for one call each: few parts, but some for each thread."""
+    size = min(BATCH, -(-len(keys) // CALLS)) or 1
+    return [keys[first : first + size] for first in range(0, len(keys), size)]
 
 
 class PosixWriter:
