@@ -149,7 +149,7 @@ MUTATIONS = {
     "the newest epoch's record removed": Mutation(newest_epoch_removed, ("epochs-grow",), many_starts),
     "a tombstone dropped while its writers are at work": Mutation(tombstone_dropped, (*LATE, *LOST)),
     "the outcome before the votes": Mutation(outcome_goes_first, ("one-outcome",)),
-    "a writer that comes too late": Mutation(late_writer_votes, LATE, replaced_writers),
+    "a writer that comes too late": Mutation(late_writer_votes, (*LATE, "catalog-tells"), replaced_writers),
     "a checkpoint forgotten": Mutation(commits_forgotten, ("one-outcome", "latest-whole", "nothing-lost", "latest-forward")),
 }
 
