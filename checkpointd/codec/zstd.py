@@ -1,8 +1,9 @@
 """One zstd frame <-> bytes of a known size, in bounded memory.
 
-Compressor objects are not thread-safe and take only microseconds to make, so each call makes its own. Two bindings of one
-library are in use, because each lacks something. `zstandard` decompresses into memory of exactly the content's size. Only
-Python's own binding (`backports.zstd` before Python 3.14) sets the parameter that `huffman` needs.
+Compressor objects are not thread-safe and take only microseconds to make, so each call makes its own. To make a decompressor
+takes longer than to decompress a small frame, so one is used again, by one thread at a time. Two bindings of one library are in
+use, because each lacks something. `zstandard` decompresses into memory of exactly the content's size. Only Python's own binding
+(`backports.zstd` before Python 3.14) sets the parameter that `huffman` needs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ The small window and tables keep a compressor's memory in the processor's cache.
 WINDOW_MAX = 8 << 20
 """The largest window in bytes that a reader must accept. This reader accepts no larger one (RFC 8878 recommends the same)."""
 
+_SPARE: list[zstandard.ZstdDecompressor] = []
+"""The decompressors that no thread uses now."""
+
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -71,12 +75,17 @@ def decompress(frame: Bytes, raw_size: int) -> Bytes:
             raise CodecError(f"{frame.size} bytes are stored where there should be none")
         return frame
     _check_header(frame, raw_size)
-    decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_MAX)
+    try:
+        decompressor = _SPARE.pop()
+    except IndexError:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_MAX)
     try:
         # Gives exactly the content size that the header declares, or raises.
         content = decompressor.decompress(frame.data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(f"the zstd frame is damaged: {error}") from error
+    finally:
+        _SPARE.append(decompressor)
     return np.frombuffer(content, dtype=np.uint8)
 
 

@@ -14,14 +14,14 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import islice
 
 from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
-from checkpointd.errors import DamagedError, NotFoundError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.ballot import encode_ballot
-from checkpointd.layout.indexes import Index
+from checkpointd.layout.indexes import Index, Plan
 from checkpointd.layout.joint_plan import StoredJointPlan, joint_plan, joint_plan_ref
 from checkpointd.layout.keys import (
     BALLOT,
@@ -44,9 +44,9 @@ from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import put_for_commit
 from checkpointd.pipeline.root.identity import writer
-from checkpointd.pipeline.root.plans import read_plan
+from checkpointd.pipeline.root.plans import read_plans
 from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.pipeline.workers import aside, run_workers
+from checkpointd.pipeline.workers import aside, uncollected
 from checkpointd.store.base import Entry, Store
 
 RECOVERY = -1
@@ -59,7 +59,9 @@ SAME_STATE_REMEDY = "pass the same objects to save() on every rank"
 KNOWN_MAX = 2
 """The number of combinations of plans that are remembered: two attempts may be decided at once."""
 READS = 16
-"""The number of votes or plans read at once, since thousands of reads from a distant store would take long one by one."""
+"""The number of indexes read at once, since thousands of reads from a distant store would take long one by one."""
+PLANS_AT_ONCE = 64
+"""The number of plans that are in memory at once."""
 
 
 @dataclass(slots=True)
@@ -85,14 +87,21 @@ class Ballot:
     async def gather(self, entries: list[Entry]) -> None:
         """Read the votes among `entries` that were not read before."""
         ranks = {rank for entry in entries if (rank := vote_rank(entry.name)) is not None} - self.votes.keys()
-        await run_workers([partial(self._read, rank) for rank in sorted(ranks)], READS)
+        key_of = {rank: object_key(self.prefix, vote_name(rank)) for rank in sorted(ranks)}
+        found = await self.store.get_each([*key_of.values()], size_max=VOTE_BYTES_MAX)
 
-    async def _read(self, rank: int) -> None:
-        key = object_key(self.prefix, vote_name(rank))
+        def take() -> None:
+            for (rank, key), data in zip(key_of.items(), found, strict=True):
+                self._take(rank, key, data)
+
+        uncollected(take)
+
+    def _take(self, rank: int, key: str, data: bytes | CheckpointdError) -> None:
         try:
-            data = await self.store.get(key, size_max=VOTE_BYTES_MAX)
-            vote = decode(data, Vote, key)
-            self.data[rank], self.votes[rank] = data, vote
+            if isinstance(data, CheckpointdError):
+                raise data
+            self.votes[rank] = decode(data, Vote, key)
+            self.data[rank] = data
         except DamagedError:
             self.votes[rank] = None
 
@@ -135,8 +144,9 @@ class PlanCheck:
         known = self._known.get(digests)
         if known is None:
             found = dict(self._listings)
+            unknown = {name: vote for vote in cast.values() if (name := vote.plan or "") not in found}
             try:
-                await run_workers([partial(self._take, vote, found) for vote in cast.values()], READS)
+                await self._number(unknown, found)
             except (NotFoundError, DamagedError) as error:
                 return unshared(str(error))
             listings = {rank: found[vote.plan or ""] for rank, vote in cast.items()}
@@ -154,12 +164,19 @@ class PlanCheck:
         known = self._known.get(_digests(votes))
         return b"" if known is None else known.joint_plan(votes)
 
-    async def _take(self, vote: Vote, found: dict[str, NumberedPlan]) -> None:
-        name = vote.plan or ""
-        if name not in found:
-            plan = await read_plan(self.store, vote)
+    async def _number(self, unknown: Mapping[str, Vote], found: dict[str, NumberedPlan]) -> None:
+        """Add the plans that the votes `unknown` name to `found`, a few at a time, since a plan in memory is large."""
+        left = iter(unknown.items())
+        while some := dict(islice(left, PLANS_AT_ONCE)):
+            plans = await read_plans(self.store, [*some.values()])
             async with self._naming:
-                found[name] = await aside(len(plan.tensors), NumberedPlan.of, plan, self._names)
+                tensors = sum(len(plan.tensors) for plan in plans)
+                numbered = await aside(tensors, _numbered, plans, self._names)
+            found.update(zip(some, numbered, strict=True))
+
+
+def _numbered(plans: Iterable[Plan], names: TensorNumbers) -> list[NumberedPlan]:
+    return [NumberedPlan.of(plan, names) for plan in plans]
 
 
 def _digests(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +27,7 @@ from checkpointd.layout.indexes import Plan
 from checkpointd.layout.keys import PLANS, AttemptId, epoch_of, plan_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Header, Vote, check_header, digest
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardTensor
-from checkpointd.pipeline.workers import aside, run_workers
+from checkpointd.pipeline.workers import aside, run_workers, uncollected
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -68,8 +68,20 @@ async def read_plan(store: Store, vote: Vote) -> Plan:
     """The plan that `vote` names. Raises FormatError if it names none, DamagedError if the bytes have another digest or belong
     to another rank.
     """
-    key = key_named_by(vote)
-    data = await store.get(key, size_max=LISTING_BYTES_MAX)
+    [plan] = await read_plans(store, [vote])
+    return plan
+
+
+async def read_plans(store: Store, votes: Sequence[Vote]) -> list[Plan]:
+    """The plans that `votes` name, as `read_plan`."""
+    keys = [key_named_by(vote) for vote in votes]
+    found = await store.get_each(keys, size_max=LISTING_BYTES_MAX)
+    return uncollected(lambda: [_plan_of(vote, key, data) for vote, key, data in zip(votes, keys, found, strict=True)])
+
+
+def _plan_of(vote: Vote, key: str, data: bytes | CheckpointdError) -> Plan:
+    if isinstance(data, CheckpointdError):
+        raise data
     if digest(data) != vote.plan:
         raise DamagedError(f"{key} is damaged: its digest is {digest(data)}", key=key)
     plan = decode_plan(data, key)

@@ -16,7 +16,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import groupby, islice
 
 from checkpointd.store.posix.anchor import Anchor, AnchoredName, LinkMet
 from checkpointd.store.posix.disk import Child, FileStatus, Lock, WritableFile
@@ -235,15 +235,29 @@ def _unlink(anchor: Anchor, path: str) -> None:
 
 
 def _unlink_each(anchor: Anchor, paths: Sequence[str]) -> list[str]:
-    left = []
-    for path in paths:
+    """The path of each directory is resolved once, for the files that follow one another there."""
+    left: list[str] = []
+    for _, some in groupby(paths, os.path.dirname):
+        of_directory = [*some]
         try:
-            _unlink(anchor, path)
+            with anchor.at(of_directory[0]) as place:
+                left += [path for path in of_directory if not _unlinked_beside(place, path)]
         except FileNotFoundError:
             continue
         except OSError:
-            left.append(path)
+            left += of_directory
     return left
+
+
+def _unlinked_beside(place: AnchoredName, path: str) -> bool:
+    """Whether the file `path`, in the directory of `place`, is gone now."""
+    try:
+        os.unlink(os.path.basename(path), dir_fd=place.directory)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _rename(anchor: Anchor, source: str, target: str) -> None:
@@ -313,20 +327,44 @@ def _read(anchor: Anchor, path: str, size_max: int) -> bytes | None:
 
     One call on one thread, so that a cancelled caller leaves no file open.
     """
-    with _opened(anchor, path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        size = os.fstat(descriptor).st_size
-        return file.read(size + 1) if size <= size_max else None
+    with _opened(anchor, path) as descriptor:
+        return _content(descriptor, size_max)
+
+
+def _content(descriptor: int, size_max: int) -> bytes | None:
+    status = os.fstat(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    size = status.st_size
+    if size > size_max:
+        return None
+    data = os.read(descriptor, size + 1)
+    while len(data) <= size and (more := os.read(descriptor, size + 1 - len(data))):
+        data += more
+    return data
 
 
 def _read_each(anchor: Anchor, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+    """The path of each directory is resolved once, for the files that follow one another there."""
     found: list[bytes | None] = []
-    for path in paths:
+    for _, some in groupby(paths, os.path.dirname):
+        of_directory = [*some]
         try:
-            content = _read(anchor, path, size_max)
+            with anchor.at(of_directory[0]) as place:
+                found += [_read_beside(place, path, size_max) for path in of_directory]
         except OSError:
-            content = None
-        found.append(content if content is None or len(content) <= size_max else None)
+            found += [None] * len(of_directory)
     return found
+
+
+def _read_beside(place: AnchoredName, path: str, size_max: int) -> bytes | None:
+    """The file `path` in the directory of `place`; None if it cannot be read, or is longer than `size_max`."""
+    try:
+        with _opened_at(place, os.path.basename(path)) as descriptor:
+            content = _content(descriptor, size_max)
+    except OSError:
+        return None
+    return content if content is not None and len(content) <= size_max else None
 
 
 def _read_past_cache(anchor: Anchor, path: str, size_max: int) -> bytes | None:
@@ -379,13 +417,21 @@ def _fill_direct(descriptor: int, offset: int, part: memoryview) -> int:
 
 @contextmanager
 def _opened(anchor: Anchor, path: str, flags: int = 0) -> Iterator[int]:
-    """A descriptor to read a file or directory. O_NONBLOCK: to open a FIFO without a writer would block the thread for ever."""
-    with anchor.at(path) as place:
-        descriptor = os.open(place.name, flags | place.flags | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=place.directory)
+    """A descriptor to read a file or directory."""
+    with anchor.at(path) as place, _opened_at(place, place.name, flags) as descriptor:
+        yield descriptor
+
+
+@contextmanager
+def _opened_at(place: AnchoredName, name: str, flags: int = 0) -> Iterator[int]:
+    """The same for `name` in the directory of `place`. O_NONBLOCK: to open a FIFO without a writer would block the thread for
+    ever.
+    """
+    descriptor = os.open(name, flags | place.flags | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=place.directory)
     try:
         mode = os.fstat(descriptor).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise OSError(errno.EINVAL, "it is neither a file nor a directory, but a pipe or a device: remove it", path)
+            raise OSError(errno.EINVAL, "it is neither a file nor a directory, but a pipe or a device: remove it", name)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -431,7 +431,10 @@ def test_tidy_1_those_who_ask_while_a_removal_runs_share_the_next_one() -> None:
             await tidier.tidy(info)
 
         async with asyncio.TaskGroup() as asking:
-            for _ in range(20):
+            asking.create_task(ask())
+            while not disk.looks[".checkpointd/epochs"]:
+                await asyncio.sleep(0)
+            for _ in range(19):
                 asking.create_task(ask())
             while asked < 20:
                 await asyncio.sleep(0)

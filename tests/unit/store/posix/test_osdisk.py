@@ -216,3 +216,21 @@ async def test_a_pipe_in_place_of_a_file_is_an_error_and_keeps_no_thread_waiting
 async def test_a_directory_in_place_of_a_file_is_named_as_one(disk: OsDisk, tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         await disk.read(str(tmp_path), 10)
+
+
+async def test_many_files_by_one_call_and_what_is_no_file_is_left_out(disk: OsDisk, tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "file").write_bytes(b"12345")
+    (tmp_path / "file").write_bytes(b"123")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "linked").symlink_to("below")
+    os.mkfifo(tmp_path / "pipe")
+    names = ["below/file", "file", "below", "link", "linked/file", "pipe", "missing", "missing/too", "file/below"]
+    paths = [str(tmp_path / name) for name in names]
+    assert await disk.read_each(paths, 4) == [None, b"123", *[None] * 7]
+    assert await disk.read_each(paths, 5) == [b"12345", b"123", *[None] * 7]
+    left = await disk.unlink_each([path for path in paths if not path.endswith("file") or "linked" in path])
+    assert [os.path.relpath(path, tmp_path) for path in left] == ["below", "linked/file", "file/below"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["below", "file", "linked"]
+    assert await disk.unlink_each(paths[:2]) == []
+    assert [entry.name for entry in (tmp_path / "below").iterdir()] == []
