@@ -44,10 +44,17 @@ def whole(shape: Sequence[int]) -> Box:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes of one tensor, or None if they share no element."""
-    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
-    ends = (min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
-    sizes = tuple(e - o for o, e in zip(offsets, ends, strict=True))
-    return Box(offsets, sizes) if all(s > 0 for s in sizes) else None
+    offsets: list[int] = []
+    sizes: list[int] = []
+    # A loop without generators, since a load of many tensors spends most of its planning here.
+    for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        offset, end_a, end_b = x if x > y else y, x + m, y + n
+        size = (end_a if end_a < end_b else end_b) - offset
+        if size <= 0:
+            return None
+        offsets.append(offset)
+        sizes.append(size)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:

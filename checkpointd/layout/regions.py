@@ -68,9 +68,11 @@ def span(box: Box, wanted: Box) -> range:
     shared = intersect(box, wanted)
     if shared is None:
         return range(0)
-    first = [s - o for s, o in zip(shared.offsets, box.offsets, strict=True)]
-    last = [f + n - 1 for f, n in zip(first, shared.sizes, strict=True)]
-    return range(_position(first, box.sizes), _position(last, box.sizes) + 1)
+    first = last = 0
+    for place, count, offset, size in zip(shared.offsets, shared.sizes, box.offsets, box.sizes, strict=True):
+        first = first * size + place - offset
+        last = last * size + place - offset + count - 1
+    return range(first, last + 1)
 
 
 def relative(boxes: Sequence[Box], frame: Box) -> list[Box]:
@@ -81,11 +83,3 @@ def relative(boxes: Sequence[Box], frame: Box) -> list[Box]:
 
 def _shifted(box: Box, by: Sequence[int]) -> Box:
     return Box(tuple(o + d for o, d in zip(box.offsets, by, strict=True)), box.sizes)
-
-
-def _position(place: Sequence[int], sizes: Sequence[int]) -> int:
-    """The row-major number of the element at `place` of an array of `sizes`."""
-    at = 0
-    for index, size in zip(place, sizes, strict=True):
-        at = at * size + index
-    return at
