@@ -31,6 +31,7 @@ import msgspec
 from typing_extensions import Buffer
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.store.to_the_end import to_the_end
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -175,7 +176,7 @@ class Store(Protocol):
         for part in parts:
             await self.get_range(key, offset, part)
             offset += part.nbytes
-        return await asyncio.get_running_loop().run_in_executor(None, then)
+        return await to_the_end(asyncio.get_running_loop().run_in_executor(None, then))
 
     async def list(self, prefix: str) -> list[Entry]:
         """The children of `prefix` (`""` for the root), sorted by name; empty if there are none.

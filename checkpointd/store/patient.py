@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, NoReturn, Self, TypeVar
 
 from checkpointd.errors import CheckpointdError, NotFoundError, UnreadableError
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
@@ -155,7 +156,14 @@ class PatientStore(PassingStore):
         await self._read(key, lambda: self._store.get_range(key, offset, out))
 
     async def get_parts(self, key: str, offset: int, parts: Sequence[memoryview], then: Callable[[], T]) -> T:
-        return await self._read(key, lambda: self._store.get_parts(key, offset, parts, then))
+        def kept() -> Callable[[], T]:
+            try:
+                result = then()
+            except Exception as error:
+                return partial(_raised, error)  # its errors are its own, so no further look follows
+            return lambda: result
+
+        return (await self._read(key, lambda: self._store.get_parts(key, offset, parts, kept)))()
 
     async def settle(self, key: str) -> None:
         await self._read(key, lambda: self._store.settle(key))
@@ -202,6 +210,10 @@ class PatientStore(PassingStore):
     async def _is_listed(self, key: str) -> bool:
         prefix, _, name = key.rpartition("/")
         return any(entry.name == name and not entry.is_prefix for entry in await self._store.list(prefix))
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error
 
 
 def _now() -> float:

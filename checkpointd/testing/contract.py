@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import mmap
 import random
+import threading
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
 import pytest
 
-from checkpointd.errors import ClosedError, DamagedError, NotFoundError, StoreError, UsageError
+from checkpointd.errors import ClosedError, DamagedError, NotFoundError, StoreError, UnreadableError, UsageError
 from checkpointd.store.base import Entry, Store
 
 MIB = 1024 * 1024
@@ -221,15 +222,39 @@ class BytesContract:
         with pytest.raises(NotFoundError):
             await store.get_parts("other", 0, parts, lambda: pytest.fail("there is nothing"))
 
-    async def test_an_error_of_what_follows_a_read_is_not_one_of_the_storage(self, store: Store) -> None:
+    @pytest.mark.parametrize("error", [OSError(28, "no space"), UnreadableError("no space"), NotFoundError("no space")])
+    async def test_an_error_of_what_follows_a_read_is_not_one_of_the_storage(self, store: Store, error: Exception) -> None:
         await store.put("object", bytes(10))
+        calls = 0
 
         def full() -> None:
-            raise OSError(28, "No space left on device")
+            nonlocal calls
+            calls += 1
+            raise error
 
-        with pytest.raises(OSError, match="No space") as caught:
+        with pytest.raises(type(error), match="no space") as caught:
             await store.get_parts("object", 0, [memoryview(bytearray(10))], full)
-        assert not isinstance(caught.value, StoreError)
+        assert caught.value is error
+        assert calls == 1
+
+    async def test_a_read_that_is_cancelled_ends_after_what_follows_it(self, store: Store) -> None:
+        await store.put("object", bytes(10))
+        begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+        def slow() -> None:
+            begun.set()
+            go_on.wait()
+            ended.set()
+
+        call = asyncio.ensure_future(store.get_parts("object", 0, [memoryview(bytearray(10))], slow))
+        await asyncio.get_running_loop().run_in_executor(None, begun.wait)
+        call.cancel()
+        await asyncio.sleep(0)
+        assert not call.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert ended.is_set()
 
 
 def _cut(body: bytes, rng: random.Random, parts: int) -> list[tuple[int, bytes]]:

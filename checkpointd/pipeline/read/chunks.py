@@ -182,7 +182,7 @@ class _GroupReader:
         try:
             found = await self.store.get_parts(group.key, group.start, parts, partial(_deliver, group, buffer, bases))
         except (NotFoundError, DamagedError) as error:
-            return [_lost(group, error)]
+            return _lost(group, error)
         self.on_bytes(group.size)
         return lost + found
 
@@ -231,10 +231,10 @@ def _in_place(wanted: Sequence[ChunkRead]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError:
-    first = group.wanted[0]
-    fqn, rank = first.entry.fqn, first.rank
-    return DamagedError(f"{error} (rank {rank}, {fqn})", key=group.key, fqn=fqn, rank=rank)
+def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> list[DamagedError]:
+    """The damage of all tensors of `group`: the read may have filled the places of some before it failed."""
+    tensors = dict.fromkeys((item.rank, item.entry.fqn) for item in group.wanted)
+    return [DamagedError(f"{error} (rank {rank}, {fqn})", key=group.key, fqn=fqn, rank=rank) for rank, fqn in tensors]
 
 
 def _deliver(group: ReadGroup, buffer: Bytes, bases: Mapping[int, Bytes]) -> list[DamagedError]:

@@ -198,7 +198,7 @@ class PosixStore(Store):
         async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
             count = await self._disk.read_parts(path, offset, parts, follow)
         self._check_size(key, offset, count, wanted)
-        return result.result()
+        return result.result(timeout=0)
 
     def _check_size(self, key: str, offset: int, count: int, wanted: int) -> None:
         if count < wanted:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,8 +29,9 @@ from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import CARRIERS, BoxMemory, BoxRequest, BoxSink
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix.store import PosixStore
 from tests.box_strategies import Shape, shapes, tilings_of
-from tests.builders import Piece, rank_arrays, save_checkpoint
+from tests.builders import Piece, objects, rank_arrays, save_checkpoint
 from tests.small_chunk_views import small_chunk_view
 
 CONFIG = LoadConfig(block_bytes=8192)
@@ -322,6 +325,22 @@ async def test_an_object_that_is_gone_is_damage() -> None:
     await store.delete(gone)
     [damage] = await read_boxes(store, world, [BoxRequest("t", whole((8,)), None)], CONFIG)
     assert (damage.key, damage.fqn, damage.rank) == (gone, "t", 0)
+
+
+async def test_read_1_every_tensor_that_a_failed_read_may_have_touched_is_among_the_damage(tmp_path: Path) -> None:
+    """Large chunks are read straight into their places, so an object that is too short has filled some of them."""
+    tensors = {fqn: np.full((20 << 10,), number + 1, np.uint8) for number, fqn in enumerate("abc")}
+    async with PosixStore(tmp_path) as store:
+        await save_checkpoint(store, world_size=1, tensors=lambda _: tensors, chunk_bytes=32 << 10)
+        view = await read_view(store, await catalog.find(store, "global_step1"), LoadConfig())
+        [path] = objects(tmp_path, ".chunks")
+        os.truncate(path, path.stat().st_size - 1)
+        filled = {fqn: np.zeros((20 << 10,), np.uint8) for fqn in tensors}
+        wants = [BoxRequest(fqn, (box := whole(data.shape)), BoxMemory(box, data), rank=0) for fqn, data in filled.items()]
+        damage = await read_boxes(store, view, wants, LoadConfig())
+    touched = {fqn for fqn, data in filled.items() if data.any()}
+    assert len(touched) > 1
+    assert {one.fqn for one in damage} == set("abc") >= touched
 
 
 async def test_an_index_that_is_damaged_is_named_with_its_rank() -> None:

@@ -87,6 +87,35 @@ async def test_a_sync_that_fails_fails_for_all_that_share_it_and_the_next_one_is
     assert not await store.put_if_absent(KEYS[0], b"")
 
 
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ENOENT])
+async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root: Path, reason: int) -> None:
+    """The kernel tells an error once, so a later sync can succeed although the names are lost. A directory that has gone away
+    tells nothing about the one that is there now.
+    """
+
+    class FailsOnce(Gated):
+        async def sync_directory(self, path: str) -> None:
+            is_first = not self.names
+            await super().sync_directory(path)
+            if is_first and self.names:
+                raise OSError(reason, os.strerror(reason))
+
+    disk = FailsOnce(root)
+    store = PosixStore(root, disk)
+    calls = [asyncio.create_task(store.put_if_absent(KEYS[0], b""))]
+    await begun(disk, 1)
+    calls += [asyncio.create_task(store.put_if_absent(key, b"")) for key in KEYS[1:3]]
+    await linked(root, 3)
+    await asyncio.sleep(0.05)
+    disk.gate.set()
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    if reason == errno.EIO:
+        assert [type(error) for error in found] == [StoreError] * 3
+    else:
+        assert found[1:] == [True] * 2
+    assert await store.put_if_absent(KEYS[3], b"")
+
+
 async def test_a_cancelled_call_takes_no_sync_from_the_others(root: Path) -> None:
     disk = Gated(root)
     store = PosixStore(root, disk)
