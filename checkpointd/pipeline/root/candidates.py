@@ -2,8 +2,8 @@
 
 Invariants
   CANDIDATE-1  A damaged checkpoint that may be newer than the candidate is always reported. So is a checkpoint that is gone
-      while `latest` still names it, unless a mark says that somebody removed it on purpose. If a symbolic link lies at its tag,
-      LinkError is raised, since the link may lead to the checkpoint.
+      while `latest` still names it, unless a mark says that somebody removed it on purpose, or it has a mark and a newer one is
+      there. If a symbolic link lies at its tag, LinkError is raised, since the link may lead to the checkpoint.
   CANDIDATE-2  A checkpoint that may be newer is not passed over because it cannot be read now, or because one look did not find
       it. Further looks follow, and UnreadableError is raised if it still cannot be read.
 """
@@ -49,7 +49,7 @@ class Candidates:
     if there is a newer one that the load has not tried.
 
     `known`: the same with those that did not ask. `passed_over`: damaged attempts that may be newer than all of them. `other`:
-    damage of older ones, and a `latest` that names a checkpoint which somebody removed on purpose.
+    damage of older ones, and a `latest` that names a checkpoint which was removed, on purpose or because of a newer one.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -148,13 +148,25 @@ async def _look(store: Store, tried: Collection[str] = (), *, everything: bool =
         return await _look(
             store, tried, everything=everything
         )  # `latest` has moved on, and the checkpoint that it named was removed since
-    is_removed = lost is not None and await removed_by_hand(store, [a for a in attempts if a.tag == pointer])
+    named = [attempt for attempt in attempts if attempt.tag == pointer]
+    is_removed = lost is not None and (_is_replaced(named, found) or await removed_by_hand(store, named))
     if lost is not None and is_removed:
         other.append(lost)
     elif lost is not None:
         over.append(Passed(lost, None))
     there = Candidates(found, tuple(known), tuple(over), tuple(other))
     return _CatalogLook(there, str(lost or ""), None if is_removed else lost)
+
+
+def _is_replaced(named: Sequence[AttemptView], newest_first: Sequence[Checkpoint]) -> bool:
+    """Whether the checkpoint that `latest` names, one of `named`, was removed and a newer one is there.
+
+    A collector may have read `latest` before a commit moved it there, and the next commit, which is newer, has not moved it on.
+    """
+    last = max(named, key=lambda view: view.attempt, default=None)
+    if last is None or last.state != "deleted" or last.outcome is None or not newest_first:
+        return False
+    return last.outcome.order < newest_first[0].outcome.order
 
 
 async def _order_at_most(store: Store, attempt: AttemptView) -> Order:

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.layout.catalog_records import CatalogEntry
-from checkpointd.layout.keys import DELETED
+from checkpointd.layout.keys import DELETED, LATEST
 from checkpointd.layout.manifest import Deleted, encode
 from checkpointd.pipeline.root import candidates as choices
-from checkpointd.pipeline.root.candidates import candidates, listed
+from checkpointd.pipeline.root.candidates import candidates, listed, lost_newest
+from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
@@ -68,3 +69,19 @@ async def test_it_takes_the_one_that_a_look_at_all_gives(asks: list[bool], tried
     chosen, wanted = ([c.prefix for c in one.checkpoints if c.prefix not in passed][:1] for one in (found, everything))
     assert chosen == wanted
     assert [str(one.error) for one in found.passed_over] == [str(one.error) for one in everything.passed_over]
+
+
+@pytest.mark.parametrize("removed", [1, 2])
+async def test_candidate_1_a_removed_checkpoint_that_latest_names_is_a_loss_only_if_none_is_newer(removed: int) -> None:
+    """A collector reads `latest` before a commit moves it, and the job ends before the next commit moves it on."""
+    store = MemoryStore()
+    await saves(store, True, True, True)
+    await store.put(LATEST, f"tag{removed}".encode())
+    await note(store, record_of("removing", f"tag{removed}", "00000001-0"))
+    await remove(store, f"tag{removed}/00000001-0")
+    found = await candidates(store, now())
+    assert found.checkpoints[0].tag == ("tag2" if removed == 1 else "tag1")
+    told, untold = (found.other, found.passed_over) if removed == 1 else (found.passed_over, found.other)
+    assert len(told) == 1
+    assert untold == ()
+    assert (await lost_newest(store, now()) is None) == (removed == 1)
