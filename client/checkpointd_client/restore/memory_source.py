@@ -18,7 +18,7 @@ import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -49,8 +49,9 @@ Call = Callable[[Coroutine[Any, Any, T]], T]
 """Runs a coroutine on the writer's thread and waits for it."""
 
 _THREADS = 4
-_PIECE_BYTES = 256 << 10
-"""Bytes that are read and then checked: few enough that the check finds them in the processor's cache."""
+_PIECE_BYTES = 1 << 20
+"""Bytes that are read and then checked: few enough that the check finds them in the processor's cache, and many enough that
+threads seldom wait for the interpreter."""
 
 
 def common(holdings: Mapping[int, tuple[RetainedSnapshot, ...]], ranks: Ranks) -> RetainedSnapshot | None:
@@ -180,6 +181,8 @@ class MemorySource:
     pinned_bytes: int = PINNED_BYTES
     """The most host memory that the load pins."""
     kind: Literal["store", "memory"] = "memory"
+    _known: dict[tuple[str, int | None, Box], list[_Piece]] = field(default_factory=dict)
+    """What holds a wanted box, by its tensor, its rank and itself: a load asks before it fills."""
 
     @staticmethod
     def fetched(
@@ -312,6 +315,12 @@ class MemorySource:
 
     def _covering(self, want: BoxRequest, parts: Mapping[tuple[str, bool], list[_Piece]]) -> list[_Piece]:
         """The boxes that together hold the wanted box (RETAINED-4)."""
+        key = (want.fqn, want.rank, want.box)
+        if key not in self._known:
+            self._known[key] = self._found_for(want, parts)
+        return self._known[key]
+
+    def _found_for(self, want: BoxRequest, parts: Mapping[tuple[str, bool], list[_Piece]]) -> list[_Piece]:
         found = (p for p in parts.get((want.fqn, want.rank is None), ()) if intersect(p[1].box, want.box) is not None)
         once: dict[Box, _Piece] = {}  # a replica is read from one rank only
         for snapshot, tensor in found:
