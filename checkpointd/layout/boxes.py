@@ -30,11 +30,16 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Raise FormatError unless this box lies inside a tensor of `shape`."""
         if len(shape) > NDIM_MAX:
             raise FormatError(f"a tensor cannot have {len(shape)} dimensions: {NDIM_MAX} are the limit")
-        fits = len(self.offsets) == len(self.sizes) == len(shape) and all(
-            o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offsets, self.sizes, shape, strict=True)
-        )
-        if not fits:
+        if not self._fits(shape):
             raise FormatError(f"box {self.offsets}+{self.sizes} does not lie inside shape {tuple(shape)}")
+
+    def _fits(self, shape: Sequence[int]) -> bool:
+        if not len(self.offsets) == len(self.sizes) == len(shape):
+            return False
+        for offset, size, extent in zip(self.offsets, self.sizes, shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > extent:
+                return False
+        return True
 
 
 def whole(shape: Sequence[int]) -> Box:

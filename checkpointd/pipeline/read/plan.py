@@ -112,18 +112,24 @@ class ChunkRead:
     """The object of the base, if the chunk is a delta."""
 
 
-def chunk_read(
-    prefix: str,
-    index: Index,
-    entry: TensorEntry,
-    chunk: Chunk,
-    start: int,
-    sinks: tuple[Sink, ...] = (),
-    place: Place | None = None,
-) -> ChunkRead:
-    """The read of `chunk`, which begins at the byte `start` of `entry` in `index`, of the attempt `prefix`."""
-    base_key = index.objects[chunk.base.object].key(prefix) if chunk.base is not None else ""
-    return ChunkRead(index.objects[chunk.object].key(prefix), index.rank, entry, chunk, start, sinks, place, base_key)
+@dataclass(frozen=True, slots=True)
+class StoredObjects:
+    """The objects of `rank` by their numbers in its index: their keys."""
+
+    rank: int
+    keys: Sequence[str]
+
+    @staticmethod
+    def of(index: Index, prefix: str) -> StoredObjects:
+        """Those of `index`, of the attempt `prefix`."""
+        return StoredObjects(index.rank, [ref.key(prefix) for ref in index.objects])
+
+    def read(
+        self, entry: TensorEntry, chunk: Chunk, start: int, sinks: tuple[Sink, ...] = (), place: Place | None = None
+    ) -> ChunkRead:
+        """The read of `chunk`, which begins at the byte `start` of `entry`."""
+        base_key = self.keys[chunk.base.object] if chunk.base is not None else ""
+        return ChunkRead(self.keys[chunk.object], self.rank, entry, chunk, start, sinks, place, base_key)
 
 
 def plan_reads(world: CheckpointView, wants: Iterable[BoxRequest]) -> tuple[list[DamagedError], Iterable[ChunkRead]]:
@@ -218,10 +224,10 @@ class _ChunkReads:
 
     def __iter__(self) -> Iterator[ChunkRead]:
         prefix = self._world.checkpoint.prefix
+        objects = {rank: StoredObjects.of(index, prefix) for rank, index in self._world.indexes.items()}
         for (_, start), found in self._found.items():
-            part, chunk = found.part, found.chunk
-            index = self._world.indexes[part.rank]
-            yield chunk_read(prefix, index, part.entry, chunk, start, tuple(found.sinks), found.place)
+            part = found.part
+            yield objects[part.rank].read(part.entry, found.chunk, start, tuple(found.sinks), found.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +287,9 @@ class _Cut:
 def rank_reads(prefix: str, index: Index, sinks: Mapping[str, Sink | None] | None = None) -> list[ChunkRead]:
     """The chunks of one rank's tensors named in `sinks`; a sink of None only verifies. Without `sinks`: all chunks, to
     verify."""
+    objects = StoredObjects.of(index, prefix)
     return [
-        _read_for(prefix, index, entry, chunk, start, sink)
+        _read_for(objects, entry, chunk, start, sink)
         for entry in index.tensors
         if sinks is None or entry.fqn in sinks
         for sink in (None if sinks is None else sinks[entry.fqn],)
@@ -290,7 +297,7 @@ def rank_reads(prefix: str, index: Index, sinks: Mapping[str, Sink | None] | Non
     ]
 
 
-def _read_for(prefix: str, index: Index, entry: TensorEntry, chunk: Chunk, start: int, sink: Sink | None) -> ChunkRead:
+def _read_for(objects: StoredObjects, entry: TensorEntry, chunk: Chunk, start: int, sink: Sink | None) -> ChunkRead:
     if isinstance(sink, ByteMemory):
-        return chunk_read(prefix, index, entry, chunk, start, (), Place(sink.data, start, chunk.raw))
-    return chunk_read(prefix, index, entry, chunk, start, (sink,) if sink else ())
+        return objects.read(entry, chunk, start, (), Place(sink.data, start, chunk.raw))
+    return objects.read(entry, chunk, start, (sink,) if sink else ())

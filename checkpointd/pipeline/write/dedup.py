@@ -30,7 +30,7 @@ from checkpointd.layout.keys import DAMAGED, OUTCOME
 from checkpointd.layout.manifest import ObjectRef, Trained
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.index import chunk_starts, read_index
-from checkpointd.pipeline.read.plan import chunk_read
+from checkpointd.pipeline.read.plan import StoredObjects
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.marks import greatest_mark
 from checkpointd.pipeline.shard import AttemptInfo, ShardTensor
@@ -158,8 +158,9 @@ async def lost(store: Store, index: Index) -> str | None:
 
 async def damaged(store: Store, prefix: str, index: Index, config: LoadConfig, on_bytes: Callable[[int], None]) -> str | None:
     """Why a rank must not vote for `index`, of the attempt `prefix`: a chunk of an older attempt is damaged (DEDUP-4)."""
+    stored = StoredObjects.of(index, prefix)
     wanted = [
-        chunk_read(prefix, index, entry, chunk, start)
+        stored.read(entry, chunk, start)
         for entry in index.tensors
         for start, chunk in chunk_starts(entry)
         if index.objects[chunk.object].held_by

@@ -142,6 +142,8 @@ def key_text(key: object) -> str:
 
 def decode_key(node: tree.Node) -> Hashable:
     """The key of `node`."""
+    if type(node) is str:
+        return node
     if isinstance(node, tree.Sequence) and node.kind == "tuple":
         return tuple(decode_key(part) for part in node.items)
     return decode(node)
