@@ -145,9 +145,8 @@ async def _look(store: Store, tried: Collection[str] = (), *, everything: bool =
             raise fault
     lost = None if pointer is None or pointer in {c.tag for c in known} else await _missing(store, pointer, attempts)
     if lost is not None and await catalog.readable_latest(store) != pointer:
-        return await _look(
-            store, tried, everything=everything
-        )  # `latest` has moved on, and the checkpoint that it named was removed since
+        # `latest` has moved on, and the checkpoint that it named was removed since.
+        return await _look(store, tried, everything=everything)
     named = [attempt for attempt in attempts if attempt.tag == pointer]
     is_removed = lost is not None and (_is_replaced(named, found) or await removed_by_hand(store, named))
     if lost is not None and is_removed:
