@@ -1,22 +1,25 @@
 """Reports long waits: after 10 seconds, and each time the wait doubles, the log says which rank, process or object is missing.
 
 Every wait for another rank, another process or the storage goes through `Waiting`. It sets no bound: the caller has a deadline.
+`to_the_end` waits for work that cannot be stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from typing import Any
+from typing import Any, TypeVar
 
 from checkpointd.errors import CheckpointdError
 
 log = logging.getLogger("checkpointd")
+T = TypeVar("T")
 
 FIRST_REPORT_S = 10.0
 
@@ -83,3 +86,28 @@ class Waiting:
 def is_done(future: Future[Any], seconds: float) -> bool:
     """Wait at most `seconds` until `future` is done; for `Waiting.until`."""
     return bool(wait_for_futures({future}, seconds).done)
+
+
+# --- work that cannot be stopped ---------------------------------------------------------------------------------------
+
+
+async def to_the_end(work: Awaitable[T], job: Future[T] | None = None) -> T:
+    """Await `work`. A cancellation takes effect only when `work` has ended, or when its `job` had not begun and was dropped.
+
+    A system call cannot be stopped. A caller that went on earlier would reuse memory and descriptors that are still in use.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if job is None or not job.cancel():
+            await _ended(task)
+        raise
+
+
+async def _ended(task: asyncio.Future[T]) -> None:
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # The cancellation is what the caller learns of.

@@ -31,7 +31,7 @@ import msgspec
 from typing_extensions import Buffer
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
-from checkpointd.store.to_the_end import to_the_end
+from checkpointd.waits import to_the_end
 
 T = TypeVar("T")
 K = TypeVar("K")

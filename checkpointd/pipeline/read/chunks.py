@@ -5,7 +5,7 @@ and the others into a buffer.
 
 Invariants
   READ-1  A byte of a chunk reaches a sink only after its codec and its digest were checked. A place is filled before the check;
-      if it holds wrong bytes, the chunk is among the damage.
+      if it holds wrong bytes, the damage names the chunk, or the object whose read failed and the tensors that it was for.
   READ-2  Reads never exceed the sizes in the index, which was verified by its digest.
   READ-3  Memory stays below `budget_bytes`, or below the need of the largest chunk, for shards of any size. Buffers are used
       again, and chunks that are read into their places take none.
@@ -28,6 +28,7 @@ import numpy as np
 from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, DamagedError, NotFoundError
+from checkpointd.phrases import listed
 from checkpointd.pipeline.read.bases import read_bases
 from checkpointd.pipeline.read.decode import decoded
 from checkpointd.pipeline.read.plan import ChunkRead
@@ -42,6 +43,8 @@ GAP_BYTES_MAX = 64 << 10
 """Chunks at most this far apart are read together."""
 IN_PLACE_BYTES_MIN = 16 << 10
 """Smaller chunks are read into a buffer and copied: a place of its own costs as much processor time as such a copy."""
+NAMED = 3
+"""The most tensors that the damage of an object names."""
 _NO_BUFFER = np.empty(0, dtype=np.uint8)
 _IN_BETWEEN = np.empty(GAP_BYTES_MAX, dtype=np.uint8)
 """Gets the bytes between chunks that are read into their places. Nobody reads it."""
@@ -182,7 +185,7 @@ class _GroupReader:
         try:
             found = await self.store.get_parts(group.key, group.start, parts, partial(_deliver, group, buffer, bases))
         except (NotFoundError, DamagedError) as error:
-            return _lost(group, error)
+            return [_lost(group, error)]
         self.on_bytes(group.size)
         return lost + found
 
@@ -231,10 +234,11 @@ def _in_place(wanted: Sequence[ChunkRead]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> list[DamagedError]:
-    """The damage of all tensors of `group`: the read may have filled the places of some before it failed."""
-    tensors = dict.fromkeys((item.rank, item.entry.fqn) for item in group.wanted)
-    return [DamagedError(f"{error} (rank {rank}, {fqn})", key=group.key, fqn=fqn, rank=rank) for rank, fqn in tensors]
+def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError:
+    """The damage of `group`. It names all its tensors, since the read may have filled the places of some before it failed."""
+    names = [*dict.fromkeys(item.entry.fqn for item in group.wanted)]
+    rank = group.wanted[0].rank
+    return DamagedError(f"{error} (rank {rank}, {listed(names, NAMED)})", key=group.key, fqn=names[0], rank=rank)
 
 
 def _deliver(group: ReadGroup, buffer: Bytes, bases: Mapping[int, Bytes]) -> list[DamagedError]:

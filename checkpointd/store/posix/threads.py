@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from checkpointd.store.posix.users import User, become
-from checkpointd.store.to_the_end import to_the_end
+from checkpointd.waits import to_the_end
 
 P = ParamSpec("P")
 T = TypeVar("T")

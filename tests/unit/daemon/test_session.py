@@ -25,7 +25,7 @@ from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.posix import rooted
 from checkpointd.store.posix.store import PosixStore
-from checkpointd.store.to_the_end import to_the_end
+from checkpointd.waits import to_the_end
 from tests.builders import HeldPersist, load_arrays, make_shard, plan_save, rank_arrays
 from tests.unit.daemon.conftest import (
     Daemon,
