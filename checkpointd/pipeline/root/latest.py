@@ -4,12 +4,17 @@ Invariants
   POINTER-1  A symbolic link at `latest` is never followed. The next move replaces the link and leaves its target alone.
   POINTER-2  Who moved `latest` off a tag looks at that tag once more, and gives `latest` back if a newer save has committed the
       tag meanwhile: that save found `latest` at its tag already, and did not move it.
+  POINTER-3  A commit does not move `latest` off a newer commit that was removed: retention removes what `latest` does not name
+      yet, and the commit after that one is about to move it on. Only a start, and whoever removes what `latest` names, moves it
+      back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from checkpointd.commit.decide import moves_latest
 from checkpointd.commit.facts import Order
@@ -28,13 +33,18 @@ PATIENCE_S = 30.0
 async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = False) -> bool:
     """Let `latest` name `tag`, whose commit has `order`, unless it names a newer checkpoint. Returns whether it was moved.
 
-    `is_start`: the commit may be old, so a `latest` that another program has written stays.
+    `is_start`: the commit may be old, so a `latest` that another program has written stays, and what it names counts only if it
+    was not removed. Otherwise it counts as well (POINTER-3).
 
     Raises StoreError if the storage fails, or if another process holds the lock for longer than PATIENCE_S.
     """
+    return await _within_patience(store, _move(store, tag, order, is_start=is_start, counts_removed=not is_start))
+
+
+async def _within_patience(store: Store, move: Coroutine[Any, Any, bool]) -> bool:
     try:
         async with asyncio.timeout(PATIENCE_S):
-            return await _move(store, tag, order, is_start=is_start)
+            return await move
     except TimeoutError as error:
         raise StoreError(
             f"another process has held the lock of {LATEST} at {store.url} for {PATIENCE_S:g} s; is one stopped there?"
@@ -52,7 +62,10 @@ async def move_latest_away(store: Store, tag: str) -> str | None:
     if left is None:
         await store.delete(LATEST)
         left = await _newest(store)  # a commit meanwhile may have been named by the `latest` that was just removed
-    return left.tag if left is not None and await move_latest(store, left.tag, left.outcome.order) else None
+    if left is None:
+        return None
+    moves = _move(store, left.tag, left.outcome.order, is_start=False, counts_removed=False)
+    return left.tag if await _within_patience(store, moves) else None
 
 
 async def _newest(store: Store) -> Checkpoint | None:
@@ -60,14 +73,14 @@ async def _newest(store: Store) -> Checkpoint | None:
     return next((c for c in catalog.checkpoints_of(attempts) if c.outcome.save_latest), None)
 
 
-async def _move(store: Store, tag: str, order: Order, *, is_start: bool) -> bool:
+async def _move(store: Store, tag: str, order: Order, *, is_start: bool, counts_removed: bool) -> bool:
     while True:
         current = await _content(store)
         if current == f"{tag}\n".encode():
             return False
         if is_start and await catalog.is_of_another_program(store, (current or b"").decode(errors="replace")):
             return False
-        if not moves_latest(await _order_of(store, current, is_start=is_start), order):
+        if not moves_latest(await _order_of(store, current, is_start=is_start, counts_removed=counts_removed), order):
             return False
         if await store.put_if_match(LATEST, current, f"{tag}\n".encode()):
             return not await _give_back(store, current, order)
@@ -75,10 +88,10 @@ async def _move(store: Store, tag: str, order: Order, *, is_start: bool) -> bool
 
 async def _give_back(store: Store, replaced: bytes | None, order: Order) -> bool:
     """Move `latest` off the commit of `order`, if the tag it named before has a newer commit now (POINTER-2)."""
-    newest = await _order_of(store, replaced, is_start=False)
+    newest = await _order_of(store, replaced, is_start=False, counts_removed=False)
     if replaced is None or newest is None or not moves_latest(order, newest):
         return False
-    await _move(store, replaced.decode().removesuffix("\n"), newest, is_start=False)
+    await _move(store, replaced.decode().removesuffix("\n"), newest, is_start=False, counts_removed=True)
     return True
 
 
@@ -97,14 +110,22 @@ async def _content(store: Store) -> bytes | None:
         return None
 
 
-async def _order_of(store: Store, content: bytes | None, *, is_start: bool) -> Order | None:
-    """The order of the checkpoint that `content` names; None if it names none, so that any commit may replace it."""
+async def _order_of(store: Store, content: bytes | None, *, is_start: bool, counts_removed: bool) -> Order | None:
+    """The order of the checkpoint that `content` names; None if it names none, so that any commit may replace it.
+
+    With `counts_removed`, a removed checkpoint counts as long as its outcome is there (POINTER-3).
+    """
     tag = (content or b"").decode(errors="replace").removesuffix("\n")
     if not is_tag(tag):
         return None
     try:
         return (await catalog.find(store, tag)).outcome.order
-    except (NotFoundError, DamagedError):
+    except NotFoundError:
+        removed = await catalog.attempts_of(store, tag) if counts_removed else ()
+        return max(
+            (view.outcome.order for view in removed if view.state == "deleted" and view.outcome is not None), default=None
+        )
+    except DamagedError:
         return None
     except LinkError:
         if is_start:

@@ -11,6 +11,7 @@ from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import candidates
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
+from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.patient import Patience
@@ -132,3 +133,19 @@ async def test_pointer_2_a_tag_committed_again_while_latest_leaves_it_gets_it_ba
     assert not await move_latest(store, "late", order)
     assert (await catalog.find(store, "again")).outcome.order > order
     assert await catalog.latest(store) == "again"
+
+
+async def test_pointer_3_a_commit_does_not_move_latest_off_a_newer_one_that_was_removed() -> None:
+    """Three saves at once: the move of the first comes after that of the second, which retention has removed meanwhile."""
+    store = MemoryStore()
+    for n in range(3):
+        await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, epoch=1, world_size=1)
+    await store.put(LATEST, b"tag1\n")
+    await condemn(store, "tag1/00000001-0", "the test", ())
+    assert not await move_latest(store, "tag0", (1, 0))
+    assert await store.get(LATEST) == b"tag1\n"
+    assert await move_latest(store, "tag2", (1, 2))
+    await store.put(LATEST, b"tag1\n")
+    assert await move_latest_away(store, "tag1") == "tag2"
+    await store.put(LATEST, b"tag1\n")
+    assert await move_latest(store, "tag0", (1, 0), is_start=True)
