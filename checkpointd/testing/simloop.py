@@ -119,6 +119,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._timers_made = 0
         # Strong references: only this set refers to the tasks of a dead process, and they must not be collected.
         self._tasks: list[asyncio.Task[Any]] = []
+        self._on_threads: set[asyncio.Future[Any]] = set()
+        """The work that was given to threads. That of a killed process never ends by itself."""
         self._processes: list[Process] = []
         self._thread = threading.get_ident()
         self._running = False
@@ -257,8 +259,8 @@ class SimLoop(asyncio.AbstractEventLoop):
     def _unwind(self) -> None:
         for process in self._processes:
             process.release()
-        for task in self.pending():
-            task.cancel()
+        for waiting in (*self.pending(), *self._on_threads):
+            waiting.cancel()
         while self._ready:
             self._run_one()
 
@@ -283,6 +285,8 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Run `func` inline after a seeded delay. Like the work of a thread, it runs even if no task waits for it any more."""
         future: asyncio.Future[T] = asyncio.Future(loop=self)
+        self._on_threads.add(future)
+        future.add_done_callback(self._on_threads.discard)
         self.call_later(self.rng.random() * EXECUTOR_DELAY_S_MAX, _run_inline, future, func, args)
         return future
 
