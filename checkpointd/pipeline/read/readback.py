@@ -113,7 +113,7 @@ class ReadBackStatus(msgspec.Struct, frozen=True, kw_only=True):
 class BackgroundReadBack:
     """Reads back the shards that one rank has committed, in the background (READBACK-4), on the writer's loop.
 
-    `on_damage` is called when a shard proves damaged.
+    `on_damage` is called when a shard proves damaged, this rank's or another's of the same checkpoint.
     """
 
     store: Store
@@ -196,8 +196,11 @@ class BackgroundReadBack:
 
     async def _read(self, checkpoint: Checkpoint, rank: int) -> None:
         view = await catalog.view(self.store, checkpoint.tag, checkpoint.attempt)
-        if view.state != "committed" or view.read_back != "no" or read_back_name(rank) in view.sizes:
+        if view.state != "committed" or view.read_back == "whole" or read_back_name(rank) in view.sizes:
             return  # the checkpoint was removed, or others have read it
+        if view.read_back == "damaged":  # another rank's shard is, and this one is not read any more
+            self.on_damage()
+            return
         nbytes, fault = await self._fault(checkpoint, rank)
         if fault is None:
             await _record_shard(self.store, checkpoint, rank, nbytes)

@@ -10,9 +10,10 @@ Invariants
       removes only objects that no index names (COLLECT-6 in `collect.py`). So either the rank sees the mark or the collector
       sees the index, whatever runs at the same time: another collection, a save of the same tag, retention, recovery by a newer
       epoch, another writer. The checkpoint from which the references were taken may be gone by then.
-  DEDUP-4  A shard that was read back and found damaged stops being the base. Chunks that an earlier process wrote are read and
-      verified before the first vote for references to them. Damaged storage is a common reason for a restart, and every later
-      checkpoint would refer to the same damaged chunks.
+  DEDUP-4  A shard that was read back and found damaged stops being the base, and so does a shard that was not read because
+      another rank had found its own damaged. Chunks that an earlier process wrote are read and verified before the first vote
+      for references to them. Damaged storage is a common reason for a restart, and every later checkpoint would refer to the
+      same damaged chunks.
 """
 
 from __future__ import annotations

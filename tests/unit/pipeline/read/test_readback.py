@@ -355,15 +355,17 @@ class Ranks:
         self.store = store
         self.states = [WriterState(store=store, persist=persist, commit=commit) for _ in range(2)]
 
-    async def save(self, step: int, staging: Awaitable[object] | None = None) -> list[Attempt]:
-        return await asyncio.gather(*(self._save(rank, step) for rank in range(2)))
+    async def save(self, step: int, unchanged_since: int | None = None) -> list[Attempt]:
+        """Save `step`, with the tensors of another step if they are unchanged since then."""
+        tensors = state(step if unchanged_since is None else unchanged_since)
+        return await asyncio.gather(*(self._save(rank, step, tensors) for rank in range(2)))
 
-    async def _save(self, rank: int, step: int) -> Attempt:
+    async def _save(self, rank: int, step: int, tensors: Arrays) -> Attempt:
         info = AttemptInfo(tag=f"global_step{step}", attempt=AttemptId(1, 0), rank=rank, world_size=2, step=step, n=step)
         attempt = Attempt(self.states[rank], info, deadline=asyncio.get_running_loop().time() + 60)
 
         async def staged() -> Any:
-            return make_shard(state(step))
+            return make_shard(tensors)
 
         await attempt.run(staged())
         assert attempt.phase is Phase.COMMITTED
@@ -504,17 +506,39 @@ async def test_damage_is_recorded_and_the_next_save_does_not_refer_to_it(
         flipping(True)
         await ranks.save(1)
 
-        async def damaged() -> bool:
-            return all(state.reader.status.damaged for state in ranks.states)
+        async def all_know() -> bool:
+            """One rank has recorded the damage it found, and the other has read its own shard or that record."""
+            forgotten = all(state.bases._base is None and state.bases._seen is None for state in ranks.states)
+            return forgotten and any(state.reader.status.damaged for state in ranks.states)
 
-        await until(damaged)
+        await until(all_know)
         flipping(False)
         assert (await view_of(store, 1)).read_back == "damaged"
         assert "has read its shard back, and it is damaged" in caplog.text
-        assert all(state.bases._base is None for state in ranks.states)
-        frozen = make_shard(state(1))
-        assert frozen.nbytes
-        await ranks.save(2)
+        await ranks.save(2, unchanged_since=1)
+        assert (await catalog.find(store, "global_step2")).outcome.holders == ()
+        await ranks.close()
+
+
+async def test_a_rank_that_learns_of_damage_before_it_has_read_does_not_refer_to_its_shard_either(
+    tmp_path: Path, flipping: Callable[[bool], None]
+) -> None:
+    async with PosixStore(tmp_path) as store:
+        await save_epoch(store)
+        ranks = Ranks(store)
+        flipping(True)
+        with ranks.states[1].reader.paused():  # a save of rank 1 is in flight
+            await ranks.save(1)
+
+            async def recorded() -> bool:
+                return (await view_of(store, 1)).read_back == "damaged"
+
+            await until(recorded)
+        flipping(False)
+        assert ranks.states[1].reader._task is not None
+        await ranks.states[1].reader._task
+        assert ranks.states[1].reader.status.bytes_read == 0
+        await ranks.save(2, unchanged_since=1)
         assert (await catalog.find(store, "global_step2")).outcome.holders == ()
         await ranks.close()
 
