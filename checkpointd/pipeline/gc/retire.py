@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
@@ -26,11 +25,10 @@ from checkpointd.store.base import Store
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """The removals, the choice behind them, and the undecided attempts that have chunks or indexes."""
+    """The removals, and the choice behind them."""
 
     removed: Sequence[Removal]
     choice: RemovalChoice
-    undecided: Sequence[AttemptFacts]
 
 
 async def retire(
@@ -56,7 +54,7 @@ async def retire(
     )
     for facts, _ in deleted:
         await move_latest_away(store, facts.tag)
-    return Retired(removed, choice, [v.facts for v in views if v.state == "in-doubt" and v.facts.bulk])
+    return Retired(removed, choice)
 
 
 async def retire_tag(store: Store, tag: str, epoch: int) -> None:

@@ -11,7 +11,9 @@ Invariants
       at most SMALL_BYTES together. The coordinator counts the attempts that it has begun, until a removal that started after
       their end is over; the attempts that a look found undecided or dead; and the checkpoints that stay only because no newer
       one was verified. It begins another attempt if these, the new attempt and the attempt by which other ranks may lead are
-      within this limit. It begins the first one after a look, which removes nothing.
+      within this limit. It begins the first one after a look, which removes nothing. An undecided attempt that is not on the
+      disk yet, but has a lease, counts only for attempts of newer epochs: if both counted, two writers could wait for each
+      other.
   TIDY-3  Another rank begins an attempt when a yes vote shows that the coordinator has begun the attempt before it. So it leads
       by at most one attempt.
   TIDY-4  A save waits for room at most half of the time until its deadline. A rank that never votes, or a storage that removes
@@ -36,7 +38,7 @@ from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.garbage import dead_weight
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, NotFoundError
-from checkpointd.layout.keys import vote_name
+from checkpointd.layout.keys import LEASE, vote_name
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, retire
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
@@ -74,11 +76,13 @@ EVERYTHING = ""
 class _Left:
     """What a look found beside the checkpoints that stay.
 
-    `undecided`: the epochs of undecided attempts by prefix. `surplus`: how many checkpoints stay beyond the rules. `dead`: how
-    many attempts can go. `nbytes`: the bytes of all of these. `is_bare`: whether the tag held no attempt at all.
+    `undecided`: the epochs of undecided attempts that are on the disk, by prefix. `promised`: the same of those that only have
+    a lease. `surplus`: how many checkpoints stay beyond the rules. `dead`: how many attempts can go. `nbytes`: the bytes of all
+    of these. `is_bare`: whether the tag held no attempt at all.
     """
 
     undecided: Mapping[str, int] = field(default_factory=dict)
+    promised: Mapping[str, int] = field(default_factory=dict)
     surplus: int = 0
     dead: int = 0
     nbytes: int = 0
@@ -201,7 +205,7 @@ class Tidier:
         if info.rank != COORDINATOR:
             return await self._is_led(info)
         if self._scope(info) not in self._left:
-            await self._survey(info)
+            await self._look_first(info)
         is_due = self._ended or asyncio.get_running_loop().time() >= self._look_again_at
         if is_due and not self._fits(info, own):
             await self.tidy(info)
@@ -209,18 +213,21 @@ class Tidier:
             await self._prove_newest(info)
         return self._fits(info, own)
 
-    async def _survey(self, info: AttemptInfo) -> None:
+    async def _look_first(self, info: AttemptInfo) -> None:
         """Look at the scope of `info` for the first time, without removing anything."""
         scope = self._scope(info)
         try:
-            views = [view for view in await self._views(scope) if view.prefix != info.prefix]
-            choice = await chosen_by(self._store, views, self._commit.retention, keeps_before=self.keeps_before)
-            undecided = [view.facts for view in views if view.state == "in-doubt" and view.facts.bulk]
-            dead = [facts for facts, _ in (*choice.going, *dead_weight(view.facts for view in views))]
-            self._left[scope] = _left(views, undecided, choice.surplus, dead)
+            self._left[scope] = await self._seen(scope, besides=info.prefix)
         except CheckpointdError as error:
             log.warning("%s: what else is on the disk cannot be seen: %s", info.prefix, error)
             self._left[scope] = _Left()
+
+    async def _seen(self, scope: str, besides: str = "") -> _Left:
+        """What is in `scope`, besides one attempt. Removes nothing."""
+        views = [view for view in await self._views(scope) if view.prefix != besides]
+        choice = await chosen_by(self._store, views, self._commit.retention, keeps_before=self.keeps_before)
+        dead = [facts for facts, _ in (*choice.going, *dead_weight(view.facts for view in views))]
+        return _left(views, choice.surplus, dead)
 
     def _is_stuck(self) -> bool:
         """Whether no attempt was begun and nothing was removed for PROVE_S."""
@@ -232,7 +239,9 @@ class Tidier:
     def _fits(self, info: AttemptInfo, own: int) -> bool:
         """Whether TIDY-2 allows the attempt of `own` bytes, by the last look."""
         left, begun = self._left_of(info), self._alike(info, self._begun)
-        others = [epoch for prefix, epoch in left.undecided.items() if prefix != info.prefix and prefix not in self._begun]
+        older = {prefix: epoch for prefix, epoch in left.promised.items() if epoch < info.attempt.epoch}
+        undecided = (older | dict(left.undecided)).items()
+        others = [epoch for prefix, epoch in undecided if prefix != info.prefix and prefix not in self._begun]
         # Attempts of this epoch belong to ranks that lead, or to a lost coordinator that this one has replaced.
         led = others.count(info.attempt.epoch)
         lead = max(led, 1 if info.world_size > 1 else 0)
@@ -360,18 +369,22 @@ class Tidier:
         return await catalog.scan(self._store, self.known)
 
     async def _remove(self, scope: str) -> None:
-        """Remove dead attempts in `scope`, unless a newer epoch has begun (COLLECT-5), or the root is another one (TIDY-5)."""
+        """Remove dead attempts in `scope`, and note what is left there.
+
+        If a newer epoch has begun, only look: its coordinator removes (COLLECT-5). If the root is another one, raise (TIDY-5).
+        """
+        scopes = [scope] if self._sees_all or scope else list(self._left)
         if await epochs.newest(self._store) > self._epoch:
+            for looked in scopes:
+                self._left[looked] = await self._seen(looked)
             return
         await self._check_root(self._epoch)
         views = await self._views(scope)
         await self._check_root(self._epoch)
         rules, known = self._commit.retention, self.known
         done = await retire(self._store, views, rules, keeps_before=self.keeps_before, known=known, thorough=False)
-        for looked in [scope] if self._sees_all or scope else list(self._left):
-            self._left[looked] = _left(
-                [view for view in views if not looked or view.tag == looked], done.undecided, done.choice.surplus, ()
-            )
+        for looked in scopes:
+            self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
         self._say(done)
 
     def _say(self, done: Retired) -> None:
@@ -390,17 +403,14 @@ class Tidier:
         self._complaint = complaint
 
 
-def _left(
-    views: Sequence[AttemptView],
-    undecided: Sequence[AttemptFacts],
-    surplus: Sequence[AttemptFacts],
-    dead: Sequence[AttemptFacts],
-) -> _Left:
-    """What `undecided`, `surplus` and `dead` attempts among `views` take."""
-    tags = {facts.tag for facts in (*undecided, *surplus, *dead)}
-    sizes = {view.prefix: view.nbytes for view in views if view.tag in tags}
-    epochs_of = {facts.prefix: facts.attempt.epoch for facts in undecided if facts.prefix in sizes}
+def _left(views: Sequence[AttemptView], surplus: Sequence[AttemptFacts], dead: Sequence[AttemptFacts]) -> _Left:
+    """What the undecided attempts among `views`, and those of `surplus` and `dead` among them, take."""
+    in_doubt = [view for view in views if view.state == "in-doubt"]
+    undecided = {view.prefix: view.attempt.epoch for view in in_doubt if view.has_shards}
+    promised = {view.prefix: view.attempt.epoch for view in in_doubt if LEASE in view.sizes and not view.has_shards}
+    tags = {facts.tag for facts in (*surplus, *dead)}
+    sizes = {view.prefix: view.nbytes for view in views if view.tag in tags or view.prefix in undecided}
     extra = [facts.prefix for facts in surplus if facts.prefix in sizes]
     going = [facts.prefix for facts in dead if facts.prefix in sizes]
-    nbytes = sum(sizes[prefix] for prefix in (*epochs_of, *extra, *going))
-    return _Left(epochs_of, len(extra), len(going), nbytes, not views)
+    nbytes = sum(sizes[prefix] for prefix in (*undecided, *extra, *going))
+    return _Left(undecided, promised, len(extra), len(going), nbytes, not views)

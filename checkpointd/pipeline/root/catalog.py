@@ -34,6 +34,8 @@ from checkpointd.layout.keys import (
     check_tag,
     group_of,
     group_prefix,
+    holds_bytes,
+    index_rank,
     is_bulk,
     is_group,
     is_tag,
@@ -90,6 +92,11 @@ class AttemptView:
     def has_objects(self) -> bool:
         """Whether it has any objects, or had when they were recorded."""
         return bool(self.sizes) or self.entry is not None
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether it has chunks, files or an index of any rank, if somebody looked at the objects."""
+        return any(holds_bytes(name) or index_rank(name) is not None for name in self.sizes)
 
     @property
     def prefix(self) -> str:

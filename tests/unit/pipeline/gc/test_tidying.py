@@ -17,7 +17,7 @@ from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import StagingError, StoreError, StoreFullError
-from checkpointd.layout.keys import VERIFIED, AttemptId, default_tag, is_bulk
+from checkpointd.layout.keys import LEASE, VERIFIED, AttemptId, attempt_prefix, chunks_name, default_tag, is_bulk, object_key
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.gc.retire import Retired
@@ -48,7 +48,7 @@ class Disk(MemoryStore):
     def occupied(self) -> set[str]:
         """The attempts that have bytes here, whole or being written."""
         keys = [*self._objects, *self._open_writers]
-        return {key.rpartition("/")[0] for key in keys if is_bulk(key.rpartition("/")[2])}
+        return {key.rpartition("/")[0] for key in keys if is_bulk(key.rpartition("/")[2]) and not key.endswith(f"/{LEASE}")}
 
     async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
         prefix = key.rpartition("/")[0]
@@ -254,6 +254,53 @@ def test_tidy_2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> N
     run(seed, main)
 
 
+@pytest.mark.parametrize("tag", [None, "best"])
+def test_tidy_2_saves_that_outlive_their_trainer_and_those_of_the_next_one_do_not_wait_for_each_other(
+    seed: int, tag: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two snapshots of a killed trainer are whole when the next one begins. Each of the four saves has a lease."""
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        rules = Retention(keep_last=1) if tag is None else Retention()
+        old = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules)
+        await old.run(20, tag=tag)
+        names = [(1, n) for n in (20, 21)] + [(2, n) for n in (22, 23)]
+        prefixes = [attempt_prefix(tag or default_tag(n), AttemptId(epoch, n if tag else 0)) for epoch, n in names]
+        for prefix in prefixes:
+            await disk.put(object_key(prefix, LEASE), b"")
+        new = Job(disk, rng, (await epochs.take(disk, 1, prefixes[:2])).epoch, rules=rules)
+        await asyncio.gather(old.run(2, tag=tag, first=20), new.run(2, tag=tag, first=22))
+        assert old.phases() == {Phase.COMMITTED: 22}
+        assert new.phases() == {Phase.COMMITTED: 2}
+        assert disk.most <= 1 + SPARE
+
+    run(seed, main)
+    assert "take more room than they should" not in caplog.text
+
+
+def test_tidy_2_a_save_of_an_older_epoch_sees_that_there_is_room_now(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Its tidier removes nothing any more, but what it waits for goes."""
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        old = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        left_over = [object_key(attempt_prefix("best", AttemptId(1, n)), chunks_name(0, 0)) for n in range(SPARE)]
+        for key in left_over:
+            await disk.put(key, b"chunks")
+        save = asyncio.create_task(old.run(1, tag="best", first=SPARE))
+        await asyncio.sleep(10)
+        assert not disk.most
+        await epochs.take(disk, 1, [attempt_prefix("best", AttemptId(1, SPARE))])
+        for key in left_over:
+            await disk.delete(key)
+        await save
+        assert old.phases() == {Phase.COMMITTED: 1}
+
+    run(seed, main)
+    assert "take more room than they should" not in caplog.text
+
+
 def test_tidy_4_a_rank_that_misses_one_save_keeps_no_other_from_its_commit() -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
@@ -407,7 +454,7 @@ def test_a_look_before_the_first_save_removes_nothing_and_counts_what_may_go() -
         left = set(disk.occupied)
         assert len(left) == 3
         tidier = Job(disk, rng, job.epoch, rules=rules).states[0].tidier
-        await tidier._survey(replace(job.attempts[0].info, tag=default_tag(3)))
+        await tidier._look_first(replace(job.attempts[0].info, tag=default_tag(3)))
         assert disk.occupied == left
         assert tidier._left[tidying.EVERYTHING].dead == 2
         assert tidier._left[tidying.EVERYTHING].nbytes > 2 * 8192
