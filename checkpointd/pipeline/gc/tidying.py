@@ -340,9 +340,10 @@ class Tidier:
         scopes = [EVERYTHING] if self._sees_all or is_due or len(tags) > TAGS_MAX else sorted(tags)
         if scopes == [EVERYTHING]:
             self._served_everywhere = asked
+        was_mine = True
         try:
             for scope in scopes:
-                await self._remove(scope)
+                was_mine = await self._remove(scope)
         except CheckpointdError as error:
             log.warning("leftovers at %s could not be removed: %s; the next save tries again", self._store.url, error)
         except Exception:
@@ -351,8 +352,10 @@ class Tidier:
             for prefix in ended:
                 self._drop(prefix)
             used = {self._scope(info) for info in (*self._waiting.values(), *self._begun.values())}
-            # A storage that removes nothing costs space and no save (TIDY-4), so what could not go counts no longer.
-            self._left = {scope: replace(left, dead=0) for scope, left in self._left.items() if scope in {EVERYTHING, *used}}
+            self._left = {scope: left for scope, left in self._left.items() if scope in {EVERYTHING, *used}}
+            if was_mine:
+                # A storage that removes nothing costs space and no save (TIDY-4), so what could not go counts no longer.
+                self._left = {scope: replace(left, dead=0) for scope, left in self._left.items()}
             self._look_again_at = asyncio.get_running_loop().time() + LOOK_S
             self._served = asked
             self._changed.set()
@@ -368,16 +371,17 @@ class Tidier:
             return await catalog.attempts_of(self._store, scope)
         return await catalog.scan(self._store, self.known)
 
-    async def _remove(self, scope: str) -> None:
+    async def _remove(self, scope: str) -> bool:
         """Remove dead attempts in `scope`, and note what is left there.
 
-        If a newer epoch has begun, only look: its coordinator removes (COLLECT-5). If the root is another one, raise (TIDY-5).
+        If a newer epoch has begun, this only looks, and returns False, since the coordinator of that epoch removes (COLLECT-5).
+        If the root is another one, it raises (TIDY-5).
         """
         scopes = [scope] if self._sees_all or scope else list(self._left)
         if await epochs.newest(self._store) > self._epoch:
             for looked in scopes:
                 self._left[looked] = await self._seen(looked)
-            return
+            return False
         await self._check_root(self._epoch)
         views = await self._views(scope)
         await self._check_root(self._epoch)
@@ -386,6 +390,7 @@ class Tidier:
         for looked in scopes:
             self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
         self._say(done)
+        return True
 
     def _say(self, done: Retired) -> None:
         for removal in done.removed:

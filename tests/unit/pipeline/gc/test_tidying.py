@@ -254,25 +254,27 @@ def test_tidy_2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> N
     run(seed, main)
 
 
+@pytest.mark.parametrize("outliving", [2, 6])
 @pytest.mark.parametrize("tag", [None, "best"])
 def test_tidy_2_saves_that_outlive_their_trainer_and_those_of_the_next_one_do_not_wait_for_each_other(
-    seed: int, tag: str | None, caplog: pytest.LogCaptureFixture
+    seed: int, tag: str | None, outliving: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two snapshots of a killed trainer are whole when the next one begins. Each of the four saves has a lease."""
+    """Snapshots of a killed trainer are whole when the next one begins. Each of the saves has a lease."""
+    done, count = 20, 20 + outliving
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         rules = Retention(keep_last=1) if tag is None else Retention()
         old = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules)
-        await old.run(20, tag=tag)
-        names = [(1, n) for n in (20, 21)] + [(2, n) for n in (22, 23)]
+        await old.run(done, tag=tag)
+        names = [(1, n) for n in range(done, count)] + [(2, n) for n in range(count, count + 6)]
         prefixes = [attempt_prefix(tag or default_tag(n), AttemptId(epoch, n if tag else 0)) for epoch, n in names]
-        for prefix in prefixes:
+        for prefix in prefixes[: outliving + 2]:
             await disk.put(object_key(prefix, LEASE), b"")
-        new = Job(disk, rng, (await epochs.take(disk, 1, prefixes[:2])).epoch, rules=rules)
-        await asyncio.gather(old.run(2, tag=tag, first=20), new.run(2, tag=tag, first=22))
-        assert old.phases() == {Phase.COMMITTED: 22}
-        assert new.phases() == {Phase.COMMITTED: 2}
+        new = Job(disk, rng, (await epochs.take(disk, 1, prefixes[:outliving])).epoch, rules=rules)
+        await asyncio.gather(old.run(outliving, tag=tag, first=done), new.run(6, tag=tag, first=count))
+        assert old.phases() == {Phase.COMMITTED: count}
+        assert new.phases() == {Phase.COMMITTED: 6}
         assert disk.most <= 1 + SPARE
 
     run(seed, main)
@@ -371,10 +373,10 @@ def test_tidy_1_saves_end_while_a_removal_hangs_and_leave_nothing_behind(
         tidier, looks, go_on = job.states[0].tidier, [0], asyncio.Event()
         remove = tidier._remove
 
-        async def slow(scope: str) -> None:
+        async def slow(scope: str) -> bool:
             looks[0] += 1
             await go_on.wait()
-            await remove(scope)
+            return await remove(scope)
 
         monkeypatch.setattr(tidier, "_remove", slow)
         await job._rank(0, range(60), tag)
