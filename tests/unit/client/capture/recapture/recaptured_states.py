@@ -80,6 +80,13 @@ def change(function: Change) -> Change:
     return function
 
 
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy. Of a tensor whose storage was freed only the shape: torch would read memory that is not there, and crash."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.clone() if tensor.untyped_storage().nbytes() >= end else torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
 @change
 def nothing(job: Job) -> None: ...
 
@@ -144,7 +151,7 @@ def swap_data_of_two(job: Job) -> None:
 @change
 def move_all(job: Job) -> None:
     for tensor in (*job.model.parameters(), *job.model.buffers()):
-        tensor.data = tensor.data.clone()
+        tensor.data = _copy_of(tensor.data)
 
 
 @change
@@ -496,7 +503,9 @@ def put_the_model_twice(job: Job) -> None:
 
 @change
 def put_an_average_beside(job: Job) -> None:
-    job.more["average"] = {name: value.detach().clone() for name, value in job.model.state_dict().items() if value is not None}
+    job.more["average"] = {
+        name: _copy_of(value.detach()) for name, value in job.model.state_dict().items() if value is not None
+    }
 
 
 @change
