@@ -100,20 +100,25 @@ class _Collector:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders: set[object] = set()
+        self._is_held = False
         self._was_enabled = False
 
     def hold(self, holder: object) -> None:
         with self._lock:
-            if not self._holders:
+            if not self._is_held:
                 self._was_enabled = gc.isenabled()
+            self._is_held = True
             self._holders.add(holder)
             gc.disable()
 
     def let_go(self, holder: object) -> None:
+        """Let the collector run again, unless others hold it. A second call does nothing."""
         with self._lock:
-            if self._holders == {holder} and self._was_enabled:
-                gc.enable()
             self._holders.discard(holder)
+            if self._is_held and not self._holders:
+                if self._was_enabled:
+                    gc.enable()
+                self._is_held = False
 
 
 _COLLECTOR = _Collector()
@@ -129,4 +134,8 @@ def uncollected(work: Callable[[], T]) -> T:
         _COLLECTOR.hold(holder)
         return work()
     finally:
-        _COLLECTOR.let_go(holder)
+        try:
+            _COLLECTOR.let_go(holder)
+        except BaseException:
+            _COLLECTOR.let_go(holder)  # a signal came just now, and the collector must not stay off for good
+            raise

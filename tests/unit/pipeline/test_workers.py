@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 import pytest
 
+from checkpointd.pipeline import workers
 from checkpointd.pipeline.workers import Stopped, run_workers, uncollected
+from tests.interruptions import Interruption
 
 Work = Callable[[], Awaitable[None]]
 
@@ -182,3 +185,13 @@ def test_a_garbage_collector_that_the_user_has_switched_off_stays_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_ctrl_c_at_any_line_of_it_does_not_leave_the_garbage_collector_off() -> None:
+    for number in itertools.count(1):
+        with Interruption(number, lambda code: code.co_filename == workers.__file__) as interruption:
+            uncollected(int)
+        assert gc.isenabled(), interruption.place
+        if not interruption.happened:
+            break
+    assert number > 8

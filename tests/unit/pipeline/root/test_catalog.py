@@ -49,7 +49,7 @@ async def test_commit_5_a_commit_without_anything_else_is_not_found(lost: str) -
 class RemovedMeanwhile(MemoryStore):
     """Once the outcome was read, somebody removes the whole attempt, its marks last (MARK-5), before anything else is seen."""
 
-    is_removed = False
+    is_removed = True
 
     async def stat(self, key: str) -> int | None:
         if not self.is_removed:
