@@ -110,6 +110,8 @@ def measure(options: argparse.Namespace) -> Run:
         for number in range(options.runs if cases else 0):
             if len(run.limits) == number:
                 run.limits.append(_limits(_setting(options, Path(directory), options.gib)))
+            if "big" in parts and len(run.big_limits) == number:
+                run.big_limits.append(_limits(_setting(options, Path(directory), options.big_gib)))
             order = random.Random(options.seed * 1000 + number).sample(cases, len(cases))
             for place, (system, count, gib) in enumerate(order):
                 trials = run.trials if gib == options.gib else run.big

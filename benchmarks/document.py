@@ -34,6 +34,8 @@ class Run:
     big_gib: float = 0.0
     big: list[Trial] = field(default_factory=list)
     """Trials with a state of `big_gib` GiB: the first save and the first load of a process."""
+    big_limits: list[Limits] = field(default_factory=list)
+    """The limits at that size: a disk may read a large file more slowly, once it has read for a while."""
     costs: dict[str, list[Cost]] = field(default_factory=dict)
     """What `history.py` and `ranks.py` measured, by the part of the page."""
     others: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -53,6 +55,7 @@ def read(path: Path) -> Run:
     """A run that `write` kept."""
     data: dict[str, Any] = json.loads(path.read_text())
     data["limits"] = [Limits(**limits) for limits in data["limits"]]
+    data["big_limits"] = [Limits(**limits) for limits in data.get("big_limits", ())]
     data["trials"] = [trial(one) for one in data["trials"]]
     data["big"] = [trial(one) for one in data.get("big", ())]
     data["costs"] = costs_of(data.get("costs", {}))
@@ -70,7 +73,8 @@ def figures_of(run: Run) -> Figures:
     sizes = {goals.GIB: {0: run.gib}, goals.BIG_GIB: {0: run.big_gib}}
     parts = [figures.of_costs(part, found) for part, found in run.costs.items()]
     trials = [figures.of_trials(run.trials), figures.of_trials(run.big, goals.OF_BIG)]
-    return figures.joined([sizes, figures.of_limits(run.limits), *trials, *parts, run.others])
+    limits = [figures.of_limits(run.limits), figures.of_limits(run.big_limits, goals.OF_BIG)]
+    return figures.joined([sizes, *limits, *trials, *parts, run.others])
 
 
 def machine(directory: Path) -> dict[str, str]:
@@ -220,12 +224,16 @@ it gave up its core by itself."""
 
 
 def _limits(run: Run) -> str:
-    rows = [
-        [field.name.replace("_", " "), str(report.spread(getattr(limits, field.name) for limits in run.limits))]
-        for field in fields(Limits)
-        if run.limits
-    ]
-    return "## Limits of the machine, measured in the same runs\n\n" + report.table(["one thread", "s/GiB"], rows)
+    sizes = {run.gib: run.limits, run.big_gib: run.big_limits}
+    measured = {gib: limits for gib, limits in sizes.items() if limits}
+
+    def cell(limits: list[Limits], name: str) -> str:
+        return str(report.spread(getattr(one, name) for one in limits))
+
+    names = [field.name for field in fields(Limits)]
+    rows = [[name.replace("_", " "), *(cell(limits, name) for limits in measured.values())] for name in names]
+    heads = ["one thread", *(f"{gib:g} GiB, s/GiB" for gib in measured)]
+    return "## Limits of the machine, measured in the same runs\n\n" + report.table(heads, rows if measured else [])
 
 
 def _tables(results: Results) -> str:

@@ -39,11 +39,11 @@ def of_trials(trials: Iterable[Trial], prefix: str = "") -> Figures:
     return found
 
 
-def of_limits(limits: Sequence[Limits]) -> Figures:
+def of_limits(limits: Sequence[Limits], prefix: str = "") -> Figures:
     """The limits of the machine in each run."""
     return {
-        MEMCPY: {run: one.memcpy_reused for run, one in enumerate(limits)},
-        DISK: {run: min(one.read_dropped, one.read_direct) for run, one in enumerate(limits)},
+        f"{prefix}{MEMCPY}": {run: one.memcpy_reused for run, one in enumerate(limits)},
+        f"{prefix}{DISK}": {run: min(one.read_dropped, one.read_direct) for run, one in enumerate(limits)},
     }
 
 
