@@ -26,10 +26,10 @@ Users see `failing` and `skipping` as `failed` and `skipped`, and an attempt tha
 coordinator decides with a plain function of the votes (`commit/decide.py`): it commits when every rank has a valid yes vote and
 the plans are whole together, and aborts at the first no or invalid vote, or at the deadline.
 
-Some events need a word. *yes vote uncertain*: storing the vote failed, but it may be there all the same; the rank then asks for an
-abort. *other writer voted yes*: another process wrote this rank's shard, after a takeover, and its vote counts. *outcome out of
-reach*: the rank can neither read an outcome nor put one. *deadline passed* changes no phase, so the diagram leaves it out: the rank
-then puts an abort, and the outcome that it finds is the next event.
+Some events need a word. *yes vote uncertain*: storing the vote failed, but it may be there all the same; the rank then asks
+for an abort. *other writer voted yes*: another process wrote this rank's shard, after a takeover, and its vote counts. *outcome
+out of reach*: the rank can neither read an outcome nor put one. *deadline passed* changes no phase, so the diagram leaves it
+out: the rank then puts an abort, and the outcome that it finds is the next event.
 
 """
 

@@ -48,10 +48,12 @@ from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.awaited import Awaited
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
+from checkpointd.pipeline.outcome.recover import outlived
 from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog_log import AnnouncementWatch
 from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.root.tag_directories import Queue
@@ -85,6 +87,7 @@ class WriterState:
     persist: PersistConfig = field(default_factory=PersistConfig)
     commit: CommitConfig = field(default_factory=CommitConfig)
     rates: Rates = field(default_factory=Rates)
+    sight: Sight = field(default_factory=Sight)
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
     tidier: Tidier = field(init=False)
@@ -96,7 +99,7 @@ class WriterState:
 
     def __post_init__(self) -> None:
         self.own_root = OwnRoot(self.store)
-        self.tidier = Tidier(self.store, self.commit, self.own_root.check)
+        self.tidier = Tidier(self.store, self.commit, self.own_root.check, partial(outlived, self.store, sight=self.sight))
         self.showing = Queue(self.store)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)
@@ -149,6 +152,7 @@ class Attempt:
         self._unseen = ""
         """The error of the last look that failed."""
         self._index: Index | None = None
+        self._bases_forgotten = 0
         """The durable index of this rank's shard."""
         self._missing = Awaited(info, self.progress)
         self._over = asyncio.Event()
@@ -281,6 +285,7 @@ class Attempt:
 
     async def _job(self, shard: Shard) -> PersistJob:
         state = self._state
+        self._bases_forgotten = state.bases.forgotten
         compares = state.persist.dedup or state.persist.full_every is not None or state.commit.on_no_progress != "ignore"
         return PersistJob(
             store=self._store,
@@ -508,7 +513,7 @@ class Attempt:
     def _conclude(self, outcome: Outcome) -> None:
         if outcome.outcome == "commit":
             if self._index is not None and self._own_vote_stands:
-                self._state.bases.saw(self._index, outcome.order)
+                self._state.bases.saw(self._index, outcome.order, self._bases_forgotten)
             if outcome.no_progress and self._state.commit.on_no_progress != "ignore":
                 self.progress.no_progress = True
                 if self.info.rank == COORDINATOR:

@@ -228,9 +228,10 @@ class SimJob:
             name = f"sidecar{rank}.{self.report.sidecars}"
             view = self.disk.process(name, self.schedule.view)
             store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
-            state = WriterState(store=store, persist=config.persist, commit=config.committing)
+            sight = self._sight(name, config)
+            state = WriterState(store=store, persist=config.persist, commit=config.committing, sight=sight)
             lost: asyncio.Future[None] = self.disk.loop.create_future()
-            found = SimSidecar(view.process, SimRunner(name, state, self.ledger), lost, self._sight(name, config))
+            found = SimSidecar(view.process, SimRunner(name, state, self.ledger), lost, sight)
             view.process.on_death(found.lose)
             if rank in self._sidecars:
                 care = random.Random(f"care {config.seed} {name}")

@@ -182,7 +182,7 @@ class Rank:
 
     async def train(self) -> None:
         """Start, load, and save after every step up to the last. Raises CheckpointdError if starting or loading fails."""
-        state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.committing)
+        state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.committing, sight=self.sight)
         self._runner = SimRunner(self.name, state, self.ledger)
         self._epoch = await self._begin()
         await state.own_root.begun(self._epoch, (await epochs.read(self.store, self._epoch)).nonce)

@@ -24,15 +24,16 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from checkpointd.commit.facts import AttemptFacts, Dead
 from checkpointd.commit.garbage import dead_weight, spent_records, with_spare_objects
-from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import (
     OUTCOME,
     holder_of,
@@ -77,8 +78,12 @@ async def collect(
     staying: Sequence[Checkpoint] = (),
     known: CatalogLog | None = None,
     thorough: bool = True,
+    failed: list[StoreError] | None = None,
 ) -> list[Removal]:
-    """Remove dead objects, and return a Removal for each attempt that lost any.
+    """Remove dead objects, and return a Removal for each attempt that lost all that it should lose.
+
+    If objects of one attempt cannot be removed, those of the others are removed all the same. The errors are added to `failed`;
+    without `failed`, the first one is raised at the end.
 
     Among `attempts`, this removes what `dead_weight` and `spent_records` name, and unused objects of several writers. `going`
     are checkpoints that were replaced or that no rule keeps (see `retire.py`); `deleted` are checkpoints that a user removed.
@@ -89,23 +94,39 @@ async def collect(
     alone, unless an attempt that refers to it goes now.
     """
     known = CatalogLog(store) if known is None else known
+    errors: list[StoreError] = [] if failed is None else failed
     found = list(attempts)
     dead = [*dead_weight(found), *await _proved(store, going, deleted, staying, known), *deleted]
     released = {holder for facts, _ in dead if not facts.kept for holder in facts.holders}
     dead = [one for one in dead if thorough or not one[0].kept or one[0].prefix in released]
-    removed = [await _sweep(store, facts, reason) for facts, reason in dead if facts.state == "aborted"]
-    removed += await _remove(store, [(facts, reason) for facts, reason in dead if facts.state != "aborted"], known)
+    removed: list[Removal] = []
+    for facts, reason in dead:
+        if facts.state == "aborted":
+            with _noted(errors):
+                removed.append(await _sweep(store, facts, reason))
+    removed += await _remove(store, [(facts, reason) for facts, reason in dead if facts.state != "aborted"], known, errors)
     gone = _prefixes(dead)
     for facts in with_spare_objects(found):
         if facts.prefix not in gone:
-            await _drop_unnamed(store, facts)
+            with _noted(errors):
+                await _drop_unnamed(store, facts)
     # What has just been removed counts, too: the next look at this tag may be far.
     swept = {(one.tag, one.attempt) for one in removed if not one.kept}
     tags = {tag for tag, _ in swept}
     left = [_as_swept(f) if f.tag in tags and (f.tag, str(f.attempt)) in swept else f for f in found]
     await note(store, *(record_of("removed", one.tag, one.attempt, reason=one.reason, kept=one.kept) for one in removed))
-    await _forget(store, spent_records(left), known)
+    await _forget(store, spent_records(left), known, errors)
+    if errors and failed is None:
+        raise errors[0]
     return [removal for removal in removed if removal.objects]
+
+
+@contextlib.contextmanager
+def _noted(errors: list[StoreError]) -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        errors.append(error)
 
 
 async def survey(store: Store, attempts: Iterable[AttemptFacts], going: Sequence[Dead] = ()) -> list[Removal]:
@@ -140,7 +161,7 @@ async def _proved(
     return going if found is staying[0] else ()
 
 
-async def _remove(store: Store, dead: Sequence[Dead], known: CatalogLog) -> list[Removal]:
+async def _remove(store: Store, dead: Sequence[Dead], known: CatalogLog, errors: list[StoreError]) -> list[Removal]:
     """Condemn the unneeded objects of attempts that were checkpoints, check again which are needed, and sweep (COLLECT-6)."""
     if not dead:
         return []
@@ -160,11 +181,12 @@ async def _remove(store: Store, dead: Sequence[Dead], known: CatalogLog) -> list
         )
         return []
     await hide(store, _prefixes(dead))
-    return [
-        await _sweep(store, facts, reason, mark, needed)
-        for (facts, reason), mark in zip(dead, marks, strict=True)
-        if mark is not None  # MARK-3: all its objects stay for now
-    ]
+    removed: list[Removal] = []
+    for (facts, reason), mark in zip(dead, marks, strict=True):
+        if mark is not None:  # else all its objects stay for now (MARK-3)
+            with _noted(errors):
+                removed.append(await _sweep(store, facts, reason, mark, needed))
+    return removed
 
 
 async def _sweep(
@@ -225,14 +247,17 @@ def _as_swept(facts: AttemptFacts) -> AttemptFacts:
     return replace(facts, state="aborted" if facts.state == "aborted" else "deleted", bulk=False)
 
 
-async def _forget(store: Store, spent: Sequence[AttemptFacts], known: CatalogLog) -> None:
+async def _forget(store: Store, spent: Sequence[AttemptFacts], known: CatalogLog, errors: list[StoreError]) -> None:
     """Remove all that is left of `spent` attempts. Of the aborted ones, only those that COLLECT-8 allows."""
     if any(facts.state == "aborted" for facts in spent):
         await known.refresh()
         spent = [facts for facts in spent if facts.state != "aborted" or _may_forget(facts, known)]
+    forgotten: list[AttemptFacts] = []
     for facts in spent:
-        await _remove_records(store, facts.prefix)
-    await note(store, *(record_of("forgotten", facts.tag, facts.attempt) for facts in spent))
+        with _noted(errors):
+            await _remove_records(store, facts.prefix)
+            forgotten.append(facts)
+    await note(store, *(record_of("forgotten", facts.tag, facts.attempt) for facts in forgotten))
 
 
 def _may_forget(facts: AttemptFacts, known: CatalogLog) -> bool:

@@ -6,11 +6,13 @@ that newer checkpoints need stay (`collect.py`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
+from checkpointd.errors import StoreError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
 from checkpointd.pipeline.root import catalog, epochs
@@ -21,6 +23,8 @@ from checkpointd.pipeline.root.marks import DIRECTORY_REMOVED
 from checkpointd.pipeline.root.tag_directories import abandoned
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,13 @@ async def retire(
     going = [dead for dead in choice.going if dead[0].prefix not in gone]
     lost = {facts.prefix for facts, _ in [*going, *deleted]}
     staying = catalog.commits_of(view for view in views if view.read_back == "whole" and view.prefix not in lost)
+    found, failed = [view.facts for view in views], list[StoreError]()
     removed = await collect(
-        store, [view.facts for view in views], going, deleted=deleted, staying=staying, known=known, thorough=thorough
+        store, found, going, deleted=deleted, staying=staying, known=known, thorough=thorough, failed=failed
     )
+    if failed:
+        words = "objects of %d attempt(s) at %s could not be removed: %s; the next removal tries again"
+        log.warning(words, len(failed), store.url, failed[0])
     for facts, _ in deleted:
         await move_latest_away(store, facts.tag)
     return Retired(removed, choice)

@@ -17,8 +17,10 @@ Invariants
   TIDY-3  Another rank begins an attempt when a yes vote shows that the coordinator has begun the attempt before it. So it leads
       by at most one attempt.
   TIDY-4  A save waits for room at most half of the time until its deadline. A rank that never votes, or a storage that removes
-      nothing, costs space but not the save. If nothing changes for PROVE_S and a checkpoint stays only because no newer one was
-      verified, the newest checkpoint is read back, so that the older one can go.
+      nothing, costs space but not the save. If nothing changes for STUCK_S, the coordinator makes room: if a checkpoint stays
+      only because no newer one was verified, the newest is read back, so that the older one can go; and attempts of older
+      epochs at which nobody works any more are decided (RECOVER-4 in `recover.py`). If its own epoch is over, it counts only
+      undecided attempts instead: the newer coordinator may have no save for long, and then it removes nothing.
   TIDY-5  A removal looks at the root and removes there only if the root is the job's own, before the look and after it
       (OWNROOT-1 in `own_root.py`). Otherwise it would remove checkpoints of another job, or of a copy.
 
@@ -31,7 +33,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from checkpointd.commit.facts import AttemptFacts
@@ -45,6 +47,7 @@ from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import user
+from checkpointd.pipeline.root.leases import LENGTH_S
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.store.base import Store
 from checkpointd.store.showing import plain_files_of
@@ -60,7 +63,9 @@ removal has looked at a long history."""
 TAGS_MAX = 64
 """The tags that are noted for the next removal. If there are more, it looks at all tags."""
 FULL_S = 10.0
-PROVE_S = 10.0
+STUCK_S = 10.0
+DECIDING_S = 2 * LENGTH_S
+"""How long to watch the leases of older epochs' attempts: a lease that was not renewed for LENGTH_S has ended."""
 SHARE = 0.2
 PAUSE_S_MAX = 10.0
 """After a removal that took t seconds, the next one begins t * (1 / SHARE - 1) seconds later, at most so many."""
@@ -93,20 +98,29 @@ async def trusts_the_root(epoch: int) -> None:
     """Do not check whether the root is that of `epoch`."""
 
 
+async def decides_nothing(prefixes: Collection[str], timeout_s: float) -> None:
+    """Leave the attempts of older epochs alone."""
+
+
 class Tidier:
     """The tidier of one rank's writer, on its loop. Only the coordinator's tidier removes.
 
     `keeps_before`: checkpoints of epochs before this one stay, since the job does not know them (RETENTION-6). `check_root`
-    raises if the root is not the one in which an epoch began (TIDY-5).
+    raises if the root is not the one in which an epoch began (TIDY-5). `decide_older` decides attempts of older epochs at which
+    nobody works, and watches them for at most so many seconds.
     """
 
     def __init__(
-        self, store: Store, commit: CommitConfig, check_root: Callable[[int], Awaitable[None]] = trusts_the_root
+        self,
+        store: Store,
+        commit: CommitConfig,
+        check_root: Callable[[int], Awaitable[None]] = trusts_the_root,
+        decide_older: Callable[[Collection[str], float], Awaitable[object]] = decides_nothing,
     ) -> None:
         self.keeps_before = 0
         self.freed = 0
         """The number of bytes removed so far."""
-        self._store, self._commit, self._check_root = store, commit, check_root
+        self._store, self._commit, self._check_root, self._decides = store, commit, check_root, decide_older
         self._sees_all = not commit.retention.keeps_all or plain_files_of(store) is not None
         self._waiting: dict[str, AttemptInfo] = {}
         self._begun: dict[str, AttemptInfo] = {}
@@ -127,8 +141,11 @@ class Tidier:
         self._stands: tuple[tuple[int, tuple[str, ...]], float] = (-1, ()), 0.0
         """The freed bytes and the begun attempts, and the time since which they have not changed."""
         self._epoch = 0
+        self._is_over = False
+        """Whether a newer epoch has begun, by the last look."""
         self._tags: set[str] = set()
         self._look: asyncio.Task[None] | None = None
+        self._deciding: asyncio.Task[None] | None = None
         self._complaint: str | None = None
 
     # --- attempts ------------------------------------------------------------------------------------------------
@@ -180,6 +197,35 @@ class Tidier:
             await asyncio.sleep(self._commit.poll_max_s)
         return voted
 
+    async def _make_room(self, info: AttemptInfo) -> None:
+        """Make room for an attempt that has waited for STUCK_S (TIDY-4)."""
+        scope = self._scope(info)
+        if self._is_over:
+            self._left[scope] = replace(self._left_of(info), surplus=0, dead=0)
+            return
+        if older := self._older(info):
+            self._decide_older(older)
+        await self._prove_newest(info)
+
+    def _older(self, info: AttemptInfo) -> list[str]:
+        """The undecided attempts of older epochs."""
+        left = self._left_of(info)
+        return [prefix for prefix, epoch in {**left.promised, **left.undecided}.items() if epoch < info.attempt.epoch]
+
+    def _decide_older(self, prefixes: Sequence[str]) -> None:
+        """Begin to decide these attempts if nobody works at them any more. This takes as long as a lease, so it runs aside."""
+
+        async def decide() -> None:
+            try:
+                await self._decides(prefixes, DECIDING_S)
+            except CheckpointdError as error:
+                log.warning("attempts of older epochs at %s cannot be decided: %s", self._store.url, error)
+            self._look_again_at = 0.0
+            self._changed.set()
+
+        if self._deciding is None or self._deciding.done():
+            self._deciding = asyncio.get_running_loop().create_task(decide())
+
     async def _prove_newest(self, info: AttemptInfo) -> None:
         """If a checkpoint stays only because no newer one was verified, read back the newest checkpoint and remove again."""
         if not self._left_of(info).surplus:
@@ -210,7 +256,7 @@ class Tidier:
         if is_due and not self._fits(info, own):
             await self.tidy(info)
         if not self._fits(info, own) and self._is_stuck():
-            await self._prove_newest(info)
+            await self._make_room(info)
         return self._fits(info, own)
 
     async def _look_first(self, info: AttemptInfo) -> None:
@@ -230,11 +276,11 @@ class Tidier:
         return _left(views, choice.surplus, dead)
 
     def _is_stuck(self) -> bool:
-        """Whether no attempt was begun and nothing was removed for PROVE_S."""
+        """Whether no attempt was begun and nothing was removed for STUCK_S."""
         now, stands = asyncio.get_running_loop().time(), (self.freed, tuple(self._begun))
         if stands != self._stands[0]:
             self._stands = stands, now
-        return now - self._stands[1] >= PROVE_S
+        return now - self._stands[1] >= STUCK_S
 
     def _fits(self, info: AttemptInfo, own: int) -> bool:
         """Whether TIDY-2 allows the attempt of `own` bytes, by the last look."""
@@ -313,9 +359,10 @@ class Tidier:
 
     async def close(self) -> None:
         """Stop removing. The next save at the root removes the rest."""
-        if self._look is not None:
-            self._look.cancel()
-            await asyncio.gather(self._look, return_exceptions=True)
+        tasks = [task for task in (self._look, self._deciding) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin_look(self) -> None:
         if self._look is None or self._look.done():
@@ -340,10 +387,9 @@ class Tidier:
         scopes = [EVERYTHING] if self._sees_all or is_due or len(tags) > TAGS_MAX else sorted(tags)
         if scopes == [EVERYTHING]:
             self._served_everywhere = asked
-        was_mine = True
         try:
             for scope in scopes:
-                was_mine = await self._remove(scope)
+                await self._remove(scope)
         except CheckpointdError as error:
             log.warning("leftovers at %s could not be removed: %s; the next save tries again", self._store.url, error)
         except Exception:
@@ -353,7 +399,7 @@ class Tidier:
                 self._drop(prefix)
             used = {self._scope(info) for info in (*self._waiting.values(), *self._begun.values())}
             self._left = {scope: left for scope, left in self._left.items() if scope in {EVERYTHING, *used}}
-            if was_mine:
+            if not self._is_over:
                 # A storage that removes nothing costs space and no save (TIDY-4), so what could not go counts no longer.
                 self._left = {scope: replace(left, dead=0) for scope, left in self._left.items()}
             self._look_again_at = asyncio.get_running_loop().time() + LOOK_S
@@ -371,17 +417,18 @@ class Tidier:
             return await catalog.attempts_of(self._store, scope)
         return await catalog.scan(self._store, self.known)
 
-    async def _remove(self, scope: str) -> bool:
+    async def _remove(self, scope: str) -> None:
         """Remove dead attempts in `scope`, and note what is left there.
 
-        If a newer epoch has begun, this only looks, and returns False, since the coordinator of that epoch removes (COLLECT-5).
-        If the root is another one, it raises (TIDY-5).
+        If a newer epoch has begun, this only looks, since the coordinator of that epoch removes (COLLECT-5). If the root is
+        another one, it raises (TIDY-5).
         """
         scopes = [scope] if self._sees_all or scope else list(self._left)
-        if await epochs.newest(self._store) > self._epoch:
+        self._is_over = await epochs.newest(self._store) > self._epoch
+        if self._is_over:
             for looked in scopes:
                 self._left[looked] = await self._seen(looked)
-            return False
+            return
         await self._check_root(self._epoch)
         views = await self._views(scope)
         await self._check_root(self._epoch)
@@ -390,7 +437,6 @@ class Tidier:
         for looked in scopes:
             self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
         self._say(done)
-        return True
 
     def _say(self, done: Retired) -> None:
         for removal in done.removed:

@@ -105,7 +105,11 @@ async def recover(
             done.latest_removed = await _remove_latest(store, done)
         facts = [view.facts for view in views if view.prefix not in surviving]
         await mend_catalog(store, known, [view for view in views if view.attempt.epoch < epoch])
-        done.swept = len(await collect(store, facts, known=known))
+        failed: list[StoreError] = []
+        done.swept = len(await collect(store, facts, known=known, failed=failed))
+        if failed:
+            words = "objects of %d attempt(s) at %s could not be removed: %s; the next removal tries again"
+            log.error(words, len(failed), store.url, failed[0])
         await remove_plans(store, epoch, surviving)
         await known.refresh()
         await known.compact(every=COMPACT_EVERY)

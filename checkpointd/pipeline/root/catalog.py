@@ -335,7 +335,8 @@ async def scan(
 async def _scanned(
     store: Store, log: CatalogLog, newest: int, wanted: Callable[[CatalogEntry], bool] | None
 ) -> list[AttemptView]:
-    entries, named = log.state.entries, log.state.by_tag
+    # A copy: another task may refresh the log while this one looks, and an entry may be forgotten.
+    entries, named = dict(log.state.entries), dict(log.state.by_tag)
     there = await tags(store, named)
     looked = {tag for tag in there if tag not in named} | _undecided(entries.values())
     looked |= _newest(reversed(entries.values()), newest)  # the log has them in the order of their announcements

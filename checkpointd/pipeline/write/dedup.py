@@ -10,10 +10,10 @@ Invariants
       removes only objects that no index names (COLLECT-6 in `collect.py`). So either the rank sees the mark or the collector
       sees the index, whatever runs at the same time: another collection, a save of the same tag, retention, recovery by a newer
       epoch, another writer. The checkpoint from which the references were taken may be gone by then.
-  DEDUP-4  A shard that was read back and found damaged stops being the base, and so does a shard that was not read because
-      another rank had found its own damaged. Chunks that an earlier process wrote are read and verified before the first vote
-      for references to them. Damaged storage is a common reason for a restart, and every later checkpoint would refer to the
-      same damaged chunks.
+  DEDUP-4  A shard that was read back and found damaged stops being the base. So does a shard that was not read because another
+      rank had found its own damaged, and the shard of a save that took such a base before the damage was found. Chunks that an
+      earlier process wrote are read and verified before the first vote for references to them. Damaged storage is a common
+      reason for a restart, and every later checkpoint would refer to the same damaged chunks.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class Bases:
     written."""
 
     store: Store
+    forgotten: int = 0
+    """How often the base was forgotten."""
     _base: Base | None = None
     _seen: tuple[Index, Order] | None = None
     """The index of a newer commit, from which `newest` makes the base."""
@@ -111,11 +113,14 @@ class Bases:
 
     def forget(self) -> None:
         """Forget the base, since its chunks may be damaged. The next save writes all chunks."""
+        self.forgotten += 1
         self._base, self._seen, self._asked = None, None, True
 
-    def saw(self, index: Index, order: Order) -> None:
-        """Note that an attempt with this `index` has committed, durably (DEDUP-2)."""
-        if self._seen is None or order > self._seen[1]:
+    def saw(self, index: Index, order: Order, forgotten: int) -> None:
+        """Note that an attempt with this `index` has committed, durably (DEDUP-2). `forgotten`: as it was when the attempt took
+        its base. If the base was forgotten since then, the index may refer to its damaged chunks (DEDUP-4).
+        """
+        if forgotten == self.forgotten and (self._seen is None or order > self._seen[1]):
             self._seen = index, order
 
     def committed(self, base: Base | None) -> None:

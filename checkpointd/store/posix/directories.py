@@ -18,8 +18,9 @@ from checkpointd.store.posix.disk import Disk
 
 T = TypeVar("T")
 _RACES_MAX = 100
-_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESHUTDOWN})
-"""The errors of a sync that say nothing about the names: the directory went away, or the store was closed."""
+_NOTHING_LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE})
+"""The errors of a sync that say nothing about the names: the directory went away, the store was closed, or the directory could
+not be opened since too many files are open."""
 _NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOENT, errno.EROFS})
 
 
@@ -69,7 +70,7 @@ class Directories:
             await asyncio.wait([running])
         self._running[directory] = self._next.pop(directory)
         failure = None if running is None or running.cancelled() else running.exception()
-        if isinstance(failure, OSError) and failure.errno not in _GONE:
+        if isinstance(failure, OSError) and failure.errno not in _NOTHING_LOST:
             # The kernel tells an error once: the next sync may succeed although names that were there are lost.
             raise OSError(failure.errno, failure.strerror, directory) from failure
         await self._disk.sync_directory(directory)

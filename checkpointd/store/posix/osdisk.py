@@ -27,11 +27,13 @@ from checkpointd.waits import Waiting
 
 BULK_THREADS = 4
 SMALL_THREADS = 4
+REMOVING_THREADS = 4
 _LOCK_POLL_S_MIN, _LOCK_POLL_S_MAX = 0.001, 0.05
 
 
 class OsDisk:
-    """The file system of this machine. Large reads and writes have threads of their own, so small calls never wait for them.
+    """The file system of this machine. Large reads and writes, and removals of many files, have threads of their own, so small
+    calls never wait for them.
 
     No symbolic link below the directory `anchor` is followed. With `user`, all calls have the rights of that user.
     """
@@ -40,6 +42,7 @@ class OsDisk:
         self._anchor = Anchor(anchor)
         self._bulk = Threads(bulk_threads, "checkpointd-bulk", user)
         self._small = Threads(SMALL_THREADS, "checkpointd-disk", user)
+        self._removing = Threads(REMOVING_THREADS, "checkpointd-removing", user)
 
     @property
     def alignment(self) -> int:
@@ -108,7 +111,7 @@ class OsDisk:
         await self._small.run(_unlink, self._anchor, path)
 
     async def unlink_each(self, paths: Sequence[str]) -> list[str]:
-        return await self._small.run(_unlink_each, self._anchor, paths)
+        return await self._removing.run(_unlink_each, self._anchor, paths)
 
     async def status(self, path: str) -> FileStatus:
         found = await self._small.run(_stat, self._anchor, path)
@@ -139,6 +142,7 @@ class OsDisk:
         """Let the threads end. Calls in flight go on; new calls are refused."""
         self._bulk.close()
         self._small.close()
+        self._removing.close()
 
 
 class OsLock:

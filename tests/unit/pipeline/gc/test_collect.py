@@ -17,10 +17,10 @@ from checkpointd.commit import garbage
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
-from checkpointd.errors import DamagedError, NotFoundError, StagingError, UnreadableError, UsageError
+from checkpointd.errors import DamagedError, NotFoundError, StagingError, StoreError, UnreadableError, UsageError
 from checkpointd.layout import keys
 from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, record_key
-from checkpointd.layout.keys import VERIFIED, AttemptId, mark_name
+from checkpointd.layout.keys import VERIFIED, AttemptId, chunks_name, mark_name
 from checkpointd.layout.manifest import Deleted, decode
 from checkpointd.pipeline.gc import collect as collecting
 from checkpointd.pipeline.gc.collect import collect
@@ -381,6 +381,58 @@ async def test_collect_8_older_aborted_attempts_are_forgotten_and_the_catalog_fo
     known = CatalogLog(store)
     await known.refresh()
     assert [entry.tag for entry in known.state.entries.values()] == ["global_step5", "global_step6"]
+
+
+class Stubborn(MemoryStore):
+    """Removes no object below the prefix `stays`."""
+
+    stays: str | None = None
+
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        if self.stays is not None and key.startswith(self.stays):
+            raise StoreError(f"deleting {key!r} failed: Permission denied")
+        await super().delete(key, durable=durable)
+
+
+@pytest.mark.parametrize("stays", ["an aborted attempt", "a replaced checkpoint", "a forgotten attempt"])
+async def test_an_attempt_that_cannot_be_removed_keeps_no_other_from_it(
+    stays: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, aborted_one = Stubborn(), "global_step2/00000001-0"
+    await saved(store, 1)
+    await aborted(store, range(2, 3))
+    if stays == "a forgotten attempt":
+        monkeypatch.setattr(garbage, "ABORTED_KEPT", 0)
+    else:
+        await store.put(f"{aborted_one}/{chunks_name(0, 0)}", b"put late")
+    for step in (3, 4, 5):
+        await saved(store, step, frozen=step)
+    store.stays = FIRST if stays == "a replaced checkpoint" else aborted_one
+    with pytest.raises(StoreError, match="Permission denied"):
+        await collection(store, Retention(keep_last=1), dry_run=False)
+    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step5"]
+    await saved(store, 6, frozen=6, retention=Retention(keep_last=1))
+    # The one before the newest stays until that was read back.
+    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step6", "global_step5"]
+    assert "could not be removed: deleting" in caplog.text
+    assert {key.partition("/")[0] for key in await bulk(store)} == {"global_step6", "global_step5", *LEFT[stays]}
+    assert await store.list(store.stays)
+    store.stays = None
+    await saved(store, 7, frozen=7, retention=Retention(keep_last=1))
+    assert {key.partition("/")[0] for key in await bulk(store)} <= {"global_step7", "global_step6", "global_step5"}
+
+
+LEFT = {
+    "an aborted attempt": ["global_step2"],
+    "a replaced checkpoint": ["global_step1"],
+    "a forgotten attempt": [],
+}
+
+
+async def bulk(store: Store) -> list[str]:
+    """The keys of all indexes and chunks."""
+    views = await catalog.look_everywhere(store)
+    return [f"{view.prefix}/{name}" for view in views for name in view.sizes if keys.is_bulk(name)]
 
 
 @pytest.mark.parametrize("why", ["the close is missing", "the catalog is damaged"])

@@ -303,6 +303,61 @@ def test_tidy_2_a_save_of_an_older_epoch_sees_that_there_is_room_now(seed: int, 
     assert "take more room than they should" not in caplog.text
 
 
+@pytest.mark.parametrize("next_job", ["has no save", "saves what it did not load"])
+def test_tidy_4_what_outlives_its_trainer_does_not_wait_until_the_next_job_removes(
+    seed: int, next_job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One checkpoint stays only because no newer one was verified, the newest is replaced soon, and two snapshots are whole."""
+
+    async def main(rng: random.Random) -> None:
+        disk, rules = Disk(rng), Retention(keep_last=1)
+        old = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=rules, read_back=False)
+        await old.run(3)
+        outliving = asyncio.create_task(old.run(2, first=3))
+        await asyncio.sleep(0.3)
+        names = [attempt_prefix(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
+        epoch = (await epochs.take(disk, 2, names)).epoch
+        new = Job(disk, rng, epoch, world_size=2, rules=rules, keeps_before=epoch)
+        if next_job == "saves what it did not load":
+            await asyncio.sleep(5)
+            await new.run(3, first=10)
+        await outliving
+        assert old.phases() == {Phase.COMMITTED: 10}
+        assert set(new.phases()) <= {Phase.COMMITTED}
+        of_older_job = 4  # which the next job knows only if it has loaded
+        assert disk.most <= (of_older_job if next_job == "has no save" else of_older_job + 1 + SPARE)
+
+    run(seed, main)
+    assert "take more room than they should" not in caplog.text
+
+
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_tidy_4_attempts_of_an_older_epoch_at_which_nobody_works_any_more_are_decided(
+    seed: int, has_bytes: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They survived the start of this epoch in a daemon, which then died."""
+
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        old = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=Retention(keep_last=1))
+        await old.run(3)
+        attempts = [(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
+        prefixes = [attempt_prefix(*attempt) for attempt in attempts]
+        for prefix in prefixes:
+            await disk.put(object_key(prefix, LEASE), b"")
+            if has_bytes:
+                await disk.put(object_key(prefix, chunks_name(0, 0)), b"chunks")
+        new = Job(disk, rng, (await epochs.take(disk, 2, prefixes)).epoch, world_size=2, rules=Retention(keep_last=1))
+        for n in range(10, 14):
+            await new.run(1, first=n)
+        assert new.phases() == {Phase.COMMITTED: 8}
+        assert [(await catalog.view(disk, *attempt)).state for attempt in attempts] == ["aborted"] * 2
+        assert not disk.occupied & set(prefixes)
+
+    run(seed, main)
+    assert "take more room than they should" not in caplog.text
+
+
 def test_tidy_4_a_rank_that_misses_one_save_keeps_no_other_from_its_commit() -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)

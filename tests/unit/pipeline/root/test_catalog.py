@@ -7,6 +7,8 @@ import pytest
 from checkpointd.errors import NotFoundError
 from checkpointd.layout.keys import BALLOT, DAMAGED, DELETED, JOINT_PLAN, OUTCOME, PASSED_OVER, VERIFIED, AttemptId
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
+from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from tests.builders import leave_in_doubt, save_checkpoint
 
@@ -78,3 +80,26 @@ async def test_a_scan_tells_only_what_is_wanted_of_decided_attempts_and_every_un
         "global_step2": ("committed", False),
         "global_step4": ("in-doubt", True),
     }
+
+
+async def test_a_look_goes_on_while_another_task_learns_that_an_attempt_was_forgotten() -> None:
+    """They share what this process has read of the catalog."""
+
+    class Meanwhile(MemoryStore):
+        is_looked_at = False
+
+        async def list(self, prefix: str) -> list[Entry]:
+            found = await super().list(prefix)
+            if prefix == "" and self.is_looked_at:
+                await CatalogLog(self).append(record_of("forgotten", "t0", "00000001-0"))
+                await known.refresh()
+            return found
+
+    store = Meanwhile()
+    known = CatalogLog(store)
+    for n in range(catalog.NEWEST_LOOKED + 2):
+        await store.put(f"t{n}/00000001-0/{OUTCOME}", b"x")
+        await known.append(record_of("intent", f"t{n}", "00000001-0", n=n), record_of("removed", f"t{n}", "00000001-0"))
+    await known.refresh()
+    store.is_looked_at = True
+    assert "t1" in {view.tag for view in await catalog.scan(store, known)}

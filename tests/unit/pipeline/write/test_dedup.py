@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,21 +14,22 @@ from numpy.typing import NDArray
 
 from checkpointd.codec import Compression
 from checkpointd.commit.machine import Phase
-from checkpointd.config import LoadConfig
+from checkpointd.config import LoadConfig, PersistConfig
 from checkpointd.errors import DamagedError, StoreError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.marks import condemn
-from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import dedup, persist, write_objects
 from checkpointd.pipeline.write.encode import Encoded
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import Arrays, load_arrays, objects, phases, save_checkpoint
+from tests.builders import Arrays, load_arrays, make_shard, objects, phases, save_checkpoint
 from tests.format_reader import index_of, tensors_of
 
 COMPRESSIONS: tuple[Compression, ...] = ("none", "planes")
@@ -79,9 +81,34 @@ async def test_dedup_4_a_base_that_is_forgotten_while_it_is_made_stays_forgotten
         return make(*args)
 
     monkeypatch.setattr(dedup, "aside", found_damaged_meanwhile)
-    bases.saw(index, (1, 0))
+    bases.saw(index, (1, 0), bases.forgotten)
     info = AttemptInfo(tag="global_step2", attempt=AttemptId(1, 0), rank=0, world_size=1, step=2, n=1)
     assert await bases.newest(info) is None
+
+
+async def test_dedup_4_what_referred_to_a_base_before_it_was_forgotten_is_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second save took its base before damage was found there, and commits after it."""
+    state = WriterState(store=MemoryStore(), persist=PersistConfig(compression="none", chunk_bytes=4096, dedup=True))
+    checked = Attempt._check_vote
+    held: list[bool] = []
+
+    async def found_damaged_meanwhile(self: Attempt) -> None:
+        if self.info.step == 2:
+            state.bases.forget()
+        await checked(self)
+
+    monkeypatch.setattr(Attempt, "_check_vote", found_damaged_meanwhile)
+    for step in (1, 2, 3, 4):
+        info = AttemptInfo(tag=f"global_step{step}", attempt=AttemptId(1, 0), rank=0, world_size=1, step=step, n=step)
+        attempt = Attempt(state, info, deadline=asyncio.get_running_loop().time() + 60.0)
+        await attempt.run(shard_of(frozen(step)))
+        assert attempt.phase == Phase.COMMITTED
+        held.append(any(ref.held_by for ref in (await index_at(state.store, step)).objects))
+    assert held == [False, True, False, True]
+
+
+async def shard_of(arrays: Arrays) -> Shard:
+    return make_shard(arrays)
 
 
 class Unreadable(MemoryStore):

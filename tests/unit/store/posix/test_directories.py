@@ -87,10 +87,10 @@ async def test_a_sync_that_fails_fails_for_all_that_share_it_and_the_next_one_is
     assert not await store.put_if_absent(KEYS[0], b"")
 
 
-@pytest.mark.parametrize("reason", [errno.EIO, errno.ENOENT])
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ENOENT, errno.EMFILE])
 async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root: Path, reason: int) -> None:
     """The kernel tells an error once, so a later sync can succeed although the names are lost. A directory that has gone away
-    tells nothing about the one that is there now.
+    tells nothing about the one that is there now, nor does one that could not be opened.
     """
 
     class FailsOnce(Gated):

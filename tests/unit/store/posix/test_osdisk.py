@@ -234,3 +234,27 @@ async def test_many_files_by_one_call_and_what_is_no_file_is_left_out(disk: OsDi
     assert sorted(child.name for child in await disk.children(str(tmp_path), links=True)) == ["below", "file", "linked"]
     assert await disk.unlink_each(paths[:2]) == []
     assert await disk.children(str(tmp_path / "below")) == []
+
+
+async def test_small_calls_do_not_wait_for_the_removal_of_many_files(
+    disk: OsDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [str(tmp_path / str(number)) for number in range(64)]
+    for path in paths:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+    release, really = threading.Event(), os.unlink
+
+    def slowly(path: str, *, dir_fd: int | None = None) -> None:
+        release.wait()
+        really(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", slowly)
+    removals = [asyncio.ensure_future(disk.unlink_each(paths[first : first + 8])) for first in range(0, 64, 8)]
+    try:
+        async with asyncio.timeout(60):
+            assert (await disk.status(str(tmp_path))).number
+            await disk.sync_directory(str(tmp_path))
+    finally:
+        release.set()
+    assert await asyncio.gather(*removals) == [[]] * 8
+    assert await disk.children(str(tmp_path)) == []
