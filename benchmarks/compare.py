@@ -112,6 +112,7 @@ def measure(options: argparse.Namespace) -> Run:
                 run.limits.append(_limits(_setting(options, Path(directory), options.gib)))
             if "big" in parts and len(run.big_limits) == number:
                 run.big_limits.append(_limits(_setting(options, Path(directory), options.big_gib)))
+                _keep(run, options.json)
             order = random.Random(options.seed * 1000 + number).sample(cases, len(cases))
             for place, (system, count, gib) in enumerate(order):
                 trials = run.trials if gib == options.gib else run.big

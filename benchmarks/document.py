@@ -35,7 +35,7 @@ class Run:
     big: list[Trial] = field(default_factory=list)
     """Trials with a state of `big_gib` GiB: the first save and the first load of a process."""
     big_limits: list[Limits] = field(default_factory=list)
-    """The limits at that size: a disk may read a large file more slowly, once it has read for a while."""
+    """The limits at that size."""
     costs: dict[str, list[Cost]] = field(default_factory=dict)
     """What `history.py` and `ranks.py` measured, by the part of the page."""
     others: dict[str, dict[int, float]] = field(default_factory=dict)

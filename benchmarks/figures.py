@@ -18,7 +18,7 @@ from benchmarks.measures import ShardTrial, Trial
 Figures = dict[str, dict[int, float]]
 """By name and run. Measurements that are not repeated with the others are of run 0."""
 
-MEMCPY, DISK = "limit/memcpy", "limit/disk"
+MEMCPY = "limit/memcpy"
 """Seconds per GiB: a copy into memory in use, and the faster way to read files that are not cached."""
 OVERHEAD = "overhead/"
 """How figures of `overhead.py` begin: then the way to save, a slash, and what was measured."""
@@ -41,10 +41,7 @@ def of_trials(trials: Iterable[Trial], prefix: str = "") -> Figures:
 
 def of_limits(limits: Sequence[Limits], prefix: str = "") -> Figures:
     """The limits of the machine in each run."""
-    return {
-        f"{prefix}{MEMCPY}": {run: one.memcpy_reused for run, one in enumerate(limits)},
-        f"{prefix}{DISK}": {run: min(one.read_dropped, one.read_direct) for run, one in enumerate(limits)},
-    }
+    return {f"{prefix}{MEMCPY}": {run: one.memcpy_reused for run, one in enumerate(limits)}}
 
 
 def of_costs(prefix: str, found: Sequence[Cost]) -> Figures:

@@ -98,6 +98,8 @@ def _loads(dropped: TwoLoads, cached: TwoLoads) -> LoadTimes:
         cached_s=dropped.later_s,
         first_s=cached.first_s,
         first_cold_s=dropped.first_s,
+        plain_s=cached.plain_s,
+        first_plain_s=dropped.plain_s,
         resident=max(dropped.resident, cached.resident),
         wrong=sorted({*dropped.wrong, *cached.wrong}),
     )

@@ -59,6 +59,10 @@ class LoadTimes:
     """As `cached_s`, but the first load of its process, where that was measured by itself."""
     first_cold_s: float | None = None
     """As `cold_s`, but the first load of its process, where that was measured by itself."""
+    plain_s: float | None = None
+    """A plain read of the same files, on one thread, just after the load of `cold_s`, with the page cache dropped again."""
+    first_plain_s: float | None = None
+    """The same just after the load of `first_cold_s`."""
     resident: float
     """Share of the files' pages still in memory after they were dropped, 0 to 1."""
     wrong: list[str]
@@ -71,6 +75,8 @@ class TwoLoads:
 
     first_s: float
     later_s: float
+    plain_s: float
+    """A plain read of the files just after the load that had the page cache dropped, and dropped again."""
     resident: float
     wrong: list[str]
     base_bytes: int

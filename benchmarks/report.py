@@ -128,6 +128,8 @@ LOAD_COLD = Metric("load, cache dropped", "s", _worst(lambda report: report.load
 LOAD_CACHED = Metric("load, cached", "s", _worst(lambda report: report.load.cached_s))
 LOAD_FIRST = Metric("first load, cached", "s", _worst(lambda report: report.load.first_s or math.nan))
 LOAD_FIRST_COLD = Metric("first load, cache dropped", "s", _worst(lambda report: report.load.first_cold_s or math.nan))
+PLAIN_READ = Metric("plain read, cache dropped", "s", _worst(lambda report: report.load.plain_s or math.nan))
+FIRST_PLAIN_READ = Metric("plain read after the first load", "s", _worst(lambda report: report.load.first_plain_s or math.nan))
 LOAD_MEMORY = Metric("load peak over base", "MiB", _load_memory)
 LOAD_PRIVATE = Metric("load peak, private", "MiB", lambda trial: trial.load_private_bytes / MIB)
 
@@ -139,7 +141,7 @@ def _slowdown(report: RankReport) -> float:
 SAVES = (CALL, SAFE, DONE, DURABLE, CPU, MEMORY, STORED)
 COLD = (SETUP, COLD_CALL, COLD_SAFE, COLD_DURABLE)
 TRAINING = (LOST, SLOWDOWN, P50, P99, MAX, QUIET_P99, LOST_PYTHON, PYTHON_P99)
-LOADS = (LOAD_COLD, LOAD_CACHED, LOAD_FIRST_COLD, LOAD_FIRST, LOAD_MEMORY, LOAD_PRIVATE)
+LOADS = (LOAD_COLD, PLAIN_READ, LOAD_CACHED, LOAD_FIRST_COLD, FIRST_PLAIN_READ, LOAD_FIRST, LOAD_MEMORY, LOAD_PRIVATE)
 METRICS = (*SAVES, *COLD, *TRAINING, *LOADS)
 RATIOS = (
     *(CALL, SAFE, DURABLE, LOST, LOST_PYTHON, P99, COLD_SAFE, COLD_DURABLE, CPU, MEMORY),

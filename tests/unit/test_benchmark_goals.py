@@ -169,7 +169,10 @@ def trial(system: str, durable_s: float, *, load_s: float, run: int = 0) -> Tria
         lost_s=durable_s, window_s=1.0, steps=5, undisturbed_ms=1.0, undisturbed_p99_ms=1.0,
         mean_ms=2.0, p50_ms=1.0, p99_ms=durable_s, max_ms=9.0,
     )  # fmt: skip
-    load = LoadTimes(cold_s=load_s, cached_s=load_s, first_s=1.2 * load_s, first_cold_s=load_s, resident=0.0, wrong=[])
+    load = LoadTimes(
+        cold_s=load_s, cached_s=load_s, first_s=1.2 * load_s, first_cold_s=load_s, plain_s=load_s / 1.1,
+        first_plain_s=load_s / 1.3, resident=0.0, wrong=[],
+    )  # fmt: skip
     ranks = RankReport(
         rank=0, tensors=1, state_bytes=1, setup_s=0.1, cold=saved, warm=[saved], loop=loop, python=loop, load=load,
         base_bytes=0, load_base_bytes=0,
@@ -195,7 +198,7 @@ def one_run() -> document.Run:
         limits=[limits],
         trials=[trial("checkpointd", 1.0, load_s=0.3), trial("dcp-thread", 2.0, load_s=0.5)],
         big_gib=4.0,
-        big_limits=[replace(limits, read_dropped=1.25, read_direct=1.0)],
+        big_limits=[replace(limits, memcpy_reused=0.5)],
         big=[trial("torch.save", 2.0, load_s=2.0), trial("checkpointd", 1.0, load_s=2.6)],
         costs={"history": sizes, "dedup": [looks]},
         others={"codec/bf16/ratio": {0: 1.4}},
@@ -208,8 +211,9 @@ def test_goals_are_computed_from_a_run() -> None:
         "load-cached-dcp": 0.6,
         "load-cached-memcpy": 1.5,  # 0.3 s for 2 GiB at 0.1 s/GiB
         "load-first": 1.2,
-        "load-dropped-disk": 0.3,  # the disk reads at 0.5 s/GiB
-        "load-big-dropped": 0.65,  # it reads 4 GiB at 1 s/GiB
+        "load-dropped-disk": 1.1,
+        "load-big-dropped": 1.3,
+        "load-big-cached": 1.3,  # 2.6 s for 4 GiB at 0.5 s/GiB
         "load-memory": 200.0,
         "lost-in-process": 0.5,
         "history-list": 10.0,
