@@ -169,8 +169,8 @@ def load_once(
 
 
 def read_plainly(system: System, step: int) -> float:
-    """Seconds that rank 0 takes to read the files of the save with the page cache dropped: what the disk allows just now. It may
-    allow more or less a minute later, if it is shared or limits how much is read.
+    """Seconds that rank 0 takes to read the files of the save with the page cache dropped: what the disk allows just
+    now. It may allow more or less a minute later, if it is shared or limits how much is read.
     """
     seconds = 0.0
     if system.rank == 0:

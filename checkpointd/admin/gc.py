@@ -10,7 +10,7 @@ import msgspec
 from checkpointd.commands import at_tag, command
 from checkpointd.commit.facts import Dead
 from checkpointd.commit.retention import Retention
-from checkpointd.errors import DamagedError, NotFoundError, UsageError
+from checkpointd.errors import DamagedError, NotFoundError, StoreError, UsageError
 from checkpointd.pipeline.gc.collect import Removal, collect, survey
 from checkpointd.pipeline.gc.retire import chosen_by
 from checkpointd.pipeline.root import catalog, epochs, reserve
@@ -96,8 +96,12 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
     ]
     # Each step by itself: after the first one, a look from the start would not find the tag any more.
     own_views = [view for view in views if view.tag == tag]
-    report = await reserve.on_full_disk(store, lambda: _done(store, own_views, deleted=deleted, dry_run=dry_run))
-    moved = None if dry_run else await reserve.on_full_disk(store, lambda: move_latest_away(store, tag))
+    failed: list[StoreError] = []
+    report = await reserve.on_full_disk(store, lambda: _done(store, own_views, deleted=deleted, dry_run=dry_run, failed=failed))
+    is_left = any(view.prefix == found.prefix and view.state == "committed" for view in await catalog.attempts_of(store, tag))
+    moved = None if dry_run or is_left else await reserve.on_full_disk(store, lambda: move_latest_away(store, tag))
+    if failed:
+        raise failed[0]
     own = {view.prefix for view in own_views}
     needed_by = tuple(c.tag for c in checkpoints if c.tag != tag and not own.isdisjoint(c.outcome.holders))
     return msgspec.structs.replace(report, latest_moved_to=moved, needed_by=needed_by)
@@ -122,13 +126,20 @@ async def _indispensable(store: Store, tag: str, newest_first: Sequence[str]) ->
 
 
 async def _done(
-    store: Store, views: list[AttemptView], retired: Sequence[Dead] = (), *, deleted: Sequence[Dead] = (), dry_run: bool
+    store: Store,
+    views: list[AttemptView],
+    retired: Sequence[Dead] = (),
+    *,
+    deleted: Sequence[Dead] = (),
+    dry_run: bool,
+    failed: list[StoreError] | None = None,
 ) -> CollectionReport:
+    """`failed`: as of `collect`."""
     facts, chosen = [view.facts for view in views], [*retired, *deleted]
     if dry_run:
         went = await survey(store, facts, chosen)
     else:
-        went = await collect(store, facts, retired, deleted=deleted)
+        went = await collect(store, facts, retired, deleted=deleted, failed=failed)
     gone = {(removal.tag, removal.attempt) for removal in went}
     unproved = [facts for facts, _ in chosen if (facts.tag, str(facts.attempt)) not in gone]
     left = {c.tag for c in catalog.checkpoints_of(v for v in views if (v.tag, str(v.attempt)) not in gone)}

@@ -99,7 +99,8 @@ class WriterState:
 
     def __post_init__(self) -> None:
         self.own_root = OwnRoot(self.store)
-        self.tidier = Tidier(self.store, self.commit, self.own_root.check, partial(outlived, self.store, sight=self.sight))
+        decide_older = partial(outlived, self.store, sight=self.sight, hurried=False)
+        self.tidier = Tidier(self.store, self.commit, self.own_root.check, decide_older)
         self.showing = Queue(self.store)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)

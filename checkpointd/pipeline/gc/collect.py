@@ -33,7 +33,7 @@ import msgspec
 
 from checkpointd.commit.facts import AttemptFacts, Dead
 from checkpointd.commit.garbage import dead_weight, spent_records, with_spare_objects
-from checkpointd.errors import DamagedError, NotFoundError, StoreError
+from checkpointd.errors import DamagedError, NotFoundError, StoreError, StoreFullError
 from checkpointd.layout.keys import (
     OUTCOME,
     holder_of,
@@ -125,6 +125,8 @@ async def collect(
 def _noted(errors: list[StoreError]) -> Iterator[None]:
     try:
         yield
+    except StoreFullError:
+        raise  # `reserve.on_full_disk` makes room
     except StoreError as error:
         errors.append(error)
 

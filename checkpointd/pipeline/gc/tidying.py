@@ -20,7 +20,8 @@ Invariants
       nothing, costs space but not the save. If nothing changes for STUCK_S, the coordinator makes room: if a checkpoint stays
       only because no newer one was verified, the newest is read back, so that the older one can go; and attempts of older
       epochs at which nobody works any more are decided (RECOVER-4 in `recover.py`). If its own epoch is over, it counts only
-      undecided attempts instead: the newer coordinator may have no save for long, and then it removes nothing.
+      undecided attempts instead, at the latest after OVER_S: the newer coordinator may have no save for long, and then it
+      removes nothing.
   TIDY-5  A removal looks at the root and removes there only if the root is the job's own, before the look and after it
       (OWNROOT-1 in `own_root.py`). Otherwise it would remove checkpoints of another job, or of a copy.
 
@@ -64,6 +65,7 @@ TAGS_MAX = 64
 """The tags that are noted for the next removal. If there are more, it looks at all tags."""
 FULL_S = 10.0
 STUCK_S = 10.0
+OVER_S = 30.0
 DECIDING_S = 2 * LENGTH_S
 """How long to watch the leases of older epochs' attempts: a lease that was not renewed for LENGTH_S has ended."""
 SHARE = 0.2
@@ -120,6 +122,8 @@ class Tidier:
         self.keeps_before = 0
         self.freed = 0
         """The number of bytes removed so far."""
+        self._gone = 0
+        """How many attempts a newer coordinator has removed, by the looks of this one."""
         self._store, self._commit, self._check_root, self._decides = store, commit, check_root, decide_older
         self._sees_all = not commit.retention.keeps_all or plain_files_of(store) is not None
         self._waiting: dict[str, AttemptInfo] = {}
@@ -138,8 +142,8 @@ class Tidier:
         self._awaited = asyncio.Event()
         """Set while somebody waits for the next removal, which then begins at once."""
         self._look_again_at = 0.0
-        self._stands: tuple[tuple[int, tuple[str, ...]], float] = (-1, ()), 0.0
-        """The freed bytes and the begun attempts, and the time since which they have not changed."""
+        self._stands: tuple[tuple[int, int, tuple[str, ...]], float] = (-1, 0, ()), 0.0
+        """What was removed and which attempts are begun, and the time since which this has not changed."""
         self._epoch = 0
         self._is_over = False
         """Whether a newer epoch has begun, by the last look."""
@@ -171,13 +175,17 @@ class Tidier:
         """
         own = nbytes * info.world_size
         loop, pause_s = asyncio.get_running_loop(), self._commit.poll_min_s
+        began = loop.time()
         try:
-            async with asyncio.timeout_at((loop.time() + deadline) / 2):
-                while not await self._has_room(info, own):
+            async with asyncio.timeout_at((began + deadline) / 2):
+                while not await self._has_room(info, own, began):
                     await self._change(pause_s)
                     pause_s = min(pause_s * 1.5, self._commit.poll_max_s)
         except TimeoutError:
             log.warning("%s is written although other saves and their leftovers take more room than they should", info.prefix)
+        finally:
+            if self._deciding is not None and not self._waiting.keys() - {info.prefix}:
+                self._deciding.cancel()
         self._waiting.pop(info.prefix, None)
         self._begun[info.prefix], self._nbytes[info.prefix] = info, own
         self._changed.set()
@@ -185,20 +193,25 @@ class Tidier:
     async def more_room_for(self, info: AttemptInfo, deadline: float, freed: int) -> bool:
         """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
 
-        The coordinator removes dead attempts. Other ranks wait until the coordinator's vote shows that it has, at most FULL_S
-        and at most halfway to `deadline`: on a disk without any free space, no vote will ever come.
+        The coordinator removes dead attempts; if its epoch is over, it waits until the newer coordinator has. Other ranks wait
+        until the coordinator's vote shows that it has. Both wait at most FULL_S and at most halfway to `deadline`: on a disk
+        without any free space, nothing may ever go, and no vote come.
         """
-        if info.rank == COORDINATOR:
-            await self.tidy(info)
-            return self.freed > freed
         loop = asyncio.get_running_loop()
         until = min((loop.time() + deadline) / 2, loop.time() + FULL_S)
+        if info.rank == COORDINATOR:
+            gone = self._gone
+            await self.tidy(info)
+            while self._is_over and self._gone == gone and loop.time() < until:
+                await asyncio.sleep(LOOK_S)
+                await self.tidy(info)
+            return self.freed > freed or self._gone > gone
         while not (voted := await self._is_begun(info)) and loop.time() < until:
             await asyncio.sleep(self._commit.poll_max_s)
         return voted
 
     async def _make_room(self, info: AttemptInfo) -> None:
-        """Make room for an attempt that has waited for STUCK_S (TIDY-4)."""
+        """Make room for an attempt that waits while nothing changes (TIDY-4)."""
         scope = self._scope(info)
         if self._is_over:
             self._left[scope] = replace(self._left_of(info), surplus=0, dead=0)
@@ -245,17 +258,17 @@ class Tidier:
         except TimeoutError:
             return
 
-    async def _has_room(self, info: AttemptInfo, own: int) -> bool:
+    async def _has_room(self, info: AttemptInfo, own: int, began: float) -> bool:
         if any(other.n < info.n for other in self._alike(info, self._waiting)):
             return False
         if info.rank != COORDINATOR:
             return await self._is_led(info)
         if self._scope(info) not in self._left:
             await self._look_first(info)
-        is_due = self._ended or asyncio.get_running_loop().time() >= self._look_again_at
-        if is_due and not self._fits(info, own):
+        now = asyncio.get_running_loop().time()
+        if (self._ended or now >= self._look_again_at) and not self._fits(info, own):
             await self.tidy(info)
-        if not self._fits(info, own) and self._is_stuck():
+        if not self._fits(info, own) and (self._is_stuck() or (self._is_over and now - began >= OVER_S)):
             await self._make_room(info)
         return self._fits(info, own)
 
@@ -277,7 +290,7 @@ class Tidier:
 
     def _is_stuck(self) -> bool:
         """Whether no attempt was begun and nothing was removed for STUCK_S."""
-        now, stands = asyncio.get_running_loop().time(), (self.freed, tuple(self._begun))
+        now, stands = asyncio.get_running_loop().time(), (self.freed, self._gone, tuple(self._begun))
         if stands != self._stands[0]:
             self._stands = stands, now
         return now - self._stands[1] >= STUCK_S
@@ -427,7 +440,9 @@ class Tidier:
         self._is_over = await epochs.newest(self._store) > self._epoch
         if self._is_over:
             for looked in scopes:
-                self._left[looked] = await self._seen(looked)
+                before, after = self._left.get(looked, _Left()), await self._seen(looked)
+                self._gone += max(0, before.surplus + before.dead - after.surplus - after.dead)
+                self._left[looked] = after
             return
         await self._check_root(self._epoch)
         views = await self._views(scope)

@@ -42,7 +42,7 @@ from checkpointd.pipeline.root.catalog_mending import mend as mend_catalog
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
 from checkpointd.pipeline.root.leases import Sight, Watch
 from checkpointd.pipeline.root.plans import remove_plans
-from checkpointd.pipeline.root.tag_directories import mend
+from checkpointd.pipeline.root.tag_directories import mend, show
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store
@@ -238,50 +238,63 @@ async def _checked_index(store: Store, prefix: str, vote: Vote) -> Index:
 
 VOTES_S = 15.0
 """How long to wait for other nodes' votes after the coordinator's vote. A node that died with its daemon never votes."""
-_PAUSE_S = 0.1
+_PAUSE_S, _PAUSE_S_MAX, _RETRY_S_MAX = 0.1, 1.0, 10.0
 
 
-async def outlived(store: Store, surviving: Collection[str], timeout_s: float, sight: Sight | None = None) -> tuple[str, ...]:
-    """Wait until the attempts `surviving`, at which daemons of other nodes work, are decided. Returns those that are not.
+async def outlived(
+    store: Store,
+    surviving: Collection[str],
+    timeout_s: float,
+    sight: Sight | None = None,
+    *,
+    hurried: bool = True,
+) -> tuple[str, ...]:
+    """Wait until the attempts `surviving`, at which daemons work, are decided. Returns those that are not.
 
-    Waits at most `timeout_s`, and at most VOTES_S after the coordinator's vote. Decides an attempt if nobody works at it any
-    more (RECOVER-4).
+    Waits at most `timeout_s`. Decides an attempt if nobody works at it any more (RECOVER-4). If `hurried`, this waits at most
+    VOTES_S after the coordinator's vote, and takes an attempt without a lease for one at which nobody works. Otherwise it
+    watches for as long as a lease lasts.
     """
     looker = sight or Sight()
-    found = await asyncio.gather(*(_decided_in_time(store, prefix, timeout_s, looker) for prefix in surviving))
+    found = await asyncio.gather(*(_decided_in_time(store, prefix, timeout_s, looker, hurried) for prefix in surviving))
     return tuple(prefix for prefix, decided in zip(surviving, found, strict=True) if not decided)
 
 
-async def _decided_in_time(store: Store, prefix: str, timeout_s: float, sight: Sight) -> bool:
+async def _decided_in_time(store: Store, prefix: str, timeout_s: float, sight: Sight, hurried: bool) -> bool:
     tag, _, name = prefix.rpartition("/")
     attempt = AttemptId.parse(name)
     assert attempt is not None
     loop, watch = asyncio.get_running_loop(), Watch(store, attempt_lease_key(prefix), sight)
-    until, has_voted = loop.time() + timeout_s, False
+    began, has_voted, pause_s = loop.time(), False, _PAUSE_S
+    until = began + timeout_s
     while True:
         try:
             await watch.look()
             view = await catalog.view(store, tag, attempt)
             if view.state != "in-doubt":
                 return True
-            if watch.has_ended():
+            watched = hurried or loop.time() - began >= watch.length_s
+            if watched and watch.has_ended() and not watch.is_of_running():
                 await _decide(store, view)
                 return True
-            if not has_voted and vote_name(0) in view.sizes:
+            if hurried and not has_voted and vote_name(0) in view.sizes:
                 has_voted, until = True, min(until, loop.time() + VOTES_S)
+            pause_s = min(1.2 * pause_s, _PAUSE_S_MAX)
         except StoreError as error:
-            log.warning("%s cannot be looked at: %s; trying again", prefix, error)
+            log.warning("%s cannot be looked at or decided: %s; trying again", prefix, error)
+            pause_s = min(2 * pause_s, _RETRY_S_MAX)
         if loop.time() >= until:
             return False
-        await asyncio.sleep(_PAUSE_S)
+        await asyncio.sleep(pause_s)
 
 
 async def _decide(store: Store, view: AttemptView) -> None:
-    """Decide a surviving attempt whose writer is gone, and let `latest` name it if it is a checkpoint now."""
+    """Decide a surviving attempt whose writer is gone. If it is a checkpoint now, show its files, and let `latest` name it."""
     outcome = await resolve(store, view)
     _say(outcome)
     if outcome.outcome == "commit" and outcome.save_latest:
         await move_latest(store, outcome.tag, outcome.order, is_start=True)
+    await show(store, outcome)
 
 
 def _say(outcome: Outcome) -> None:

@@ -171,13 +171,22 @@ class Watch:
     """The lease as it was last read; None if there is none, or if its bytes are damaged."""
     since: float = 0.0
     _data: bytes | None = None
+    _looked: float | None = None
 
     async def look(self) -> bool:
-        """Read the lease, and say whether it was renewed since the look before. Raises StoreError if the storage fails."""
+        """Read the lease, and say whether it was renewed since the look before. Raises StoreError if the storage fails.
+
+        If there was no look for half of the lease's length, the time begins anew: what kept this process from looking, such as
+        storage that did not answer, may have kept the holder from renewing.
+        """
         data, before = await self._read(), self._data
+        now = asyncio.get_running_loop().time()
         if data != before:
             self._data, self.lease = data, _understood(data, self.key)
-            self.since = asyncio.get_running_loop().time()
+            self.since = now
+        elif self._looked is not None and now - self._looked >= self.length_s / 2:
+            self.since = now
+        self._looked = now
         return before is not None and data != before and self.lease is not None
 
     @property
@@ -190,6 +199,10 @@ class Watch:
         if self._data is None or (self.lease is not None and self.sight.life(self.lease.process) == "ended"):
             return True
         return asyncio.get_running_loop().time() - self.since >= self.length_s
+
+    def is_of_running(self) -> bool:
+        """Whether the kernel knows that the lease's holder runs."""
+        return self.lease is not None and self.sight.life(self.lease.process) == "running"
 
     @property
     def pause_s(self) -> float:
@@ -252,7 +265,7 @@ async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
     """Whether somebody works at an attempt. A process that runs on this machine counts as at work, without a wait."""
     watch = Watch(store, attempt_lease_key(prefix), sight)
     await watch.look()
-    if watch.lease is not None and sight.life(watch.lease.process) == "running":
+    if watch.is_of_running():
         return True
     return await _seen_alive(watch, prefix) is not None
 

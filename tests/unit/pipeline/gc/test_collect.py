@@ -497,6 +497,20 @@ async def test_the_newest_is_deleted_only_by_force_and_latest_moves_back() -> No
     assert await catalog.latest(store) is None
 
 
+async def test_latest_moves_off_a_deleted_checkpoint_although_another_attempt_of_its_tag_cannot_be_removed() -> None:
+    store = Stubborn()
+    await saved(store, 1)
+    await aborted(store, range(2, 3))
+    await saved(store, 2, k=1)
+    await store.put(f"global_step2/00000001-0/{chunks_name(0, 0)}", b"put late")
+    assert await catalog.latest(store) == "global_step2"
+    store.stays = "global_step2/00000001-0"
+    with pytest.raises(StoreError, match="Permission denied"):
+        await deletion(store, "global_step2", force=True, dry_run=False)
+    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step1"]
+    assert await catalog.latest(store) == "global_step1"
+
+
 async def test_no_older_attempt_of_a_deleted_tag_comes_back() -> None:
     store = MemoryStore()
     await saved(store, 1, tag="best")

@@ -17,11 +17,23 @@ from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import StagingError, StoreError, StoreFullError
-from checkpointd.layout.keys import LEASE, VERIFIED, AttemptId, attempt_prefix, chunks_name, default_tag, is_bulk, object_key
+from checkpointd.layout.keys import (
+    LEASE,
+    VERIFIED,
+    AttemptId,
+    attempt_prefix,
+    chunks_name,
+    default_tag,
+    index_name,
+    is_bulk,
+    object_key,
+    vote_name,
+)
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc import tidying
-from checkpointd.pipeline.gc.retire import Retired
+from checkpointd.pipeline.gc.retire import Retired, retire
 from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.base import Entry, ObjectWriter
@@ -331,9 +343,9 @@ def test_tidy_4_what_outlives_its_trainer_does_not_wait_until_the_next_job_remov
     assert "take more room than they should" not in caplog.text
 
 
-@pytest.mark.parametrize("has_bytes", [False, True])
+@pytest.mark.parametrize("has", ["no bytes", "bytes", "the coordinator's vote"])
 def test_tidy_4_attempts_of_an_older_epoch_at_which_nobody_works_any_more_are_decided(
-    seed: int, has_bytes: bool, caplog: pytest.LogCaptureFixture
+    seed: int, has: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They survived the start of this epoch in a daemon, which then died."""
 
@@ -345,8 +357,11 @@ def test_tidy_4_attempts_of_an_older_epoch_at_which_nobody_works_any_more_are_de
         prefixes = [attempt_prefix(*attempt) for attempt in attempts]
         for prefix in prefixes:
             await disk.put(object_key(prefix, LEASE), b"")
-            if has_bytes:
+            if has == "bytes":
                 await disk.put(object_key(prefix, chunks_name(0, 0)), b"chunks")
+            elif has == "the coordinator's vote":
+                await disk.put(object_key(prefix, vote_name(0)), b"vote")
+                await disk.put(object_key(prefix, index_name(0)), b"index")
         new = Job(disk, rng, (await epochs.take(disk, 2, prefixes)).epoch, world_size=2, rules=Retention(keep_last=1))
         for n in range(10, 14):
             await new.run(1, first=n)
@@ -356,6 +371,25 @@ def test_tidy_4_attempts_of_an_older_epoch_at_which_nobody_works_any_more_are_de
 
     run(seed, main)
     assert "take more room than they should" not in caplog.text
+
+
+def test_tidy_4_on_a_full_disk_what_outlives_its_trainer_waits_for_the_newer_coordinators_removal() -> None:
+    async def main(rng: random.Random) -> None:
+        disk, rules = Disk(rng, room=2), Retention(keep_last=1)
+        old = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules, read_back=False)
+        await old.run(3)
+        assert len(disk.occupied) == 2  # one stays only because the newer one was not verified
+        await epochs.take(disk, 1, [attempt_prefix(default_tag(3), AttemptId(1, 0))])
+        save = asyncio.create_task(old.run(1, first=3))
+        while not disk.refused:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(4)
+        await read_back(disk, (await catalog.checkpoints(disk))[0])
+        await retire(disk, await catalog.scan(disk), rules)
+        await save
+        assert old.phases() == {Phase.COMMITTED: 4}
+
+    run(0, main)
 
 
 def test_tidy_4_a_rank_that_misses_one_save_keeps_no_other_from_its_commit() -> None:

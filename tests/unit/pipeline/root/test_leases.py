@@ -439,6 +439,82 @@ def test_a_surviving_attempt_whose_other_votes_do_not_come_is_not_waited_for_unt
     simulated(work)
 
 
+def test_recover_4_who_has_time_decides_although_the_other_votes_do_not_come() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        await put_lease(store, attempt_lease_key(PREFIX))
+        assert await outlived(store, [PREFIX], 2 * LENGTH_S, sight("a"), hurried=False) == ()
+        assert decode(await store.get(f"{PREFIX}/outcome"), Outcome, "outcome").outcome == "abort"
+
+    simulated(work)
+
+
+def test_recover_4_what_a_process_of_this_machine_works_at_is_not_decided_although_its_lease_is_old() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        await put_lease(store, attempt_lease_key(PREFIX))
+        assert await outlived(store, [PREFIX], 100.0, sight("a", "running"), hurried=False) == (PREFIX,)
+        assert await store.stat(f"{PREFIX}/outcome") is None
+
+    simulated(work)
+
+
+def test_recover_4_who_has_time_waits_for_a_lease_that_is_not_there_yet() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        deciding = asyncio.create_task(outlived(store, [PREFIX], 2 * LENGTH_S, sight("a"), hurried=False))
+        await asyncio.sleep(LENGTH_S / 2)
+        renewing = asyncio.create_task(renew_on(store, attempt_lease_key(PREFIX)))
+        assert await deciding == (PREFIX,)
+        assert await store.stat(f"{PREFIX}/outcome") is None
+        renewing.cancel()
+
+    simulated(work)
+
+
+def test_lease_4_who_could_not_look_for_long_watches_anew() -> None:
+    """The storage may have held up the holder's renewal as well."""
+
+    async def work() -> None:
+        store = MemoryStore()
+        await put_lease(store, attempt_lease_key(PREFIX))
+        watch = leases.Watch(store, attempt_lease_key(PREFIX), sight("a"))
+        await watch.look()
+        await asyncio.sleep(2 * LENGTH_S)
+        await watch.look()
+        assert not watch.has_ended()
+        for _ in range(31):
+            await asyncio.sleep(LENGTH_S / 30)
+            await watch.look()
+        assert watch.has_ended()
+
+    simulated(work)
+
+
+def test_recover_4_an_outcome_that_cannot_be_put_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try puts a record into the catalog."""
+
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0, 1))
+        put = store.put_if_absent
+
+        async def failing(key: str, data: bytes, *, durable: bool = True) -> bool:
+            if key.endswith("/outcome"):
+                raise StoreError("the disk is full")
+            return await put(key, data, durable=durable)
+
+        monkeypatch.setattr(store, "put_if_absent", failing)
+        before = len(await store.list(".checkpointd/catalog"))
+        assert await outlived(store, [PREFIX], 60.0, sight("a")) == (PREFIX,)
+        assert 0 < len(await store.list(".checkpointd/catalog")) - before < 15
+
+    simulated(work)
+
+
 def test_a_renewal_changes_the_count_and_nothing_else() -> None:
     async def work() -> None:
         store = MemoryStore()
