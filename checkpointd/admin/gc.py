@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 
@@ -97,7 +97,12 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
     # Each step by itself: after the first one, a look from the start would not find the tag any more.
     own_views = [view for view in views if view.tag == tag]
     failed: list[StoreError] = []
-    report = await reserve.on_full_disk(store, lambda: _done(store, own_views, deleted=deleted, dry_run=dry_run, failed=failed))
+
+    def remove() -> Awaitable[CollectionReport]:
+        failed.clear()  # of a try that found the disk full
+        return _done(store, own_views, deleted=deleted, dry_run=dry_run, failed=failed)
+
+    report = await reserve.on_full_disk(store, remove)
     is_left = any(view.prefix == found.prefix and view.state == "committed" for view in await catalog.attempts_of(store, tag))
     moved = None if dry_run or is_left else await reserve.on_full_disk(store, lambda: move_latest_away(store, tag))
     if failed:

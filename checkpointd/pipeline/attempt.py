@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -99,13 +99,15 @@ class WriterState:
 
     def __post_init__(self) -> None:
         self.own_root = OwnRoot(self.store)
-        decide_older = partial(outlived, self.store, sight=self.sight, hurried=False)
-        self.tidier = Tidier(self.store, self.commit, self.own_root.check, decide_older)
+        self.tidier = Tidier(self.store, self.commit, self.own_root.check, self._decide_older)
         self.showing = Queue(self.store)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)
         self.reader = BackgroundReadBack(self.store, self.bases.forget)
         self.announcements = AnnouncementWatch(self.store)
+
+    async def _decide_older(self, prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
+        await outlived(self.store, prefixes, timeout_s, self.sight, hurried=False, check=check)
 
     def take_reader(self, reader: BackgroundReadBack) -> None:
         """Use the reader of an earlier writer of this rank."""

@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -506,6 +507,8 @@ class Saver:
             self._writer.call(self._state.tidier.rest(), left_s(), lambda: "what retention lets go is being removed")
         except CheckpointdError:
             log.warning("what retention lets go was not all removed; the next save at this root removes it")
+        with contextlib.suppress(CheckpointdError):
+            self._writer.call(self._state.tidier.close(), left_s())
         try:
             self._writer.call(self._runner.close(ends_well=ends_well), left_s())
         except CheckpointdError as error:

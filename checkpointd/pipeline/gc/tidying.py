@@ -36,6 +36,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.garbage import dead_weight
@@ -66,8 +67,8 @@ TAGS_MAX = 64
 FULL_S = 10.0
 STUCK_S = 10.0
 OVER_S = 30.0
-DECIDING_S = 2 * LENGTH_S
-"""How long to watch the leases of older epochs' attempts: a lease that was not renewed for LENGTH_S has ended."""
+DECIDING_S = 5 * LENGTH_S
+"""How long to watch the leases of older epochs' attempts: long enough to see that they are not renewed."""
 SHARE = 0.2
 PAUSE_S_MAX = 10.0
 """After a removal that took t seconds, the next one begins t * (1 / SHARE - 1) seconds later, at most so many."""
@@ -100,7 +101,11 @@ async def trusts_the_root(epoch: int) -> None:
     """Do not check whether the root is that of `epoch`."""
 
 
-async def decides_nothing(prefixes: Collection[str], timeout_s: float) -> None:
+Decides: TypeAlias = Callable[[Collection[str], float, Callable[[], Awaitable[None]]], Awaitable[object]]
+"""Decides attempts at which nobody works, watches them for so many seconds, and calls a check before it writes anything."""
+
+
+async def decides_nothing(prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
     """Leave the attempts of older epochs alone."""
 
 
@@ -109,7 +114,7 @@ class Tidier:
 
     `keeps_before`: checkpoints of epochs before this one stay, since the job does not know them (RETENTION-6). `check_root`
     raises if the root is not the one in which an epoch began (TIDY-5). `decide_older` decides attempts of older epochs at which
-    nobody works, and watches them for at most so many seconds.
+    nobody works any more (TIDY-4).
     """
 
     def __init__(
@@ -117,13 +122,15 @@ class Tidier:
         store: Store,
         commit: CommitConfig,
         check_root: Callable[[int], Awaitable[None]] = trusts_the_root,
-        decide_older: Callable[[Collection[str], float], Awaitable[object]] = decides_nothing,
+        decide_older: Decides = decides_nothing,
     ) -> None:
         self.keeps_before = 0
         self.freed = 0
         """The number of bytes removed so far."""
         self._gone = 0
-        """How many attempts a newer coordinator has removed, by the looks of this one."""
+        """How many attempts a newer coordinator has decided or removed, by the looks of this one."""
+        self._counted: dict[str, int] = {}
+        """The attempts beside those that stay that its last look found, by scope."""
         self._store, self._commit, self._check_root, self._decides = store, commit, check_root, decide_older
         self._sees_all = not commit.retention.keeps_all or plain_files_of(store) is not None
         self._waiting: dict[str, AttemptInfo] = {}
@@ -183,9 +190,6 @@ class Tidier:
                     pause_s = min(pause_s * 1.5, self._commit.poll_max_s)
         except TimeoutError:
             log.warning("%s is written although other saves and their leftovers take more room than they should", info.prefix)
-        finally:
-            if self._deciding is not None and not self._waiting.keys() - {info.prefix}:
-                self._deciding.cancel()
         self._waiting.pop(info.prefix, None)
         self._begun[info.prefix], self._nbytes[info.prefix] = info, own
         self._changed.set()
@@ -194,11 +198,12 @@ class Tidier:
         """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
 
         The coordinator removes dead attempts; if its epoch is over, it waits until the newer coordinator has. Other ranks wait
-        until the coordinator's vote shows that it has. Both wait at most FULL_S and at most halfway to `deadline`: on a disk
-        without any free space, nothing may ever go, and no vote come.
+        until the coordinator's vote shows that it has. It waits at most FULL_S, they twice as long, all at most halfway to
+        `deadline`: on a disk without any free space, nothing may ever go, and no vote come.
         """
         loop = asyncio.get_running_loop()
-        until = min((loop.time() + deadline) / 2, loop.time() + FULL_S)
+        wait_s = FULL_S if info.rank == COORDINATOR else 2 * FULL_S
+        until = min((loop.time() + deadline) / 2, loop.time() + wait_s)
         if info.rank == COORDINATOR:
             gone = self._gone
             await self.tidy(info)
@@ -217,7 +222,7 @@ class Tidier:
             self._left[scope] = replace(self._left_of(info), surplus=0, dead=0)
             return
         if older := self._older(info):
-            self._decide_older(older)
+            self._decide_older(info, older)
         await self._prove_newest(info)
 
     def _older(self, info: AttemptInfo) -> list[str]:
@@ -225,12 +230,12 @@ class Tidier:
         left = self._left_of(info)
         return [prefix for prefix, epoch in {**left.promised, **left.undecided}.items() if epoch < info.attempt.epoch]
 
-    def _decide_older(self, prefixes: Sequence[str]) -> None:
+    def _decide_older(self, info: AttemptInfo, prefixes: Sequence[str]) -> None:
         """Begin to decide these attempts if nobody works at them any more. This takes as long as a lease, so it runs aside."""
 
         async def decide() -> None:
             try:
-                await self._decides(prefixes, DECIDING_S)
+                await self._decides(prefixes, DECIDING_S, lambda: self._check_root(info.attempt.epoch))
             except CheckpointdError as error:
                 log.warning("attempts of older epochs at %s cannot be decided: %s", self._store.url, error)
             self._look_again_at = 0.0
@@ -440,9 +445,10 @@ class Tidier:
         self._is_over = await epochs.newest(self._store) > self._epoch
         if self._is_over:
             for looked in scopes:
-                before, after = self._left.get(looked, _Left()), await self._seen(looked)
-                self._gone += max(0, before.surplus + before.dead - after.surplus - after.dead)
-                self._left[looked] = after
+                self._left[looked] = left = await self._seen(looked)
+                count = left.surplus + left.dead + len(left.undecided)
+                self._gone += max(0, self._counted.get(looked, count) - count)
+                self._counted[looked] = count
             return
         await self._check_root(self._epoch)
         views = await self._views(scope)

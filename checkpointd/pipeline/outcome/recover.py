@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from checkpointd.commit import decide as decisions
@@ -29,7 +29,7 @@ from checkpointd.commit.decide import Decision
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import OUTCOME, AttemptId, attempt_lease_key, vote_name
+from checkpointd.layout.keys import LEASE, OUTCOME, AttemptId, attempt_lease_key, vote_name
 from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.pipeline.gc.collect import collect
@@ -241,6 +241,10 @@ VOTES_S = 15.0
 _PAUSE_S, _PAUSE_S_MAX, _RETRY_S_MAX = 0.1, 1.0, 10.0
 
 
+async def anyhow() -> None:
+    """Check nothing."""
+
+
 async def outlived(
     store: Store,
     surviving: Collection[str],
@@ -248,53 +252,82 @@ async def outlived(
     sight: Sight | None = None,
     *,
     hurried: bool = True,
+    check: Callable[[], Awaitable[None]] = anyhow,
 ) -> tuple[str, ...]:
     """Wait until the attempts `surviving`, at which daemons work, are decided. Returns those that are not.
 
-    Waits at most `timeout_s`. Decides an attempt if nobody works at it any more (RECOVER-4). If `hurried`, this waits at most
-    VOTES_S after the coordinator's vote, and takes an attempt without a lease for one at which nobody works. Otherwise it
-    watches for as long as a lease lasts.
+    Waits at most `timeout_s`. Decides an attempt if nobody works at it any more (RECOVER-4), after `check`, which raises if
+    nothing may be written. If `hurried`, this waits at most VOTES_S after the coordinator's vote, and takes an attempt without
+    a lease for one at which nobody works. Otherwise nothing of the attempt may have changed for as long as a lease lasts.
     """
     looker = sight or Sight()
-    found = await asyncio.gather(*(_decided_in_time(store, prefix, timeout_s, looker, hurried) for prefix in surviving))
-    return tuple(prefix for prefix, decided in zip(surviving, found, strict=True) if not decided)
+    waits = [_Waiting(store, prefix, looker, hurried, check) for prefix in surviving]
+    found = await asyncio.gather(*(one.decided_within(timeout_s) for one in waits))
+    return tuple(one.prefix for one, decided in zip(waits, found, strict=True) if not decided)
 
 
-async def _decided_in_time(store: Store, prefix: str, timeout_s: float, sight: Sight, hurried: bool) -> bool:
-    tag, _, name = prefix.rpartition("/")
-    attempt = AttemptId.parse(name)
-    assert attempt is not None
-    loop, watch = asyncio.get_running_loop(), Watch(store, attempt_lease_key(prefix), sight)
-    began, has_voted, pause_s = loop.time(), False, _PAUSE_S
-    until = began + timeout_s
-    while True:
-        try:
-            await watch.look()
-            view = await catalog.view(store, tag, attempt)
-            if view.state != "in-doubt":
-                return True
-            watched = hurried or loop.time() - began >= watch.length_s
-            if watched and watch.has_ended() and not watch.is_of_running():
-                await _decide(store, view)
-                return True
-            if hurried and not has_voted and vote_name(0) in view.sizes:
-                has_voted, until = True, min(until, loop.time() + VOTES_S)
-            pause_s = min(1.2 * pause_s, _PAUSE_S_MAX)
-        except StoreError as error:
-            log.warning("%s cannot be looked at or decided: %s; trying again", prefix, error)
-            pause_s = min(2 * pause_s, _RETRY_S_MAX)
-        if loop.time() >= until:
-            return False
-        await asyncio.sleep(pause_s)
+@dataclass(slots=True)
+class _Waiting:
+    """Waits for one surviving attempt (RECOVER-4)."""
 
+    store: Store
+    prefix: str
+    sight: Sight
+    hurried: bool
+    check: Callable[[], Awaitable[None]]
+    _watch: Watch = field(init=False)
+    _outcome: Outcome | None = None
+    """The outcome that this process has put."""
+    _sizes: Mapping[str, int] | None = None
+    """The attempt's objects but its lease, as they were last seen, since the time `_since` of the loop."""
+    _since: float = 0.0
 
-async def _decide(store: Store, view: AttemptView) -> None:
-    """Decide a surviving attempt whose writer is gone. If it is a checkpoint now, show its files, and let `latest` name it."""
-    outcome = await resolve(store, view)
-    _say(outcome)
-    if outcome.outcome == "commit" and outcome.save_latest:
-        await move_latest(store, outcome.tag, outcome.order, is_start=True)
-    await show(store, outcome)
+    async def decided_within(self, timeout_s: float) -> bool:
+        loop, pause_s = asyncio.get_running_loop(), _PAUSE_S
+        self._watch = Watch(self.store, attempt_lease_key(self.prefix), self.sight)
+        until, has_voted = loop.time() + timeout_s, False
+        while True:
+            try:
+                view = await self._look()
+                if self._outcome is None and view.state != "in-doubt":
+                    return True
+                if self._outcome is not None or self._is_abandoned():
+                    await self._decide(view)
+                    return True
+                if self.hurried and not has_voted and vote_name(0) in view.sizes:
+                    has_voted, until = True, min(until, loop.time() + VOTES_S)
+                pause_s = min(1.2 * pause_s, _PAUSE_S_MAX)
+            except StoreError as error:
+                log.warning("%s cannot be looked at or decided: %s; trying again", self.prefix, error)
+                pause_s = min(2 * pause_s, _RETRY_S_MAX)
+            if loop.time() >= until:
+                return False
+            await asyncio.sleep(pause_s)
+
+    async def _look(self) -> AttemptView:
+        await self._watch.look()
+        tag, _, name = self.prefix.rpartition("/")
+        attempt = AttemptId.parse(name)
+        assert attempt is not None
+        view = await catalog.view(self.store, tag, attempt)
+        sizes = {name: size for name, size in view.sizes.items() if name != LEASE}
+        if sizes != self._sizes:
+            self._sizes, self._since = sizes, asyncio.get_running_loop().time()
+        return view
+
+    def _is_abandoned(self) -> bool:
+        quiet_s = asyncio.get_running_loop().time() - self._since
+        return self._watch.is_abandoned() and (self.hurried or quiet_s >= self._watch.length_s)
+
+    async def _decide(self, view: AttemptView) -> None:
+        """Decide the attempt. If it is a checkpoint now, let `latest` name it, and show its files."""
+        await self.check()
+        if self._outcome is None:
+            self._outcome = await resolve(self.store, view)
+            _say(self._outcome)
+        if self._outcome.outcome == "commit" and self._outcome.save_latest:
+            await move_latest(self.store, self._outcome.tag, self._outcome.order, is_start=True)
+        await show(self.store, self._outcome)
 
 
 def _say(outcome: Outcome) -> None:

@@ -45,6 +45,7 @@ RENEWALS = 3
 LOOKS = 30
 """The number of looks within a lease's length by a process that watches it."""
 LOOK_S_MAX = 0.5
+RUNNING_LENGTHS = 4
 ANSWER_S = 10.0
 """How long a process that ends waits for the removal of its lease, and how long a listed lease may be unreadable."""
 
@@ -105,18 +106,18 @@ class HeldLease:
         await self._store.delete(self.key)
 
     async def _keep_on(self, is_put: bool) -> None:
-        said = ""
+        said, was_there = "", is_put
         while True:
             if is_put:
                 await self._pause()
             if self._over.is_set():
                 return
             try:
-                if is_put and await self._store.stat(self.key) is None and not await self._counts():
+                if was_there and await self._store.stat(self.key) is None and not await self._counts():
                     log.info("%s was removed by another process, and is not renewed any more", self.key)
                     return
                 await self._put()
-                is_put, said = True, ""
+                is_put, was_there, said = True, True, ""
             except CheckpointdError as error:
                 if str(error) != said:
                     log.warning("%s cannot be renewed: %s; trying again", self.key, error)
@@ -203,6 +204,13 @@ class Watch:
     def is_of_running(self) -> bool:
         """Whether the kernel knows that the lease's holder runs."""
         return self.lease is not None and self.sight.life(self.lease.process) == "running"
+
+    def is_abandoned(self) -> bool:
+        """Whether nobody holds the lease, by the last look, as far as this process can tell. A holder that runs on this machine
+        is believed for RUNNING_LENGTHS: its storage may be slow, or the lease may be left over.
+        """
+        idle_s = asyncio.get_running_loop().time() - self.since
+        return self.has_ended() and (not self.is_of_running() or idle_s >= RUNNING_LENGTHS * self.length_s)
 
     @property
     def pause_s(self) -> float:

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from checkpointd.errors import NotFoundError, RootInUseError, StoreError, UnreadableError
-from checkpointd.layout.keys import attempt_lease_key, epoch_key, job_lease_key
+from checkpointd.errors import NotFoundError, RootGoneError, RootInUseError, StoreError, UnreadableError
+from checkpointd.layout.keys import attempt_lease_key, chunks_name, epoch_key, job_lease_key
 from checkpointd.layout.manifest import Lease, Outcome, WriterIdentity, decode, encode
+from checkpointd.pipeline.outcome import recover as recover_module
 from checkpointd.pipeline.outcome.recover import outlived
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
@@ -457,6 +458,8 @@ def test_recover_4_what_a_process_of_this_machine_works_at_is_not_decided_althou
         await put_lease(store, attempt_lease_key(PREFIX))
         assert await outlived(store, [PREFIX], 100.0, sight("a", "running"), hurried=False) == (PREFIX,)
         assert await store.stat(f"{PREFIX}/outcome") is None
+        # It may be left over from before an outage.
+        assert await outlived(store, [PREFIX], 200.0, sight("a", "running"), hurried=False) == ()
 
     simulated(work)
 
@@ -490,6 +493,100 @@ def test_lease_4_who_could_not_look_for_long_watches_anew() -> None:
             await asyncio.sleep(LENGTH_S / 30)
             await watch.look()
         assert watch.has_ended()
+
+    simulated(work)
+
+
+def test_recover_4_an_attempt_that_others_still_write_is_not_decided_although_its_coordinator_is_gone() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        await put_lease(store, attempt_lease_key(PREFIX))
+
+        async def write() -> None:
+            for number in range(8):
+                await asyncio.sleep(LENGTH_S / 2)
+                await store.put(f"{PREFIX}/{chunks_name(1, number)}", b"chunks")
+
+        writing = asyncio.create_task(write())
+        assert await outlived(store, [PREFIX], 4 * LENGTH_S, sight("a"), hurried=False) == (PREFIX,)
+        await writing
+        assert await outlived(store, [PREFIX], 4 * LENGTH_S, sight("a"), hurried=False) == ()
+
+    simulated(work)
+
+
+@pytest.mark.parametrize("failing", ["latest", "showing"])
+def test_recover_4_latest_moves_and_files_are_shown_although_that_fails_first(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    async def work() -> None:
+        store, failures = MemoryStore(), 2
+
+        async def show(_: object, outcome: Outcome) -> None:
+            nonlocal failures
+            failures -= failing == "showing"
+            if failing == "showing" and failures >= 0:
+                raise StoreError("the lock is held")
+            shown.append(outcome.tag)
+
+        really = recover_module.move_latest
+
+        async def move(*args: Any, **options: Any) -> bool:
+            nonlocal failures
+            failures -= failing == "latest"
+            if failing == "latest" and failures >= 0:
+                raise StoreError("the lock is held")
+            return await really(*args, **options)
+
+        monkeypatch.setattr(recover_module, "show", show)
+        monkeypatch.setattr(recover_module, "move_latest", move)
+        await leave_in_doubt(store, voting=(0, 1))
+        assert await outlived(store, [PREFIX], 60.0, sight("a")) == ()
+        assert await store.get("latest") == b"global_step1\n"
+
+    simulated(work)
+    assert shown == ["global_step1"]
+
+
+def test_recover_4_nothing_is_decided_at_a_root_that_is_another_one() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        before = await store.list(".checkpointd/catalog")
+
+        async def check() -> None:
+            raise RootGoneError("another directory lies there")
+
+        assert await outlived(store, [PREFIX], 2 * LENGTH_S, sight("a"), hurried=False, check=check) == (PREFIX,)
+        assert await store.list(".checkpointd/catalog") == before
+        assert await store.stat(f"{PREFIX}/outcome") is None
+
+    simulated(work)
+
+
+def test_a_lease_whose_first_put_failed_is_put_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt has no objects yet, as while it waits for room."""
+
+    async def work() -> None:
+        store, failures = MemoryStore(), 1
+        put = store.put
+
+        async def failing(key: str, data: bytes) -> None:
+            nonlocal failures
+            failures -= 1
+            if failures >= 0:
+                raise StoreError("the disk is full")
+            await put(key, data)
+
+        monkeypatch.setattr(store, "put", failing)
+        held = leases.of_attempt(store, PREFIX, sight("a"))
+        held.keep()
+        await asyncio.sleep(2 * LENGTH_S)
+        assert await store.stat(attempt_lease_key(PREFIX)) is not None
+        await held.release()
 
     simulated(work)
 
