@@ -373,6 +373,23 @@ def test_tidy_4_attempts_of_an_older_epoch_at_which_nobody_works_any_more_are_de
     assert "take more room than they should" not in caplog.text
 
 
+def test_tidy_4_attempts_of_dead_daemons_are_decided_although_no_save_has_time_to_wait_for_it() -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        prefixes = [attempt_prefix(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
+        await epochs.take(disk, 2)
+        for prefix in prefixes:
+            await disk.put(object_key(prefix, LEASE), b"")
+        epoch = (await epochs.take(disk, 2, prefixes)).epoch
+        job = Job(disk, rng, epoch, world_size=2, rules=Retention(keep_last=1), timeout_s=60.0)
+        for n in range(10, 14):
+            await job.run(1, first=n)
+        assert job.phases() == {Phase.COMMITTED: 8}
+        assert [(await catalog.view(disk, default_tag(n), AttemptId(1, 0))).state for n in (3, 4)] == ["aborted"] * 2
+
+    run(0, main)
+
+
 def test_tidy_4_on_a_full_disk_what_outlives_its_trainer_waits_for_the_newer_coordinators_removal() -> None:
     async def main(rng: random.Random) -> None:
         disk, rules = Disk(rng, room=2), Retention(keep_last=1)
