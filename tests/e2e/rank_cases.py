@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +47,49 @@ class CaseNotes:
     def _note(self, name: str) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps([name, self.wrong]) + "\n")
+
+
+def start_ranks(script: Path, folder: Path, count: int, *arguments: str, **environment: str) -> list[subprocess.Popen[str]]:
+    """Processes of `script FOLDER NUMBER ARGUMENTS...`, which say on a SIGABRT where they are."""
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONFAULTHANDLER": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(number), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=variables,
+        )
+        for number in range(count)
+    ]
+
+
+def output_of(ranks: list[subprocess.Popen[str]], limit_s: float) -> str:
+    """The end of what each of the ranks wrote, once all have ended. If one fails, or none has ended in time, all are killed."""
+    from tests.faults.jobs import wait_until  # not on the ranks, which import this module
+
+    try:
+        # The one that ends first is the one to ask: the others wait for it, or have ended as well.
+        with suppress(AssertionError):
+            wait_until(lambda: any(rank.poll() is not None for rank in ranks), "a rank has ended", limit_s=limit_s)
+        is_late = all(rank.poll() is None for rank in ranks)
+        if is_late or any(rank.poll() for rank in ranks):
+            for rank in ranks:
+                rank.send_signal(signal.SIGABRT)
+        said = "\n".join(rank.communicate(timeout=60)[0][-8000:] for rank in ranks)
+        assert not is_late, f"no rank has ended within {limit_s:g} s\n{said}"
+        return said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def show_cases(subtests: pytest.Subtests, folder: Path, ranks: int, output: str = "") -> None:

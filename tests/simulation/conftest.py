@@ -6,10 +6,10 @@ import pytest
 
 from checkpointd.pipeline.root import catalog, catalog_log
 
-SCHEDULES_IN_CI = 50
+SCHEDULES_IN_CI = 25
 FIRST_IN_CI = 60
 """Those before it are run for what they reach."""
-STRIDE_IN_CI = 8
+STRIDE_IN_CI = 12
 SEEDS_PER_TEST = 25
 
 
