@@ -287,6 +287,8 @@ def _notes(run: Run) -> str:
         " one `checkpointd serve` beside the ranks, whose CPU and memory count as rank 0's.",
         f"The training loop holds an optimizer step every {run.gate_s:g} s, which waits until the state is safe; then"
         " every tensor is overwritten, so that bit-exact also means not torn.",
+        "A *plain read* reads the same files on one thread just after the load, with the page cache dropped again. Where it"
+        " differs from one system to the next, the disk gave more or less at that moment, and so do loads.",
         "Peak memory counts private pages of all ranks and their children, and shared pages once; page cache is not"
         " in it. checkpointd's load peak holds its snapshot buffer, which a load prepares for the next save. The sidecar's"
         " daemon is a new one when its trainers load, so they load from the store.",
