@@ -14,6 +14,7 @@ from checkpointd.layout.manifest import ErrorReport, Outcome, WriterIdentity
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import catalog, leases
 from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.report import advice
 from checkpointd.report.holder import Holder, holder_at, newest_holder
@@ -71,6 +72,13 @@ async def explanation(store: Store, tag: str) -> Explanation:
 
 
 async def _no_such_tag(store: Store, tag: str) -> str:
+    log = CatalogLog(store)
+    await log.refresh()
+    if not log.fault and tag in log.state.by_tag:
+        return (
+            f"{tag} was saved at {store.url}, and somebody has removed its directory, or it was lost: bring it back from a copy of "
+            "the root if you need it"
+        )
     known = await catalog.tags(store)
     similar = difflib.get_close_matches(tag, known, n=3, cutoff=0.4) or [name for name in known if name.endswith(tag)][:3]
     if similar:

@@ -49,6 +49,19 @@ class CaseNotes:
             file.write(json.dumps([name, self.wrong]) + "\n")
 
 
+_LEFT: list[object] = []
+
+
+def leave_process_group() -> None:
+    """As `destroy_process_group`, but the memory of the groups stays: freeing a gloo group sometimes waits, until its own
+    time-out, for a thread that waits for ranks which have left.
+    """
+    import torch.distributed as dist
+
+    _LEFT.extend(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+
+
 def start_ranks(script: Path, folder: Path, count: int, *arguments: str, **environment: str) -> list[subprocess.Popen[str]]:
     """Processes of `script FOLDER NUMBER ARGUMENTS...`, which say on a SIGABRT where they are."""
     variables = {

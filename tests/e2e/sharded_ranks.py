@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd_client import Checkpointer
 from checkpointd_client.sharding import write_split
-from tests.e2e.rank_cases import CaseNotes
+from tests.e2e.rank_cases import CaseNotes, leave_process_group
 from tests.e2e.sharded_cases import (
     objects_that_load_themselves,
     one_rank_changes,
@@ -70,7 +70,7 @@ class Process(CaseNotes):
             dist.init_process_group("gloo", store=store, rank=self.number, world_size=world, timeout=LIMIT)
         yield self.number < world
         if self.number < world:
-            dist.destroy_process_group()
+            leave_process_group()
         self.store.set(f"{name}/left/{self.number}", "")
         self.store.wait([f"{name}/left/{number}" for number in range(PROCESSES)])
 

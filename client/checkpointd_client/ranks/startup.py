@@ -142,7 +142,7 @@ def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
     """
     if begun.checkpoints:
         log.error(
-            "this job saves at %s and has not loaded: the %d checkpoints that earlier jobs left there (latest: %s) all stay, "
+            "this job saves at %s and has not loaded: all %d checkpoint(s) that earlier jobs left there (latest: %s) stay, "
             "whatever retention says, even if their tags are saved again. To go on from them, call %s before the first save. "
             "To start afresh, so that retention counts them as this job's own: %s",
             root,

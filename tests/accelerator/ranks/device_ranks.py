@@ -22,7 +22,7 @@ import torch.distributed as dist
 from checkpointd_client import Checkpointer
 from tests.accelerator.ranks import device_cases
 from tests.accelerator.simulated import plugin, process_group, simulator
-from tests.e2e.rank_cases import CaseNotes
+from tests.e2e.rank_cases import CaseNotes, leave_process_group
 from tests.e2e.sharded_models import Job, build, distribute_like, locals_of, plain_tensors
 
 PROCESSES = 2
@@ -52,7 +52,7 @@ class Process(CaseNotes):
             dist.init_process_group(backend, store=store, rank=self.number, world_size=world, timeout=LIMIT)
         yield self.number < world
         if self.number < world:
-            dist.destroy_process_group()
+            leave_process_group()
         self.store.set(f"{name}/left/{self.number}", "")
         self.store.wait([f"{name}/left/{number}" for number in range(PROCESSES)])
 

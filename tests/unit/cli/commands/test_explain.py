@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,14 @@ def test_no_such_tag_names_what_is_like_it(root: Path, at: With, cli: Cli) -> No
     assert (answer.code, answer.out) == (4, "")
     assert "did you mean global_step100?" in answer.err
     assert f"`checkpointd list --all {root}` shows what is there" in cli("explain", root, "zzz").err
+
+
+def test_a_tag_that_somebody_removed_is_not_called_one_that_never_was(root: Path, at: With, cli: Cli) -> None:
+    at(save_checkpoint)
+    shutil.rmtree(root / "global_step1")
+    answer = cli("explain", root, "global_step1")
+    assert (answer.code, answer.out) == (4, "")
+    assert "somebody has removed its directory, or it was lost" in answer.err
 
 
 def test_no_tag_at_all(root: Path, at: With, cli: Cli) -> None:
