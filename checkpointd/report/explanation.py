@@ -76,8 +76,8 @@ async def _no_such_tag(store: Store, tag: str) -> str:
     await log.refresh()
     if not log.fault and tag in log.state.by_tag:
         return (
-            f"{tag} was saved at {store.url}, and somebody has removed its directory, or it was lost: bring it back from a copy "
-            "of the root if you need it"
+            f"{tag} was saved at {store.url}, and somebody has removed its directory, or it was lost: bring it back from a "
+            "copy of the root if you need it"
         )
     known = await catalog.tags(store)
     similar = difflib.get_close_matches(tag, known, n=3, cutoff=0.4) or [name for name in known if name.endswith(tag)][:3]
