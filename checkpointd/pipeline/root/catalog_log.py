@@ -1,8 +1,8 @@
 """The catalog's log at a root: reads its newest summary and the records after it, adds records, and puts summaries.
 
 Invariants
-  CATALOG-1  A writer puts no object into an attempt before a durable record announces the attempt. So the catalog names every
-      attempt that has objects.
+  CATALOG-1  A writer puts no object but a lease into an attempt before a durable record announces the attempt. So the catalog
+      names every attempt that has other objects.
   CATALOG-2  The close of an attempt is put only after its outcome is durable.
   CATALOG-3  A record is put if absent at the next number, so of two writers one takes the number after it. A writer that finds
       a summary of its record's number or a later one puts the record again, since that summary may have been made without it.
