@@ -20,26 +20,26 @@ ONE_AT_A_TIME = ("e2e", "power_cut")
 
 # Neither times an example: the machine decides how long one takes. Both print what reproduces a failure.
 settings.register_profile("dev", deadline=None, print_blob=True, max_examples=200)
-settings.register_profile("ci", deadline=None, print_blob=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", deadline=None, print_blob=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kill-rounds", type=int, default=6, help="rounds of SIGKILL under torchrun (default: 6)")
-    parser.addoption("--sidecar-rounds", type=int, default=3, help="rounds of kills with sidecars (default: 3)")
+    parser.addoption("--kill-rounds", type=int, default=4, help="rounds of SIGKILL under torchrun (default: 4)")
+    parser.addoption("--sidecar-rounds", type=int, default=2, help="rounds of kills with sidecars (default: 2)")
     parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
     parser.addoption("--ema-swaps", type=int, default=25, help="averages swapped in while a snapshot is taken (default: 25)")
     parser.addoption("--call-stride", type=int, default=5, help="each so manieth call of a save fails (default: 5)")
     parser.addoption("--every-load", action="store_true", help="every state, layout, world and dtype, not only those chosen")
     parser.addoption("--trainer-rounds", type=int, default=1, help="jobs of trainers killed in a save (default: 1 each)")
-    parser.addoption("--fuzzed-files", type=int, default=40, help="roots and files that are changed and loaded (default: 40)")
+    parser.addoption("--fuzzed-files", type=int, default=25, help="roots and files that are changed and loaded (default: 25)")
     parser.addoption("--mistake-rounds", type=int, default=1, help="times that each planted mistake must show (default: 1)")
-    parser.addoption("--chaos-seeds", type=int, default=10, help="trainings on streams in random orders (default: 10)")
+    parser.addoption("--chaos-seeds", type=int, default=6, help="trainings on streams in random orders (default: 6)")
     parser.addoption("--chaos-first", type=int, default=0, help="the seed of the first of them (default: 0)")
     parser.addoption("--simulated-device", action="store_true", help="collect the tests that make it this process's device")
     parser.addoption("--require-compiler", action="store_true", help="fail where the simulated device cannot be built")
     parser.addoption("--damage-stride", type=int, default=17, help="each so manieth damage to an object (default: 17)")
-    parser.addoption("--power-cuts", type=int, default=6, help="power cuts under a saving job (default: 6)")
+    parser.addoption("--power-cuts", type=int, default=4, help="power cuts under a saving job (default: 4)")
 
 
 def pytest_asyncio_loop_factories(
