@@ -49,14 +49,13 @@ struct Counts {
   int64_t read_bytes = 0;     // by kernels, copies not counted
   int64_t copies_down = 0, bytes_down = 0, copies_up = 0, bytes_up = 0;
   int64_t unpinned = 0;       // copies that were to be asynchronous and could not be
-  int64_t forced = 0;         // waits of the host that moved a held stream
 };
 
 class Machine {
  public:
   std::mutex lock;
   Counts counts;
-  std::map<std::thread::id, int64_t> launches;  // of each thread
+  std::map<std::thread::id, int64_t> launches, forced;  // of each thread; forced: its waits that moved a held stream
   std::string error;
   int64_t fail_launch = -1;  // so many launches on, one fails asynchronously
   bool checks_races = false;
@@ -126,7 +125,7 @@ class Machine {
       still_.reset();
     }
     if (!done()) {
-      ++counts.forced;
+      ++forced[std::this_thread::get_id()];
       force(e->where[version - 1], done);
       freed_.notify_all();
     }

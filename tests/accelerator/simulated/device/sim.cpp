@@ -697,9 +697,9 @@ TORCH_LIBRARY(sim, m) {
   m.def("counts", []() -> std::vector<int64_t> {
     return locked([] {
       const Counts& c = machine().counts;
-      return std::vector<int64_t>{c.launches, c.read_bytes, c.copies_down, c.bytes_down, c.copies_up, c.bytes_up, c.unpinned, c.forced,
-                                  machine().pending(), memory().in_use, memory().peak, pinned().in_use,
-                                  machine().launches[std::this_thread::get_id()]};
+      return std::vector<int64_t>{c.launches, c.read_bytes, c.copies_down, c.bytes_down, c.copies_up, c.bytes_up, c.unpinned,
+                                  machine().forced[std::this_thread::get_id()], machine().pending(), memory().in_use, memory().peak,
+                                  pinned().in_use, machine().launches[std::this_thread::get_id()]};
     });
   });
   m.def("reset_peak", [] { locked([] { memory().peak = memory().in_use; }); });
