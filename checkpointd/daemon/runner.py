@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -27,6 +28,10 @@ log = logging.getLogger("checkpointd")
 
 LOOK_S = 1.0
 """How often the daemon checks that the sandbox's rules still hold."""
+OVERDUE_S = 30.0
+"""How much longer than the grace for saves a daemon that leaves may take, before it exits without waiting for the storage."""
+OVERDUE_STATUS = 75
+"""EX_TEMPFAIL of sysexits.h: what manages the daemon may start it again."""
 
 
 def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambda _: None) -> None:
@@ -37,8 +42,20 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambd
         make_directory(directory, config.group)
     _import_what_is_needed_later(config)
     rules = sandbox.apply(config)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, rules, on_ready))
+    overdue = threading.Timer(config.grace_s + OVERDUE_S, _exit, [config.grace_s + OVERDUE_S])
+    overdue.daemon = True
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, rules, on_ready, overdue))
+    finally:
+        overdue.cancel()
+
+
+def _exit(seconds: float) -> None:
+    """End the process at once. A system call that hangs cannot be stopped, and an orderly end would wait for it."""
+    log.critical("this daemon was told to leave %g s ago, and the storage has not answered since: it exits without it", seconds)
+    logging.shutdown()
+    os._exit(OVERDUE_STATUS)
 
 
 def _import_what_is_needed_later(config: ServeConfig) -> None:
@@ -50,7 +67,9 @@ def _import_what_is_needed_later(config: ServeConfig) -> None:
             raise UsageError(f"HTTP needs {error.name}: install checkpointd[serve], or start without --http") from error
 
 
-async def _serve(config: ServeConfig, rules: Sequence[sandbox.Rule], on_ready: Callable[[str | None], None]) -> None:
+async def _serve(
+    config: ServeConfig, rules: Sequence[sandbox.Rule], on_ready: Callable[[str | None], None], overdue: threading.Timer
+) -> None:
     await _check_roots(config.roots)
     loop = asyncio.get_running_loop()
     service, supervisor = Service(config), Supervisor(environment_watched())
@@ -72,7 +91,7 @@ async def _serve(config: ServeConfig, rules: Sequence[sandbox.Rule], on_ready: C
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))
             supervisor.tell(f"READY=1\nSTATUS=listening at {config.socket}")
             on_ready(url)
-            beside.push_async_callback(_ended, asyncio.create_task(_say_stopping(service, supervisor)))
+            beside.push_async_callback(_ended, asyncio.create_task(_say_stopping(service, supervisor, overdue)))
         await running
     ready.cancel()
     if lost:
@@ -103,8 +122,9 @@ def _http(service: Service) -> contextlib.AbstractAsyncContextManager[str]:
     return serving(service.hub, service.config.http)
 
 
-async def _say_stopping(service: Service, supervisor: Supervisor) -> None:
+async def _say_stopping(service: Service, supervisor: Supervisor, overdue: threading.Timer) -> None:
     await service.leaving()
+    overdue.start()
     supervisor.tell("STOPPING=1\nSTATUS=finishing the saves in flight")
 
 

@@ -47,8 +47,8 @@ from checkpointd.layout.manifest import NO_REASON, ErrorReport, Outcome
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.awaited import Awaited
 from checkpointd.pipeline.gc.tidying import Tidier
+from checkpointd.pipeline.outcome.outlived import outlived
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
-from checkpointd.pipeline.outcome.recover import outlived
 from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog_log import AnnouncementWatch

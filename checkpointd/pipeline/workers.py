@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -79,6 +79,17 @@ async def answered(work: Coroutine[Any, Any, T], seconds: float) -> T:
         task.add_done_callback(lambda late: late.cancelled() or late.exception())
         raise StoreError(f"the storage has not answered for {seconds:.3g} s")
     return task.result()
+
+
+async def stopped(tasks: Collection[asyncio.Task[Any]], seconds: float) -> bool:
+    """Cancel `tasks`, and wait at most `seconds` until they have ended, since a system call that hangs cannot be cancelled.
+
+    Returns whether all have ended.
+    """
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(lambda late: late.cancelled() or late.exception())
+    return not tasks or not (await asyncio.wait(tasks, timeout=seconds))[1]
 
 
 async def unless(over: asyncio.Event, waiting: Coroutine[Any, Any, T]) -> T:

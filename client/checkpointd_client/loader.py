@@ -43,7 +43,7 @@ from checkpointd.errors import (
     UnreadableError,
 )
 from checkpointd.layout.keys import AttemptId, attempt_prefix
-from checkpointd.pipeline.outcome.recover import VOTES_S, outlived
+from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import Checkpoint

@@ -24,7 +24,7 @@ from checkpointd.pipeline.outcome.publish import Draft
 from checkpointd.pipeline.outcome.recover import announced_and_put, judge
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.pipeline.root.latest import move_latest_to_newest
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.tag_directories import show
 from checkpointd.store import writers
@@ -149,7 +149,7 @@ async def _decide(store: Store, draft: Draft) -> Outcome:
     log.warning("%s/%s was left in doubt; %s%s", stands.tag, stands.attempt, _DONE[stands.outcome], why)
     await show(store, stands)
     if stands.outcome == "commit" and stands.save_latest:
-        await move_latest(store, stands.tag, stands.order)
+        await move_latest_to_newest(store)
     await retire_tag(store, stands.tag, stands.order[0])
     return stands
 

@@ -182,10 +182,11 @@ async def _remove(store: Store, dead: Sequence[Dead], known: CatalogLog, errors:
             error,
         )
         return []
-    await hide(store, _prefixes(dead))
+    shown = await hide(store, _prefixes(dead))
+    errors += shown.values()
     removed: list[Removal] = []
     for (facts, reason), mark in zip(dead, marks, strict=True):
-        if mark is not None:  # else all its objects stay for now (MARK-3)
+        if mark is not None and facts.prefix not in shown:  # else all its objects stay for now (MARK-3)
             with _noted(errors):
                 removed.append(await _sweep(store, facts, reason, mark, needed))
     return removed

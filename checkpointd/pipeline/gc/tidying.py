@@ -17,9 +17,10 @@ Invariants
   TIDY-3  Another rank begins an attempt when a yes vote shows that the coordinator has begun the attempt before it. So it leads
       by at most one attempt.
   TIDY-4  A save waits for room at most half of the time until its deadline. A rank that never votes, or a storage that removes
-      nothing, costs space but not the save. If nothing changes for STUCK_S, the coordinator makes room: if a checkpoint stays
+      nothing or does not answer, costs space but not the save, and however many saves wait for such a storage, they keep few of
+      its threads. If nothing changes for STUCK_S, the coordinator makes room: if a checkpoint stays
       only because no newer one was verified, the newest is read back, so that the older one can go; and attempts of older
-      epochs at which nobody works any more are decided (RECOVER-4 in `recover.py`). If its own epoch is over, it counts only
+      epochs at which nobody works any more are decided (OUTLIVED-1 in `outlived.py`). If its own epoch is over, it counts only
       undecided attempts instead, at the latest after OVER_S: the newer coordinator may have no save for long, and then it
       removes nothing.
   TIDY-5  A removal looks at the root and removes there only if the root is the job's own, before the look and after it
@@ -34,9 +35,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.garbage import dead_weight
@@ -49,8 +50,9 @@ from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import user
-from checkpointd.pipeline.root.leases import LENGTH_S
+from checkpointd.pipeline.root.leases import ANSWER_S, LENGTH_S
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
+from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
 from checkpointd.store.showing import plain_files_of
 
@@ -157,6 +159,10 @@ class Tidier:
         self._tags: set[str] = set()
         self._look: asyncio.Task[None] | None = None
         self._deciding: asyncio.Task[None] | None = None
+        self._works: dict[str, asyncio.Task[None]] = {}
+        """Other looks at the storage, at most one of each kind."""
+        self._led: set[str] = set()
+        """The attempts that the coordinator is known to have begun, on another rank."""
         self._complaint: str | None = None
 
     # --- attempts ------------------------------------------------------------------------------------------------
@@ -197,23 +203,24 @@ class Tidier:
     async def more_room_for(self, info: AttemptInfo, deadline: float, freed: int) -> bool:
         """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
 
-        The coordinator removes dead attempts; if its epoch is over, it waits until the newer coordinator has. Other ranks wait
-        until the coordinator's vote shows that it has. It waits at most FULL_S, they twice as long, all at most halfway to
+        The coordinator removes dead attempts; if its epoch is over, it waits at most FULL_S until the newer coordinator has.
+        Other ranks wait until the coordinator's vote shows that it has, at most twice as long. All wait at most halfway to
         `deadline`: on a disk without any free space, nothing may ever go, and no vote come.
         """
-        loop = asyncio.get_running_loop()
-        wait_s = FULL_S if info.rank == COORDINATOR else 2 * FULL_S
-        until = min((loop.time() + deadline) / 2, loop.time() + wait_s)
-        if info.rank == COORDINATOR:
-            gone = self._gone
-            await self.tidy(info)
-            while self._is_over and self._gone == gone and loop.time() < until:
-                await asyncio.sleep(LOOK_S)
+        loop, gone = asyncio.get_running_loop(), self._gone
+        half, until = (loop.time() + deadline) / 2, loop.time() + FULL_S
+        with contextlib.suppress(TimeoutError):
+            if info.rank != COORDINATOR:
+                async with asyncio.timeout_at(min(half, until + FULL_S)):
+                    while not await self._is_led(info):
+                        await asyncio.sleep(self._commit.poll_max_s)
+                return True
+            async with asyncio.timeout_at(half):
                 await self.tidy(info)
-            return self.freed > freed or self._gone > gone
-        while not (voted := await self._is_begun(info)) and loop.time() < until:
-            await asyncio.sleep(self._commit.poll_max_s)
-        return voted
+                while self._is_over and self._gone == gone and loop.time() < until:
+                    await asyncio.sleep(LOOK_S)
+                    await self.tidy(info)
+        return self.freed > freed or self._gone > gone
 
     async def _make_room(self, info: AttemptInfo) -> None:
         """Make room for an attempt that waits while nothing changes (TIDY-4)."""
@@ -248,12 +255,26 @@ class Tidier:
         """If a checkpoint stays only because no newer one was verified, read back the newest checkpoint and remove again."""
         if not self._left_of(info).surplus:
             return
-        try:
-            newest = next(iter(await catalog.checkpoints(self._store)), None)
-            if newest is not None and (await read_back(self._store, newest)).whole:
-                await self.tidy(info)
-        except CheckpointdError as error:
-            log.warning("%s: the newest checkpoint could not be read back to make room: %s", info.prefix, error)
+
+        async def prove() -> None:
+            try:
+                newest = next(iter(await catalog.checkpoints(self._store)), None)
+                if newest is not None and (await read_back(self._store, newest)).whole:
+                    await self.tidy(info)
+            except CheckpointdError as error:
+                log.warning("%s: the newest checkpoint could not be read back to make room: %s", info.prefix, error)
+
+        await self._one_at_a_time("prove", prove)
+
+    async def _one_at_a_time(self, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Begin `work`, unless a work of that name goes on, and wait until that one is over. A storage that does not answer
+        cannot be told to stop, so this wait can be given up, and those who come later wait for the same work (TIDY-4).
+        """
+        if (task := self._works.get(what)) is None or task.done():
+            task = self._works[what] = asyncio.get_running_loop().create_task(work())
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
 
     async def _change(self, timeout_s: float) -> None:
         self._changed.clear()
@@ -267,9 +288,10 @@ class Tidier:
         if any(other.n < info.n for other in self._alike(info, self._waiting)):
             return False
         if info.rank != COORDINATOR:
-            return await self._is_led(info)
-        if self._scope(info) not in self._left:
-            await self._look_first(info)
+            before = max(self._alike(info, self._begun), key=lambda other: other.n, default=None)
+            return before is None or await self._is_led(before, info)
+        while self._scope(info) not in self._left:
+            await self._one_at_a_time("look first", lambda: self._look_first(info))
         now = asyncio.get_running_loop().time()
         if (self._ended or now >= self._look_again_at) and not self._fits(info, own):
             await self.tidy(info)
@@ -316,10 +338,17 @@ class Tidier:
     def _left_of(self, info: AttemptInfo) -> _Left:
         return self._left.get(self._scope(info), _Left())
 
-    async def _is_led(self, info: AttemptInfo) -> bool:
-        """Whether TIDY-3 allows the attempt."""
-        before = max(self._alike(info, self._begun), key=lambda other: other.n, default=None)
-        return before is None or await self._is_begun(before) or await self._is_begun(info)
+    async def _is_led(self, *attempts: AttemptInfo) -> bool:
+        """Whether the coordinator is known to have begun one of `attempts`."""
+
+        async def look() -> None:
+            for info in attempts:
+                if await self._is_begun(info):
+                    self._led.add(info.prefix)
+                    return
+
+        await self._one_at_a_time("is led", look)
+        return any(info.prefix in self._led for info in attempts)
 
     async def _is_begun(self, info: AttemptInfo) -> bool:
         """Whether the coordinator is known to have begun the attempt."""
@@ -376,11 +405,10 @@ class Tidier:
             await asyncio.wait({self._look})
 
     async def close(self) -> None:
-        """Stop removing. The next save at the root removes the rest."""
-        tasks = [task for task in (self._look, self._deciding) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Stop removing. The next save at the root removes the rest. Waits at most ANSWER_S for the storage."""
+        tasks = [task for task in (self._look, self._deciding, *self._works.values()) if task is not None]
+        if not await stopped(tasks, ANSWER_S):
+            log.warning("%s has not answered for %g s, and is not waited for", self._store.url, ANSWER_S)
 
     def _begin_look(self) -> None:
         if self._look is None or self._look.done():
@@ -429,6 +457,7 @@ class Tidier:
         self._begun.pop(prefix, None)
         self._nbytes.pop(prefix, None)
         self._ended.discard(prefix)
+        self._led.discard(prefix)
 
     async def _views(self, scope: str) -> list[AttemptView]:
         if scope:

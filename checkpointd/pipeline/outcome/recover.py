@@ -14,14 +14,12 @@ Invariants
   RECOVER-3  Recovery does not decide, change or wait for surviving attempts, since their writers are still at work. While there
       are any, it removes no temporary files either, since it cannot tell those of living writers on other machines from those
       of dead ones. The next start removes them.
-  RECOVER-4  A process that waits for a surviving attempt (`outlived`) decides it if nobody works at it any more.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from checkpointd.commit import decide as decisions
@@ -29,7 +27,7 @@ from checkpointd.commit.decide import Decision
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import LEASE, OUTCOME, AttemptId, attempt_lease_key, vote_name
+from checkpointd.layout.keys import OUTCOME, AttemptId
 from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.pipeline.gc.collect import collect
@@ -40,9 +38,8 @@ from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note_outcome, record_of
 from checkpointd.pipeline.root.catalog_mending import mend as mend_catalog
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
-from checkpointd.pipeline.root.leases import Sight, Watch
 from checkpointd.pipeline.root.plans import remove_plans
-from checkpointd.pipeline.root.tag_directories import mend, show
+from checkpointd.pipeline.root.tag_directories import mend
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store
@@ -119,7 +116,7 @@ async def recover(
     except (StoreError, DamagedError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     for outcome in done.decided:
-        _say(outcome)
+        say(outcome)
     return done
 
 
@@ -236,100 +233,7 @@ async def _checked_index(store: Store, prefix: str, vote: Vote) -> Index:
     return index
 
 
-VOTES_S = 15.0
-"""How long to wait for other nodes' votes after the coordinator's vote. A node that died with its daemon never votes."""
-_PAUSE_S, _PAUSE_S_MAX, _RETRY_S_MAX = 0.1, 1.0, 10.0
-
-
-async def anyhow() -> None:
-    """Check nothing."""
-
-
-async def outlived(
-    store: Store,
-    surviving: Collection[str],
-    timeout_s: float,
-    sight: Sight | None = None,
-    *,
-    hurried: bool = True,
-    check: Callable[[], Awaitable[None]] = anyhow,
-) -> tuple[str, ...]:
-    """Wait until the attempts `surviving`, at which daemons work, are decided. Returns those that are not.
-
-    Waits at most `timeout_s`. Decides an attempt if nobody works at it any more (RECOVER-4), after `check`, which raises if
-    nothing may be written. If `hurried`, this waits at most VOTES_S after the coordinator's vote, and takes an attempt without
-    a lease for one at which nobody works. Otherwise nothing of the attempt may have changed for as long as a lease lasts.
-    """
-    looker = sight or Sight()
-    waits = [_Waiting(store, prefix, looker, hurried, check) for prefix in surviving]
-    found = await asyncio.gather(*(one.decided_within(timeout_s) for one in waits))
-    return tuple(one.prefix for one, decided in zip(waits, found, strict=True) if not decided)
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Waits for one surviving attempt (RECOVER-4)."""
-
-    store: Store
-    prefix: str
-    sight: Sight
-    hurried: bool
-    check: Callable[[], Awaitable[None]]
-    _watch: Watch = field(init=False)
-    _outcome: Outcome | None = None
-    """The outcome that this process has put."""
-    _sizes: Mapping[str, int] | None = None
-    """The attempt's objects but its lease, as they were last seen, since the time `_since` of the loop."""
-    _since: float = 0.0
-
-    async def decided_within(self, timeout_s: float) -> bool:
-        loop, pause_s = asyncio.get_running_loop(), _PAUSE_S
-        self._watch = Watch(self.store, attempt_lease_key(self.prefix), self.sight)
-        until, has_voted = loop.time() + timeout_s, False
-        while True:
-            try:
-                view = await self._look()
-                if self._outcome is None and view.state != "in-doubt":
-                    return True
-                if self._outcome is not None or self._is_abandoned():
-                    await self._decide(view)
-                    return True
-                if self.hurried and not has_voted and vote_name(0) in view.sizes:
-                    has_voted, until = True, min(until, loop.time() + VOTES_S)
-                pause_s = min(1.2 * pause_s, _PAUSE_S_MAX)
-            except StoreError as error:
-                log.warning("%s cannot be looked at or decided: %s; trying again", self.prefix, error)
-                pause_s = min(2 * pause_s, _RETRY_S_MAX)
-            if loop.time() >= until:
-                return False
-            await asyncio.sleep(pause_s)
-
-    async def _look(self) -> AttemptView:
-        await self._watch.look()
-        tag, _, name = self.prefix.rpartition("/")
-        attempt = AttemptId.parse(name)
-        assert attempt is not None
-        view = await catalog.view(self.store, tag, attempt)
-        sizes = {name: size for name, size in view.sizes.items() if name != LEASE}
-        if sizes != self._sizes:
-            self._sizes, self._since = sizes, asyncio.get_running_loop().time()
-        return view
-
-    def _is_abandoned(self) -> bool:
-        quiet_s = asyncio.get_running_loop().time() - self._since
-        return self._watch.is_abandoned() and (self.hurried or quiet_s >= self._watch.length_s)
-
-    async def _decide(self, view: AttemptView) -> None:
-        """Decide the attempt. If it is a checkpoint now, let `latest` name it, and show its files."""
-        await self.check()
-        if self._outcome is None:
-            self._outcome = await resolve(self.store, view)
-            _say(self._outcome)
-        if self._outcome.outcome == "commit" and self._outcome.save_latest:
-            await move_latest(self.store, self._outcome.tag, self._outcome.order, is_start=True)
-        await show(self.store, self._outcome)
-
-
-def _say(outcome: Outcome) -> None:
+def say(outcome: Outcome) -> None:
+    """Log how an attempt that was left in doubt ended."""
     what = "rolled forward" if outcome.outcome == "commit" else f"aborted: {outcome.error.message if outcome.error else ''}"
     log.warning("%s/%s was left in doubt; %s", outcome.tag, outcome.attempt, what)

@@ -37,6 +37,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 
@@ -48,6 +49,7 @@ QUIET_S = 1.0
 """The seconds after the last save before reading begins."""
 SHARE = 0.25
 """The share of the time that reading may take."""
+CLOSE_S = 10.0
 PENDING_MAX = 8
 """The most checkpoints that wait to be read back. If there are more, the oldest are left out."""
 
@@ -159,11 +161,10 @@ class BackgroundReadBack:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Stop reading, and drop the checkpoints that were not read yet."""
+        """Stop reading, and drop the checkpoints that were not read yet. Waits at most CLOSE_S for the storage."""
         self._pending.clear()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is not None and not await stopped([self._task], CLOSE_S):
+            log.warning("%s has not answered for %g s, and is not waited for", self.store.url, CLOSE_S)
 
     async def _run(self) -> None:
         """Read the newest first, but finish each shard, so that frequent saves do not keep all of them unfinished."""

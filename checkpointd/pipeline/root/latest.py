@@ -7,6 +7,8 @@ Invariants
   POINTER-3  A commit does not move `latest` off a newer commit that was removed: retention removes what `latest` does not name
       yet, and the commit after that one is about to move it on. Only a start, and whoever removes what `latest` names, moves it
       back.
+  POINTER-4  A checkpoint that was committed before may be removed while `latest` waits to be moved to it. So who moves `latest`
+      to it looks once more, and moves it away if the checkpoint is gone.
 """
 
 from __future__ import annotations
@@ -49,6 +51,22 @@ async def _within_patience(store: Store, move: Coroutine[Any, Any, bool]) -> boo
         raise StoreError(
             f"another process has held the lock of {LATEST} at {store.url} for {PATIENCE_S:g} s; is one stopped there?"
         ) from error
+
+
+async def move_latest_to_newest(store: Store) -> str | None:
+    """Let `latest` name the newest checkpoint whose save asked for it, unless another program has written it since.
+
+    Returns the tag that `latest` names now, if it was moved. Raises StoreError as `move_latest` does.
+    """
+    newest = await _newest(store)
+    if newest is None or not await move_latest(store, newest.tag, newest.outcome.order, is_start=True):
+        return None
+    try:
+        return (await catalog.find(store, newest.tag)).tag
+    except NotFoundError:
+        return await move_latest_away(store, newest.tag)  # POINTER-4
+    except DamagedError:
+        return newest.tag
 
 
 async def move_latest_away(store: Store, tag: str) -> str | None:

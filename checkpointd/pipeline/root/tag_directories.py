@@ -31,7 +31,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import msgspec
 
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.files import check_beside, check_leftovers, check_place, check_unfinished
 from checkpointd.layout.keys import (
     DELETED,
@@ -272,20 +272,21 @@ async def _is_later(plain: PlainFiles, folder: str, pointed: str, since: str) ->
     return is_name and await plain.is_there(os.path.join(folder, pointed)) and await plain.pointed_after(folder, since)
 
 
-async def hide(store: Store, prefixes: Collection[str]) -> None:
+async def hide(store: Store, prefixes: Collection[str]) -> dict[str, StoreError]:
     """Hide the files of the removed attempts `prefixes` (`<tag>/<attempt>`). Files of other programs stay if somebody has
-    removed the directory before (TAGDIR-7).
+    removed the directory before (TAGDIR-7). Returns the errors of those that cannot be hidden, by prefix.
     """
     plain = plain_files_of(store)
     if plain is None:
-        return
+        return {}
+    failed: dict[str, StoreError] = {}
     async with _alone(store, plain):
         records = await _records(store)
         going = [
             (at, record) for at, record in records if record.prefix in prefixes and not await _is_awaited(store, at, record)
         ]
         if not going:
-            return
+            return {}
         await plain.finish()  # puts back a directory whose replacement was interrupted
         unsettled = await plain.unsettled()
         gone = await asyncio.gather(*(_is_removed_by_others(plain, at, record) for at, record in going))
@@ -293,15 +294,27 @@ async def hide(store: Store, prefixes: Collection[str]) -> None:
         for (at, record), by_others in zip(going, gone, strict=True):
             if at in unsettled and not await plain.is_there(at):
                 continue  # the next start hides it
-            folder, name = os.path.split(at)
-            if not by_others:
-                staying = [paths for other, paths in of_others.items() if os.path.dirname(other) == folder]
-                await _hide(store, plain, at, record, set[str]().union(*staying))
-            if await plain.is_there(folder):
-                await _point(store, plain, folder, None, hidden=name)
-                if record.beside and not by_others:
-                    await plain.hide(folder, ())  # removes the folder if it is empty
-            await store.delete(shown_key(at))  # last, so that after a crash the next start repeats all this
+            try:
+                await _hide_one(store, plain, at, record, of_others, by_others=by_others)
+            except StoreFullError:
+                raise  # `reserve.on_full_disk` makes room
+            except StoreError as error:
+                failed[record.prefix] = error
+    return failed
+
+
+async def _hide_one(
+    store: Store, plain: PlainFiles, at: str, record: Shown, of_others: Mapping[str, Collection[str]], *, by_others: bool
+) -> None:
+    folder, name = os.path.split(at)
+    if not by_others:
+        staying = [paths for other, paths in of_others.items() if os.path.dirname(other) == folder]
+        await _hide(store, plain, at, record, set[str]().union(*staying))
+    if await plain.is_there(folder):
+        await _point(store, plain, folder, None, hidden=name)
+        if record.beside and not by_others:
+            await plain.hide(folder, ())  # removes the folder if it is empty
+    await store.delete(shown_key(at))  # last, so that after a crash the next start repeats all this
 
 
 async def _hide(store: Store, plain: PlainFiles, at: str, record: Shown, staying: Collection[str]) -> None:
@@ -389,7 +402,8 @@ async def mend(store: Store, before: int = 0, known: CatalogLog | None = None) -
         except CheckpointdError as error:
             log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
     # Only attempts with a mark are hidden (TAGDIR-4), not those that cannot be read now or have committed meanwhile.
-    await hide(store, {view.prefix for view in views if view.state == "deleted"})
+    for prefix, fault in (await hide(store, {view.prefix for view in views if view.state == "deleted"})).items():
+        log.error("%s was removed, and its files cannot be: %s; the next start tries again", prefix, fault)
     for folder, entries in await _record_folders(store):
         if not entries:  # a crash came between the removal of the record and that of its directory
             await store.delete(shown_key(folder))

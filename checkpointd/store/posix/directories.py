@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,9 @@ class Directories:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._next: dict[str, asyncio.Task[None]] = {}
         """The syncs that have not begun, by directory."""
+        self.failed: Counter[str] = Counter()
+        """How many syncs of a directory have failed. The kernel tells an error once, so a later sync may succeed although names
+        that were there are lost."""
 
     def forget_synced(self) -> None:
         """The root may have been removed and made again, so forget which names are durable, its own included."""
@@ -71,9 +75,12 @@ class Directories:
         self._running[directory] = self._next.pop(directory)
         failure = None if running is None or running.cancelled() else running.exception()
         if isinstance(failure, OSError) and failure.errno not in _NOTHING_LOST:
-            # The kernel tells an error once: the next sync may succeed although names that were there are lost.
             raise OSError(failure.errno, failure.strerror, directory) from failure
-        await self._disk.sync_directory(directory)
+        try:
+            await self._disk.sync_directory(directory)
+        except OSError as error:
+            self.failed[directory] += error.errno not in _NOTHING_LOST
+            raise
 
     def _synced_or_failed(self, directory: str, sync: asyncio.Task[None]) -> None:
         for tasks in (self._running, self._next):

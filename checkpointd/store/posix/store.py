@@ -327,6 +327,8 @@ class PosixWriter:
 
     def __init__(self, root: Root, key: str, path: str, file: WritableFile) -> None:
         self._root, self._key, self._path, self._file = root, key, path, file
+        self._directory = os.path.dirname(path)
+        self._failed_before = root.directories.failed[self._directory]
         self._broken = self._finished = False
 
     async def reserve(self, size: int) -> None:
@@ -346,6 +348,8 @@ class PosixWriter:
             await self._file.truncate(size)
             await self._file.sync()
             await self._file.close()
+            if self._root.directories.failed[self._directory] != self._failed_before:
+                raise OSError(errno.EIO, "its name may be lost, since a sync of its directory has failed meanwhile")
             await self._root.directories.sync_names(self._path)
         self._finished = True
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,38 @@ def test_what_is_deleted_is_shown_no_more_and_latest_names_what_is_left(ckpt: Ch
     delete(ckpt, "global_step1")
     assert os.listdir(first.parent) == [".checkpointd"]
     assert os.listdir(first.parent / ".checkpointd/.checkpointd/shown") == []  # TAGDIR-8
+
+
+def test_a_directory_that_cannot_be_hidden_keeps_no_other_checkpoint_from_going(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that somebody has made immutable."""
+    hide, stuck = PlainFiles.hide, ["global_step1"]
+
+    async def hidden(self: PlainFiles, at: str, names: Collection[str]) -> None:
+        if at in stuck:
+            raise StoreError(f"hiding {at} failed: Operation not permitted")
+        await hide(self, at, names)
+
+    monkeypatch.setattr(PlainFiles, "hide", hidden)
+    shown = [save(ckpt, example(), tag=f"global_step{number}") for number in range(1, 6)]
+    assert retained(ckpt) == ["global_step1", "global_step5"]
+    assert "hiding global_step1 failed" in caplog.text
+    assert [path.exists() for path in shown] == [True, False, False, False, True]
+    stuck.clear()
+    assert retained(ckpt) == ["global_step5"]
+    assert not shown[0].exists()
+
+
+def retained(ckpt: Checkpointer) -> list[str]:
+    """The tags that have bytes after retention keeps the newest alone."""
+
+    async def look() -> list[str]:
+        store = core_of(ckpt)._store
+        await retire(store, await catalog.scan(store), Retention(keep_last=1))
+        return sorted(view.tag for view in await catalog.look_everywhere(store) if view.facts.bulk)
+
+    return core_of(ckpt)._writer.call(look(), 60)
 
 
 def test_what_else_lies_in_a_deleted_directory_stays(ckpt: Checkpointer) -> None:

@@ -66,6 +66,33 @@ def test_systemd_hears_when_it_is_ready_that_it_lives_and_that_it_stops(
     assert not (tmp_path / "run" / "socket").exists()
 
 
+HANGING = """
+import asyncio, sys
+from checkpointd.config import ServeConfig
+from checkpointd.daemon import runner
+from checkpointd.daemon.service import Service
+from checkpointd.waits import to_the_end
+
+async def hang(self):
+    await to_the_end(asyncio.sleep(1000))
+
+Service._finish_saves = hang
+runner.OVERDUE_S = 0.5
+runner.serve(ServeConfig(socket=sys.argv[1], roots=(sys.argv[2],), grace_s=0.5), on_ready=lambda _: print("ready", flush=True))
+"""
+
+
+def test_a_daemon_that_leaves_does_not_wait_for_a_storage_that_hangs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGING, str(tmp_path / "socket"), str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "the storage has not answered" in said
+
+
 def test_a_watchdog_of_another_process_is_not_fed(tmp_path: Path, systemd: socket.socket) -> None:
     process = _started(tmp_path, NOTIFY_SOCKET=str(tmp_path / "notify"), WATCHDOG_USEC="20000", WATCHDOG_PID="1")
     _told(systemd, "READY=1")

@@ -35,10 +35,12 @@ from checkpointd.pipeline.gc.retire import Retired, retire
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.base import Entry, ObjectWriter
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
+from checkpointd.waits import to_the_end
 from tests.builders import make_shard
 
 SPARE = 3
@@ -461,6 +463,46 @@ def test_tidy_4_a_removal_that_does_not_end_costs_space_and_no_save(monkeypatch:
         monkeypatch.setattr(tidying, "retire", endless)
         await job.run(2)
         assert job.phases() == {Phase.COMMITTED: 2}
+
+    run(0, main)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tidy_4_a_storage_that_does_not_answer_a_look_costs_space_and_no_save_and_keeps_few_of_its_threads(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory of an older attempt lies on a server that is away. A system call cannot be cancelled."""
+    hanging = 0
+
+    async def hang(*_: object, **__: object) -> list[AttemptView]:
+        nonlocal hanging
+        hanging += 1
+        await to_the_end(asyncio.sleep(30 * TIMEOUT_S))
+        return []
+
+    async def main(rng: random.Random) -> None:
+        loop, disk = asyncio.get_running_loop(), Disk(rng)
+        commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention(keep_last=1))
+        tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
+        saves = [
+            AttemptInfo(tag=default_tag(n), attempt=AttemptId(1, 0), rank=rank, world_size=2, step=n, n=n) for n in range(6)
+        ]
+        if rank != 0:
+            await tidier.room_for(saves[0], loop.time() + TIMEOUT_S, 1 << 30)
+        monkeypatch.setattr(catalog, "scan" if rank == 0 else "read_vote", hang)
+        for info in saves[1:]:
+            began = loop.time()
+            tidier.expect(info)
+            await tidier.room_for(info, began + TIMEOUT_S, 1 << 30)
+            assert loop.time() - began <= TIMEOUT_S / 2 + 1
+            began = loop.time()
+            assert not await tidier.more_room_for(info, began + TIMEOUT_S, tidier.freed)
+            assert loop.time() - began <= (TIMEOUT_S / 2 if rank == 0 else 2 * tidying.FULL_S) + 1
+            tidier.end(info)
+        began = loop.time()
+        await tidier.close()
+        assert loop.time() - began <= tidying.ANSWER_S + 1
+        assert 0 < hanging <= 2
 
     run(0, main)
 

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
 
-from checkpointd.errors import NotFoundError, RootGoneError, RootInUseError, StoreError, UnreadableError
-from checkpointd.layout.keys import attempt_lease_key, chunks_name, epoch_key, job_lease_key
-from checkpointd.layout.manifest import Lease, Outcome, WriterIdentity, decode, encode
-from checkpointd.pipeline.outcome import recover as recover_module
-from checkpointd.pipeline.outcome.recover import outlived
+from checkpointd.errors import NotFoundError, RootInUseError, StoreError
+from checkpointd.layout.keys import attempt_lease_key, epoch_key, job_lease_key
+from checkpointd.layout.manifest import Lease, decode, encode
 from checkpointd.pipeline.root import epochs, leases
-from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
+from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
 from tests.builders import leave_in_doubt
-
-T = TypeVar("T")
-LENGTH_S = 30.0
-PREFIX = "global_step1/00000001-0"
-SINCE = WriterIdentity(host="node7", pid=17, time="2026-01-01T00:00:00.000+00:00")
-
-
-def simulated(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    return simloop.run(1, work())
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def sight(process: str, life: Life = "unknown") -> Sight:
-    return Sight(process=process, life=lambda _: life, length_s=LENGTH_S)
+from tests.lease_builders import LENGTH_S, PREFIX, SINCE, now, put_lease, renew_on, sight, simulated
 
 
 def beginner(process: str, job: str = "", *, life: Life = "unknown", take_over: bool = False) -> Beginner:
@@ -56,16 +38,6 @@ async def stop_renewing(held: HeldLease) -> None:
     held._over.set()
     assert held._task is not None
     await held._task
-
-
-async def put_lease(store: MemoryStore, key: str, count: int = 1, length_s: float = LENGTH_S) -> None:
-    await store.put(key, encode(Lease(process="elsewhere", count=count, length_s=length_s, writer=SINCE)))
-
-
-async def renew_on(store: MemoryStore, key: str) -> None:
-    for count in range(1, 1000):
-        await put_lease(store, key, count)
-        await asyncio.sleep(LENGTH_S / 3)
 
 
 async def attempts_at_work(store: MemoryStore, life: Life = "unknown") -> tuple[str, ...]:
@@ -382,102 +354,6 @@ def test_an_attempt_with_an_outcome_is_nobodys_work() -> None:
     simulated(work)
 
 
-# --- waiting for surviving attempts --------------------------------------------------------------------------------------
-
-
-def test_recover_4_a_surviving_attempt_is_waited_for_and_decided_once_nobody_works_at_it() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0, 1))
-        renewing = asyncio.get_running_loop().create_task(renew_on(store, attempt_lease_key(PREFIX)))
-        await asyncio.sleep(1.0)
-        assert await outlived(store, [PREFIX], 5.0, sight("a")) == (PREFIX,)
-        assert await store.stat(f"{PREFIX}/outcome") is None
-        renewing.cancel()
-        await put_lease(store, attempt_lease_key(PREFIX), 5000)
-        assert await outlived(store, [PREFIX], 600.0, sight("a", "ended")) == ()
-        outcome = decode(await store.get(f"{PREFIX}/outcome"), Outcome, "outcome")
-        assert (outcome.outcome, outcome.decided_by) == ("commit", -1)
-        assert await store.get("latest") == b"global_step1\n"
-
-    simulated(work)
-
-
-def test_what_cannot_be_looked_at_for_a_moment_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        store, failures = MemoryStore(), 3
-        await leave_in_doubt(store, voting=(0, 1))
-        get = store.get
-
-        async def failing(key: str, **options: Any) -> bytes:
-            nonlocal failures
-            failures -= 1
-            if failures >= 0:
-                raise UnreadableError("Stale file handle")
-            return await get(key, **options)
-
-        monkeypatch.setattr(store, "get", failing)
-        assert await outlived(store, [PREFIX], 600.0, sight("a")) == ()
-        assert decode(await store.get(f"{PREFIX}/outcome"), Outcome, "outcome").outcome == "commit"
-        failures = 1 << 30
-        await store.delete(f"{PREFIX}/outcome")
-        assert await outlived(store, [PREFIX], 5.0, sight("a")) == (PREFIX,)
-
-    simulated(work)
-
-
-def test_a_surviving_attempt_whose_other_votes_do_not_come_is_not_waited_for_until_the_end() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0,))
-        renewing = asyncio.get_running_loop().create_task(renew_on(store, attempt_lease_key(PREFIX)))
-        await asyncio.sleep(1.0)
-        began = now()
-        assert await outlived(store, [PREFIX], 600.0, sight("a")) == (PREFIX,)
-        assert now() - began < 20
-        renewing.cancel()
-
-    simulated(work)
-
-
-def test_recover_4_who_has_time_decides_although_the_other_votes_do_not_come() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0,))
-        await put_lease(store, attempt_lease_key(PREFIX))
-        assert await outlived(store, [PREFIX], 2 * LENGTH_S, sight("a"), hurried=False) == ()
-        assert decode(await store.get(f"{PREFIX}/outcome"), Outcome, "outcome").outcome == "abort"
-
-    simulated(work)
-
-
-def test_recover_4_what_a_process_of_this_machine_works_at_is_not_decided_although_its_lease_is_old() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0,))
-        await put_lease(store, attempt_lease_key(PREFIX))
-        assert await outlived(store, [PREFIX], 100.0, sight("a", "running"), hurried=False) == (PREFIX,)
-        assert await store.stat(f"{PREFIX}/outcome") is None
-        # It may be left over from before an outage.
-        assert await outlived(store, [PREFIX], 200.0, sight("a", "running"), hurried=False) == ()
-
-    simulated(work)
-
-
-def test_recover_4_who_has_time_waits_for_a_lease_that_is_not_there_yet() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0,))
-        deciding = asyncio.create_task(outlived(store, [PREFIX], 2 * LENGTH_S, sight("a"), hurried=False))
-        await asyncio.sleep(LENGTH_S / 2)
-        renewing = asyncio.create_task(renew_on(store, attempt_lease_key(PREFIX)))
-        assert await deciding == (PREFIX,)
-        assert await store.stat(f"{PREFIX}/outcome") is None
-        renewing.cancel()
-
-    simulated(work)
-
-
 def test_lease_4_who_could_not_look_for_long_watches_anew() -> None:
     """The storage may have held up the holder's renewal as well."""
 
@@ -493,76 +369,6 @@ def test_lease_4_who_could_not_look_for_long_watches_anew() -> None:
             await asyncio.sleep(LENGTH_S / 30)
             await watch.look()
         assert watch.has_ended()
-
-    simulated(work)
-
-
-def test_recover_4_an_attempt_that_others_still_write_is_not_decided_although_its_coordinator_is_gone() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0,))
-        await put_lease(store, attempt_lease_key(PREFIX))
-
-        async def write() -> None:
-            for number in range(8):
-                await asyncio.sleep(LENGTH_S / 2)
-                await store.put(f"{PREFIX}/{chunks_name(1, number)}", b"chunks")
-
-        writing = asyncio.create_task(write())
-        assert await outlived(store, [PREFIX], 4 * LENGTH_S, sight("a"), hurried=False) == (PREFIX,)
-        await writing
-        assert await outlived(store, [PREFIX], 4 * LENGTH_S, sight("a"), hurried=False) == ()
-
-    simulated(work)
-
-
-@pytest.mark.parametrize("failing", ["latest", "showing"])
-def test_recover_4_latest_moves_and_files_are_shown_although_that_fails_first(
-    failing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[str] = []
-
-    async def work() -> None:
-        store, failures = MemoryStore(), 2
-
-        async def show(_: object, outcome: Outcome) -> None:
-            nonlocal failures
-            failures -= failing == "showing"
-            if failing == "showing" and failures >= 0:
-                raise StoreError("the lock is held")
-            shown.append(outcome.tag)
-
-        really = recover_module.move_latest
-
-        async def move(*args: Any, **options: Any) -> bool:
-            nonlocal failures
-            failures -= failing == "latest"
-            if failing == "latest" and failures >= 0:
-                raise StoreError("the lock is held")
-            return await really(*args, **options)
-
-        monkeypatch.setattr(recover_module, "show", show)
-        monkeypatch.setattr(recover_module, "move_latest", move)
-        await leave_in_doubt(store, voting=(0, 1))
-        assert await outlived(store, [PREFIX], 60.0, sight("a")) == ()
-        assert await store.get("latest") == b"global_step1\n"
-
-    simulated(work)
-    assert shown == ["global_step1"]
-
-
-def test_recover_4_nothing_is_decided_at_a_root_that_is_another_one() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0,))
-        before = await store.list(".checkpointd/catalog")
-
-        async def check() -> None:
-            raise RootGoneError("another directory lies there")
-
-        assert await outlived(store, [PREFIX], 2 * LENGTH_S, sight("a"), hurried=False, check=check) == (PREFIX,)
-        assert await store.list(".checkpointd/catalog") == before
-        assert await store.stat(f"{PREFIX}/outcome") is None
 
     simulated(work)
 
@@ -587,27 +393,6 @@ def test_a_lease_whose_first_put_failed_is_put_all_the_same(monkeypatch: pytest.
         await asyncio.sleep(2 * LENGTH_S)
         assert await store.stat(attempt_lease_key(PREFIX)) is not None
         await held.release()
-
-    simulated(work)
-
-
-def test_recover_4_an_outcome_that_cannot_be_put_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each try puts a record into the catalog."""
-
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0, 1))
-        put = store.put_if_absent
-
-        async def failing(key: str, data: bytes, *, durable: bool = True) -> bool:
-            if key.endswith("/outcome"):
-                raise StoreError("the disk is full")
-            return await put(key, data, durable=durable)
-
-        monkeypatch.setattr(store, "put_if_absent", failing)
-        before = len(await store.list(".checkpointd/catalog"))
-        assert await outlived(store, [PREFIX], 60.0, sight("a")) == (PREFIX,)
-        assert 0 < len(await store.list(".checkpointd/catalog")) - before < 15
 
     simulated(work)
 

@@ -116,6 +116,34 @@ async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root:
     assert await store.put_if_absent(KEYS[3], b"")
 
 
+@pytest.mark.parametrize("reason", [errno.EIO, errno.EMFILE])
+async def test_a_large_object_whose_name_a_failed_sync_may_have_lost_is_not_called_durable(root: Path, reason: int) -> None:
+    """Its name was there long before: the error was told to another call, such as the renewal of a lease."""
+
+    class FailsOnce(Gated):
+        async def sync_directory(self, path: str) -> None:
+            is_first = not self.names
+            await super().sync_directory(path)
+            if is_first and self.names:
+                raise OSError(reason, os.strerror(reason))
+
+    disk = FailsOnce(root)
+    disk.gate.set()
+    store = PosixStore(root, disk)
+    writers = [await store.open_writer(f"t/a/0000{rank}-0.chunks", size_hint=1) for rank in range(2)]
+    with pytest.raises(StoreError):
+        await store.put(KEYS[0], b"")
+    for writer in writers:
+        if reason == errno.EIO:
+            with pytest.raises(StoreError, match="its name may be lost"):
+                await writer.finish(0)
+            await writer.discard()
+        else:
+            await writer.finish(0)
+    later = await store.open_writer("t/a/00002-0.chunks", size_hint=1)
+    await later.finish(0)
+
+
 async def test_a_cancelled_call_takes_no_sync_from_the_others(root: Path) -> None:
     disk = Gated(root)
     store = PosixStore(root, disk)
