@@ -69,7 +69,12 @@ class UserId(click.IntRange):
     help="The least level that is logged.  [default: info]",
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="Lines for people, or JSON objects.  [default: text]")
-@click.option("--grace", "grace_s", type=click.FloatRange(min=0), help="Seconds that saves in flight have after SIGTERM.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    help="Seconds that saves in flight have after SIGTERM. If the storage hangs, the daemon exits 30 seconds later.",
+)
 def command(file: str | None, **given: Any) -> None:
     """Persist the snapshots of this node's trainers, and finish them when the trainers are gone.
 
