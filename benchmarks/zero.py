@@ -3,9 +3,10 @@
     python benchmarks/zero.py --write
 
 A trial: two ranks train a model at one ZeRO stage, save it twice at rest, once while they go on training, and load that
-last checkpoint with the page cache dropped. Every trial is fresh processes; ways and stages are shuffled in each run. After
-the load the same steps as before must give the same losses. Stock saving does not make anything durable: its files are synced
-beside the training, and the column says when that was done. Needs deepspeed.
+last checkpoint with the page cache dropped, after one plain read of its files: some disks read faster the second time, whoever
+reads. Every trial is fresh processes; ways and stages are shuffled in each run. After the load the same steps as before must
+give the same losses. Stock saving does not make anything durable: its files are synced beside the training, and the column says
+when that was done. Needs deepspeed.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ and stages shuffled in each; the slower rank; the median, and in brackets the sm
 `engine.save_checkpoint()` returns. *durable*: from the call until a power cut loses nothing of the checkpoint. Stock saving
 syncs nothing, so the benchmark syncs its files right after the call, beside the training. *lost*: seconds of training
 that the save cost, from the call until the first step that ends after it is durable. *load*: `engine.load_checkpoint()` with
-the page cache dropped. *same losses*: the steps after the load give the same losses as before, bit for bit.
+the page cache dropped, after one plain read of the files: some disks read faster the second time, whoever reads. *same losses*:
+the steps after the load give the same losses as before, bit for bit.
 
 {report.table(head, rows)}
 """

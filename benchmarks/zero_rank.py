@@ -125,6 +125,8 @@ class Training:
         """Seconds that it takes, and whether the steps after it are those that were taken after the save."""
         before = dict(self.losses)
         if dist.get_rank() == 0:
+            for folder in root.rglob(LAST):
+                disk.warm(folder)
             disk.drop(root)
         dist.barrier()
         start = time.perf_counter()

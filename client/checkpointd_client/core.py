@@ -251,7 +251,8 @@ class Core:
             afresh=self._options.afresh,
             check_root=partial(self._own_root.check, self._epoch.number),
         )
-        loaded = loader.load(tag, fallback=fallback)
+        with self._saver.reads_nothing_back():
+            loaded = loader.load(tag, fallback=fallback)
         if self._preemption is not None:
             self._preemption.loaded()
         self._saver.is_recorded &= loader.is_recorded
@@ -352,7 +353,8 @@ class Core:
         """
         self._check_open("damage")
         examination = Examination(self._store, self._writer, self._options.glance, self._options.commit_timeout_s, checkpoint)
-        return examination.damage(ranks, taker or Nobody())
+        with self._saver.reads_nothing_back():
+            return examination.damage(ranks, taker or Nobody())
 
     def preempted(self, step: int) -> bool:
         """Whether all ranks should now save `step` and leave. Answers as Checkpointer.preempted()."""

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -206,6 +206,16 @@ class Saver:
     def read_back(self) -> ReadBackStatus:
         """The checkpoints that this process has read back."""
         return self._state.reader.status
+
+    @contextlib.contextmanager
+    def reads_nothing_back(self) -> Iterator[None]:
+        """No shard is read back in the background while the block runs (READBACK-4)."""
+        reader = self._state.reader
+        self._writer.call_soon(reader.pause)
+        try:
+            yield
+        finally:
+            self._writer.call_soon(reader.resume)
 
     def save(self, request: SaveRequest, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
         """Begin the snapshot of a state, and hand the attempt to the writer."""

@@ -8,8 +8,8 @@ Invariants
   READBACK-3  No checkpoint is removed in favour of another one (by retention, gc, or a new save of its tag) unless a checkpoint
       that stays has `verified` and no `damaged`, and no load has passed over it. This does not apply if a user deletes a
       checkpoint by name.
-  READBACK-4  In the background, a rank reads its own shard only while no save of its writer is in flight. When a save begins,
-      at most one block is still being read. Reading takes at most SHARE of the time, and nobody waits for it.
+  READBACK-4  In the background, a rank reads its own shard only while its writer neither saves nor loads. When a save or a load
+      begins, at most one block is still being read. Reading takes at most SHARE of the time, and nobody waits for it.
 
 Each rank reads its own shard, since one reader would have to read the shards of all ranks. The last rank to finish sees the
 records of all ranks, puts `verified`, and removes the records, so that later listings are short.
@@ -46,7 +46,7 @@ log = logging.getLogger("checkpointd")
 BLOCK = LoadConfig(reads=1, block_bytes=4 << 20, retry_s=30.0)
 """One small read at a time, so that a save that begins meanwhile waits only for a moment."""
 QUIET_S = 1.0
-"""The seconds after the last save before reading begins."""
+"""The seconds after the last save or load before reading begins."""
 SHARE = 0.25
 """The share of the time that reading may take."""
 CLOSE_S = 10.0
@@ -123,7 +123,8 @@ class BackgroundReadBack:
     _pending: list[tuple[Checkpoint, int]] = field(default_factory=list)
     """Checkpoints with the rank whose shard to read, newest last."""
     _task: asyncio.Task[None] | None = None
-    _saving: int = 0
+    _busy: int = 0
+    """How many saves and loads are in flight."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _not_before_s: float = 0.0
     _reading: str | None = None
@@ -141,18 +142,25 @@ class BackgroundReadBack:
             damaged=self._damaged,
         )
 
+    def pause(self) -> None:
+        """Pause reading until `resume` has been called as often."""
+        self._busy += 1
+        self._idle.clear()
+
+    def resume(self) -> None:
+        self._busy -= 1
+        self._wait_at_least(QUIET_S)
+        if not self._busy:
+            self._idle.set()
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause reading while the block runs, which is a save in flight."""
-        self._saving += 1
-        self._idle.clear()
+        """Pause reading while the block runs."""
+        self.pause()
         try:
             yield
         finally:
-            self._saving -= 1
-            self._wait_at_least(QUIET_S)
-            if not self._saving:
-                self._idle.set()
+            self.resume()
 
     def committed(self, checkpoint: Checkpoint, rank: int) -> None:
         """Read back the shard of `rank` in the committed `checkpoint` when there is time."""
@@ -186,8 +194,8 @@ class BackgroundReadBack:
     async def _turn(self) -> None:
         """Return when reading is allowed."""
         loop = asyncio.get_running_loop()
-        while self._saving or loop.time() < self._not_before_s:
-            if self._saving:
+        while self._busy or loop.time() < self._not_before_s:
+            if self._busy:
                 await self._idle.wait()
             else:
                 await asyncio.sleep(self._not_before_s - loop.time())

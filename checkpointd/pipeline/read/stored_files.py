@@ -8,7 +8,6 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -106,16 +105,15 @@ async def read_runs(
 
     A missing object counts as damage, so use a store that raises NotFoundError only if that is proved (`store/patient.py`).
     """
-    loop = asyncio.get_running_loop()
     damage: list[list[DamagedError]] = [[] for _ in runs]
 
     async def read(run: FileChunkRun, found: list[DamagedError]) -> None:
         try:
-            await store.get_range(file.key, run.parts[0].start, run.into)
+            faults = await store.get_parts(file.key, run.parts[0].start, [run.into], lambda: list(_faults(file, run)))
         except (NotFoundError, DamagedError) as error:
             found.append(DamagedError(f"{error} (rank {file.rank}, {file.name})", key=file.key, rank=file.rank))
             return
-        found += await loop.run_in_executor(None, list, _faults(file, run))
+        found += faults
         on_bytes(len(run.into))
 
     await run_workers([partial(read, *pair) for pair in zip(runs, damage, strict=True)], config.reads)
