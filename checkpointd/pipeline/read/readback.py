@@ -142,6 +142,10 @@ class BackgroundReadBack:
             damaged=self._damaged,
         )
 
+    @property
+    def is_paused(self) -> bool:
+        return self._busy > 0
+
     def pause(self) -> None:
         """Pause reading until `resume` has been called as often."""
         self._busy += 1
@@ -194,8 +198,8 @@ class BackgroundReadBack:
     async def _turn(self) -> None:
         """Return when reading is allowed."""
         loop = asyncio.get_running_loop()
-        while self._busy or loop.time() < self._not_before_s:
-            if self._busy:
+        while self.is_paused or loop.time() < self._not_before_s:
+            if self.is_paused:
                 await self._idle.wait()
             else:
                 await asyncio.sleep(self._not_before_s - loop.time())

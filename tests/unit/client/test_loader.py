@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from checkpointd.errors import DamagedError, PartlyLoadedError
 from checkpointd.pipeline.read import decode
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
+from checkpointd_client.checkpointer import core_of
 from tests.builders import objects
 
 MIB = 1 << 20
@@ -208,3 +210,29 @@ def test_afresh_verifies_first_so_that_a_job_may_go_on_with_its_own_values(root:
     with Checkpointer(root, afresh=True) as ckpt:
         assert ckpt.load(target) is None
     assert bits_of(target) == bits_of(state_of(9))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_readback_4_nothing_is_read_back_while_a_load_reads(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state_of(1)).wait()
+        core, seen, get_parts = core_of(ckpt), list[bool](), PosixStore.get_parts
+
+        async def reading(self: PosixStore, *arguments: Any) -> Any:
+            seen.append(core._saver._state.reader.is_paused)
+            if fails:
+                raise DamagedError("the chunk is damaged")
+            return await get_parts(self, *arguments)
+
+        monkeypatch.setattr(PosixStore, "get_parts", reading)
+        if fails:
+            with pytest.raises(PartlyLoadedError):
+                ckpt.load(state_of(0), tag="global_step1")
+        else:
+            ckpt.load(state_of(0))
+        assert seen
+        assert all(seen)
+        core._writer.call(asyncio.sleep(0), 60)  # what was called before on its loop has run
+        assert not core._saver._state.reader.is_paused
