@@ -28,8 +28,9 @@ log = logging.getLogger("checkpointd")
 
 LOOK_S = 1.0
 """How often the daemon checks that the sandbox's rules still hold."""
-OVERDUE_S = 30.0
-"""How much longer than the grace for saves a daemon that leaves may take, before it exits without waiting for the storage."""
+OVERDUE_S = 25.0
+"""How much longer than the grace for saves a daemon that leaves may take, before it exits without waiting for the storage. The
+shipped units and manifests kill it 30 seconds after the grace."""
 OVERDUE_STATUS = 75
 """EX_TEMPFAIL of sysexits.h: what manages the daemon may start it again."""
 

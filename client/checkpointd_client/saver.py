@@ -210,12 +210,12 @@ class Saver:
     @contextlib.contextmanager
     def reads_nothing_back(self) -> Iterator[None]:
         """No shard is read back in the background while the block runs (READBACK-4)."""
-        reader = self._state.reader
-        self._writer.call_soon(reader.pause)
-        try:
+        reader, token = self._state.reader, object()
+        try:  # a signal may come at any line
+            self._writer.call_soon(reader.pause, token)
             yield
         finally:
-            self._writer.call_soon(reader.resume)
+            self._writer.call_soon(reader.resume, token)
 
     def save(self, request: SaveRequest, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
         """Begin the snapshot of a state, and hand the attempt to the writer."""

@@ -15,6 +15,7 @@ import click
 import pytest
 
 from checkpointd.config import ServeConfig, read_serve_file
+from checkpointd.daemon.runner import OVERDUE_S
 from tests.deploy.serve_arguments import serve_parameters
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
@@ -117,7 +118,7 @@ def test_the_command_refuses_what_it_does_not_know() -> None:
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_sigkill_comes_after_the_grace(unit: Path) -> None:
     grace = serve_parameters(arguments(unit)[1:])["grace_s"]
-    assert int(keys(unit)["TimeoutStopSec"]) >= grace + 15
+    assert int(keys(unit)["TimeoutStopSec"]) > grace + OVERDUE_S
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)

@@ -73,7 +73,7 @@ class UserId(click.IntRange):
     "--grace",
     "grace_s",
     type=click.FloatRange(min=0),
-    help="Seconds that saves in flight have after SIGTERM. If the storage hangs, the daemon exits 30 seconds later.",
+    help="Seconds that saves in flight have after SIGTERM. If the storage hangs, the daemon exits 25 seconds later.",
 )
 def command(file: str | None, **given: Any) -> None:
     """Persist the snapshots of this node's trainers, and finish them when the trainers are gone.

@@ -42,7 +42,7 @@ from typing import Any, TypeAlias
 from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.garbage import dead_weight
 from checkpointd.config import CommitConfig
-from checkpointd.errors import CheckpointdError, NotFoundError
+from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
 from checkpointd.layout.keys import LEASE, vote_name
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, retire
 from checkpointd.pipeline.read.readback import read_back
@@ -71,6 +71,8 @@ STUCK_S = 10.0
 OVER_S = 30.0
 DECIDING_S = 5 * LENGTH_S
 """How long to watch the leases of older epochs' attempts: long enough to see that they are not renewed."""
+LOOKS_MAX = 2
+"""The number of looks at once for saves that wait. A storage has few threads, and a look that hangs keeps one."""
 SHARE = 0.2
 PAUSE_S_MAX = 10.0
 """After a removal that took t seconds, the next one begins t * (1 / SHARE - 1) seconds later, at most so many."""
@@ -159,8 +161,10 @@ class Tidier:
         self._tags: set[str] = set()
         self._look: asyncio.Task[None] | None = None
         self._deciding: asyncio.Task[None] | None = None
-        self._works: dict[str, asyncio.Task[None]] = {}
-        """Other looks at the storage, at most one of each kind."""
+        self._proving: asyncio.Task[None] | None = None
+        self._looks: dict[str, asyncio.Task[None]] = {}
+        """The looks for saves that wait, by name."""
+        self._is_closed = False
         self._led: set[str] = set()
         """The attempts that the coordinator is known to have begun, on another rank."""
         self._complaint: str | None = None
@@ -204,23 +208,22 @@ class Tidier:
         """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
 
         The coordinator removes dead attempts; if its epoch is over, it waits at most FULL_S until the newer coordinator has.
-        Other ranks wait until the coordinator's vote shows that it has, at most twice as long. All wait at most halfway to
+        Other ranks wait until the coordinator's vote shows that it has, at most twice as long, and at most halfway to
         `deadline`: on a disk without any free space, nothing may ever go, and no vote come.
         """
-        loop, gone = asyncio.get_running_loop(), self._gone
-        half, until = (loop.time() + deadline) / 2, loop.time() + FULL_S
-        with contextlib.suppress(TimeoutError):
-            if info.rank != COORDINATOR:
-                async with asyncio.timeout_at(min(half, until + FULL_S)):
-                    while not await self._is_led(info):
-                        await asyncio.sleep(self._commit.poll_max_s)
-                return True
-            async with asyncio.timeout_at(half):
+        loop = asyncio.get_running_loop()
+        wait_s = FULL_S if info.rank == COORDINATOR else 2 * FULL_S
+        until = min((loop.time() + deadline) / 2, loop.time() + wait_s)
+        if info.rank == COORDINATOR:
+            gone = self._gone
+            await self.tidy(info)
+            while self._is_over and self._gone == gone and loop.time() < until:
+                await asyncio.sleep(LOOK_S)
                 await self.tidy(info)
-                while self._is_over and self._gone == gone and loop.time() < until:
-                    await asyncio.sleep(LOOK_S)
-                    await self.tidy(info)
-        return self.freed > freed or self._gone > gone
+            return self.freed > freed or self._gone > gone
+        while not (voted := await self._is_led(info)) and loop.time() < until:
+            await asyncio.sleep(self._commit.poll_max_s)
+        return voted
 
     async def _make_room(self, info: AttemptInfo) -> None:
         """Make room for an attempt that waits while nothing changes (TIDY-4)."""
@@ -264,14 +267,28 @@ class Tidier:
             except CheckpointdError as error:
                 log.warning("%s: the newest checkpoint could not be read back to make room: %s", info.prefix, error)
 
-        await self._one_at_a_time("prove", prove)
+        if self._proving is None or self._proving.done():
+            self._proving = asyncio.get_running_loop().create_task(prove())
+        try:
+            await asyncio.wait({self._proving})
+        except asyncio.CancelledError:
+            self._proving.cancel()
+            raise
 
-    async def _one_at_a_time(self, what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Begin `work`, unless a work of that name goes on, and wait until that one is over. A storage that does not answer
-        cannot be told to stop, so this wait can be given up, and those who come later wait for the same work (TIDY-4).
+    async def _looked(self, what: str, look: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Take `look`, unless a look of that name goes on, and wait until it is over.
+
+        A storage that does not answer cannot be told to stop. So this wait can be given up while the look goes on, and only
+        LOOKS_MAX go on at once: those who come later wait until one has ended (TIDY-4).
         """
-        if (task := self._works.get(what)) is None or task.done():
-            task = self._works[what] = asyncio.get_running_loop().create_task(work())
+        while (task := self._looks.get(what)) is None:
+            if self._is_closed:
+                raise ClosedError(f"nothing is removed at {self._store.url} any more")
+            if len(self._looks) < LOOKS_MAX:
+                task = self._looks[what] = asyncio.get_running_loop().create_task(look())
+                task.add_done_callback(lambda _: self._looks.pop(what))
+                break
+            await asyncio.wait(self._looks.values(), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({task})
         if not task.cancelled():
             task.result()
@@ -291,7 +308,7 @@ class Tidier:
             before = max(self._alike(info, self._begun), key=lambda other: other.n, default=None)
             return before is None or await self._is_led(before, info)
         while self._scope(info) not in self._left:
-            await self._one_at_a_time("look first", lambda: self._look_first(info))
+            await self._looked(f"first {self._scope(info)}", lambda: self._look_first(info))
         now = asyncio.get_running_loop().time()
         if (self._ended or now >= self._look_again_at) and not self._fits(info, own):
             await self.tidy(info)
@@ -347,7 +364,8 @@ class Tidier:
                     self._led.add(info.prefix)
                     return
 
-        await self._one_at_a_time("is led", look)
+        if not any(info.prefix in self._led for info in attempts):
+            await self._looked(f"begun {attempts[-1].prefix}", look)
         return any(info.prefix in self._led for info in attempts)
 
     async def _is_begun(self, info: AttemptInfo) -> bool:
@@ -406,7 +424,8 @@ class Tidier:
 
     async def close(self) -> None:
         """Stop removing. The next save at the root removes the rest. Waits at most ANSWER_S for the storage."""
-        tasks = [task for task in (self._look, self._deciding, *self._works.values()) if task is not None]
+        self._is_closed = True
+        tasks = [task for task in (self._look, self._deciding, self._proving, *self._looks.values()) if task is not None]
         if not await stopped(tasks, ANSWER_S):
             log.warning("%s has not answered for %g s, and is not waited for", self._store.url, ANSWER_S)
 

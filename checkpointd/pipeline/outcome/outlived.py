@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from checkpointd.errors import CheckpointdError, StoreError
-from checkpointd.layout.keys import LEASE, AttemptId, attempt_lease_key, vote_name
+from checkpointd.layout.keys import LEASE, OUTCOME, AttemptId, attempt_lease_key, vote_name
 from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline.outcome.publish import Draft
 from checkpointd.pipeline.outcome.recover import announced_and_put, judge, say
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import note_outcome
 from checkpointd.pipeline.root.latest import move_latest_to_newest
 from checkpointd.pipeline.root.leases import Sight, Watch
 from checkpointd.pipeline.root.tag_directories import show
@@ -73,10 +73,10 @@ class _Waiting:
     hurried: bool
     check: Callable[[], Awaitable[None]]
     _watch: Watch = field(init=False)
-    _draft: Draft | None = None
-    """The outcome that this process has tried to put last."""
+    _has_tried: bool = False
+    """Whether this process has tried to put an outcome."""
     _outcome: Outcome | None = None
-    """The outcome that counts, if this process has tried to put one."""
+    """The outcome that counts, once it is known, if this process has tried to put one."""
     _sizes: Mapping[str, int] | None = None
     """The attempt's objects but its lease, as they were last seen, since the time `_since` of the loop."""
     _since: float = 0.0
@@ -89,7 +89,7 @@ class _Waiting:
         while True:
             try:
                 view = await self._look()
-                if self._draft is None and view.state != "in-doubt":
+                if view.state != "in-doubt" and not self._has_tried:
                     return True
                 if view.state != "in-doubt" or self._is_abandoned():
                     await self._decide(view)
@@ -131,11 +131,18 @@ class _Waiting:
     async def _decide(self, view: AttemptView) -> None:
         """Put an outcome unless there is one, and act on the one that counts (OUTLIVED-2)."""
         await self.check()
-        if self._outcome is None:
-            if self._draft is None or view.state == "in-doubt":
-                self._draft = await judge(self.store, view)
-            self._outcome = await announced_and_put(self.store, self._draft)
+        if self._outcome is None and view.state == "in-doubt":
+            draft = await judge(self.store, view)
+            self._has_tried = True
+            self._outcome = await announced_and_put(self.store, draft)
             say(self._outcome)
+        elif self._outcome is None and view.outcome is not None and view.state != "deleted" and not view.is_void:
+            await self.store.settle(f"{self.prefix}/{OUTCOME}")
+            await note_outcome(self.store, view.outcome)
+            self._outcome = view.outcome
+            say(self._outcome)
+        if self._outcome is None:
+            return  # removed, or aborted and forgotten (COMMIT-5), meanwhile
         if self._outcome.outcome == "commit" and self._outcome.save_latest:
-            await move_latest_to_newest(self.store)
+            await move_latest_to_newest(self.store, is_start=True)
         await show(self.store, self._outcome)

@@ -8,8 +8,9 @@ Invariants
   READBACK-3  No checkpoint is removed in favour of another one (by retention, gc, or a new save of its tag) unless a checkpoint
       that stays has `verified` and no `damaged`, and no load has passed over it. This does not apply if a user deletes a
       checkpoint by name.
-  READBACK-4  In the background, a rank reads its own shard only while its writer neither saves nor loads. When a save or a load
-      begins, at most one block is still being read. Reading takes at most SHARE of the time, and nobody waits for it.
+  READBACK-4  In the background, a rank reads its own shard only while no save of its writer is in flight, and if the writer is
+      in the trainer's process, while it does not load. When a save or a load begins, at most one block is still being read.
+      Reading takes at most SHARE of the time, and nobody waits for it.
 
 Each rank reads its own shard, since one reader would have to read the shards of all ranks. The last rank to finish sees the
 records of all ranks, puts `verified`, and removes the records, so that later listings are short.
@@ -123,8 +124,8 @@ class BackgroundReadBack:
     _pending: list[tuple[Checkpoint, int]] = field(default_factory=list)
     """Checkpoints with the rank whose shard to read, newest last."""
     _task: asyncio.Task[None] | None = None
-    _busy: int = 0
-    """How many saves and loads are in flight."""
+    _busy: set[object] = field(default_factory=set)
+    """A token for each save and load in flight."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _not_before_s: float = 0.0
     _reading: str | None = None
@@ -144,15 +145,16 @@ class BackgroundReadBack:
 
     @property
     def is_paused(self) -> bool:
-        return self._busy > 0
+        return bool(self._busy)
 
-    def pause(self) -> None:
-        """Pause reading until `resume` has been called as often."""
-        self._busy += 1
+    def pause(self, token: object) -> None:
+        """Pause reading until `resume` is called with the same token."""
+        self._busy.add(token)
         self._idle.clear()
 
-    def resume(self) -> None:
-        self._busy -= 1
+    def resume(self, token: object) -> None:
+        """End the pause of `token`, if there is one."""
+        self._busy.discard(token)
         self._wait_at_least(QUIET_S)
         if not self._busy:
             self._idle.set()
@@ -160,11 +162,12 @@ class BackgroundReadBack:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Pause reading while the block runs."""
-        self.pause()
+        token = object()
+        self.pause(token)
         try:
             yield
         finally:
-            self.resume()
+            self.resume(token)
 
     def committed(self, checkpoint: Checkpoint, rank: int) -> None:
         """Read back the shard of `rank` in the committed `checkpoint` when there is time."""

@@ -7,8 +7,8 @@ Invariants
   POINTER-3  A commit does not move `latest` off a newer commit that was removed: retention removes what `latest` does not name
       yet, and the commit after that one is about to move it on. Only a start, and whoever removes what `latest` names, moves it
       back.
-  POINTER-4  A checkpoint that was committed before may be removed while `latest` waits to be moved to it. So who moves `latest`
-      to it looks once more, and moves it away if the checkpoint is gone.
+  POINTER-4  Who decides an attempt late may find its checkpoint removed before `latest` could be moved to it. So `latest` moves
+      to the newest checkpoint, and away from it again if it was removed meanwhile.
 """
 
 from __future__ import annotations
@@ -53,20 +53,26 @@ async def _within_patience(store: Store, move: Coroutine[Any, Any, bool]) -> boo
         ) from error
 
 
-async def move_latest_to_newest(store: Store) -> str | None:
-    """Let `latest` name the newest checkpoint whose save asked for it, unless another program has written it since.
+async def move_latest_to_newest(store: Store, *, is_start: bool = False) -> str | None:
+    """Let `latest` name the newest checkpoint whose save asked for it, as `move_latest` does, and no removed one (POINTER-4).
 
-    Returns the tag that `latest` names now, if it was moved. Raises StoreError as `move_latest` does.
+    Returns the tag that `latest` names now. Raises StoreError as `move_latest` does.
     """
     newest = await _newest(store)
-    if newest is None or not await move_latest(store, newest.tag, newest.outcome.order, is_start=True):
-        return None
-    try:
-        return (await catalog.find(store, newest.tag)).tag
-    except NotFoundError:
-        return await move_latest_away(store, newest.tag)  # POINTER-4
-    except DamagedError:
-        return newest.tag
+    if newest is not None:
+        await move_latest(store, newest.tag, newest.outcome.order, is_start=is_start)
+    named = await catalog.readable_latest(store)
+    if named is not None and await _is_removed(store, named):
+        return await move_latest_away(store, named)
+    return named
+
+
+async def _is_removed(store: Store, tag: str) -> bool:
+    """Whether this project has removed the checkpoint of `tag`, and no other was saved there."""
+    if not is_tag(tag):
+        return False
+    states = {view.state for view in await catalog.attempts_of(store, tag)}
+    return "deleted" in states and "committed" not in states
 
 
 async def move_latest_away(store: Store, tag: str) -> str | None:

@@ -61,6 +61,8 @@ log = logging.getLogger("checkpointd")
 
 PATIENCE_S = 30.0
 LOOK_S = 0.05
+HIDE_S = 10.0
+"""After an error, directories are hidden only for so long, since the root's lock is held."""
 
 
 def leftover_test(outcome: Outcome) -> Callable[[str], bool]:
@@ -291,7 +293,12 @@ async def hide(store: Store, prefixes: Collection[str]) -> dict[str, StoreError]
         unsettled = await plain.unsettled()
         gone = await asyncio.gather(*(_is_removed_by_others(plain, at, record) for at, record in going))
         of_others = {at: {file.path for file in record.beside} for at, record in records if (at, record) not in going}
+        loop = asyncio.get_running_loop()
+        until = loop.time() + HIDE_S
         for (at, record), by_others in zip(going, gone, strict=True):
+            if failed and loop.time() >= until:
+                failed[record.prefix] = next(iter(failed.values()))
+                continue  # the storage fails slowly, and others wait for the lock
             if at in unsettled and not await plain.is_there(at):
                 continue  # the next start hides it
             try:

@@ -38,9 +38,8 @@ class Directories:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._next: dict[str, asyncio.Task[None]] = {}
         """The syncs that have not begun, by directory."""
-        self.failed: Counter[str] = Counter()
-        """How many syncs of a directory have failed. The kernel tells an error once, so a later sync may succeed although names
-        that were there are lost."""
+        self._failed: Counter[str] = Counter()
+        """How many syncs of a directory have failed."""
 
     def forget_synced(self) -> None:
         """The root may have been removed and made again, so forget which names are durable, its own included."""
@@ -79,7 +78,7 @@ class Directories:
         try:
             await self._disk.sync_directory(directory)
         except OSError as error:
-            self.failed[directory] += error.errno not in _NOTHING_LOST
+            self._failed[directory] += error.errno not in _NOTHING_LOST
             raise
 
     def _synced_or_failed(self, directory: str, sync: asyncio.Task[None]) -> None:
@@ -97,6 +96,17 @@ class Directories:
             await self._sync_name(directory)
             directory = os.path.dirname(directory)
         await self._sync_root()
+
+    def failures(self, path: str) -> int:
+        """How many syncs of the directories above `path`, up to the root, have failed.
+
+        The kernel tells an error once. So if this has grown since `path` was created, a later sync may succeed although its
+        name, or that of a directory above it, is lost.
+        """
+        count, directory = 0, os.path.dirname(path)
+        while directory != self._root:
+            count, directory = count + self._failed[directory], os.path.dirname(directory)
+        return count + self._failed[directory]
 
     async def prune(self, path: str) -> None:
         """Remove the directories above `path` that are empty now, as far as possible (POSIX-3)."""

@@ -141,8 +141,9 @@ class PosixStore(Store):
     async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
         path = self._path(key)
         async with self._root.guard("creating", key):
+            failures = self._root.directories.failures(path)
             file = await self._root.directories.within(path, lambda: self._disk.create(path))
-        writer = PosixWriter(self._root, key, path, file)
+        writer = PosixWriter(self._root, key, path, file, failures)
         try:
             await writer.reserve(size_hint)
         except BaseException:
@@ -325,10 +326,10 @@ def _batches(keys: Sequence[str]) -> list[Sequence[str]]:
 class PosixWriter:
     """Writes a large object under its final name."""
 
-    def __init__(self, root: Root, key: str, path: str, file: WritableFile) -> None:
+    def __init__(self, root: Root, key: str, path: str, file: WritableFile, failures: int) -> None:
         self._root, self._key, self._path, self._file = root, key, path, file
-        self._directory = os.path.dirname(path)
-        self._failed_before = root.directories.failed[self._directory]
+        self._failures = failures
+        """The failures of `Directories.failures` before the object was created."""
         self._broken = self._finished = False
 
     async def reserve(self, size: int) -> None:
@@ -348,7 +349,7 @@ class PosixWriter:
             await self._file.truncate(size)
             await self._file.sync()
             await self._file.close()
-            if self._root.directories.failed[self._directory] != self._failed_before:
+            if self._root.directories.failures(self._path) > self._failures:
                 raise OSError(errno.EIO, "its name may be lost, since a sync of its directory has failed meanwhile")
             await self._root.directories.sync_names(self._path)
         self._finished = True

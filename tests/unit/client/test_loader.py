@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from tests.builders import objects
+from tests.faults.jobs import wait_until
 
 MIB = 1 << 20
 NAMES = ("a", "b", "c")
@@ -212,27 +212,35 @@ def test_afresh_verifies_first_so_that_a_job_may_go_on_with_its_own_values(root:
     assert bits_of(target) == bits_of(state_of(9))
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_readback_4_nothing_is_read_back_while_a_load_reads(
-    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("how", ["well", "with damage", "by Ctrl-C as it begins"])
+def test_readback_4_nothing_is_read_back_while_a_load_reads(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, state_of(1)).wait()
         core, seen, get_parts = core_of(ckpt), list[bool](), PosixStore.get_parts
+        reader = core._saver._state.reader
+        call_soon = core._writer.call_soon
 
         async def reading(self: PosixStore, *arguments: Any) -> Any:
-            seen.append(core._saver._state.reader.is_paused)
-            if fails:
+            seen.append(reader.is_paused)
+            if how == "with damage":
                 raise DamagedError("the chunk is damaged")
             return await get_parts(self, *arguments)
 
+        def interrupted(call: Callable[..., object], *arguments: object) -> None:
+            call_soon(call, *arguments)
+            if call == reader.pause:
+                raise KeyboardInterrupt
+
         monkeypatch.setattr(PosixStore, "get_parts", reading)
-        if fails:
+        if how == "well":
+            ckpt.load(state_of(0))
+        elif how == "with damage":
             with pytest.raises(PartlyLoadedError):
                 ckpt.load(state_of(0), tag="global_step1")
         else:
-            ckpt.load(state_of(0))
-        assert seen
+            monkeypatch.setattr(core._writer, "call_soon", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.load(state_of(0))
         assert all(seen)
-        core._writer.call(asyncio.sleep(0), 60)  # what was called before on its loop has run
-        assert not core._saver._state.reader.is_paused
+        assert bool(seen) == (how != "by Ctrl-C as it begins")
+        wait_until(lambda: not reader.is_paused, "reading back may go on")

@@ -16,7 +16,7 @@ import pytest
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import StagingError, StoreError, StoreFullError
+from checkpointd.errors import ClosedError, StagingError, StoreError, StoreFullError
 from checkpointd.layout.keys import (
     LEASE,
     VERIFIED,
@@ -29,19 +29,20 @@ from checkpointd.layout.keys import (
     object_key,
     vote_name,
 )
+from checkpointd.layout.manifest import Vote, encode
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.gc.retire import Retired, retire
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
-from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.base import Entry, ObjectWriter
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
 from checkpointd.waits import to_the_end
 from tests.builders import make_shard
+from tests.lease_builders import SINCE
 
 SPARE = 3
 PERSIST = PersistConfig(compression="none", chunk_bytes=4096, block_bytes=8192, budget_bytes=1 << 20, writes=2, encoders=2)
@@ -471,40 +472,91 @@ def test_tidy_4_a_removal_that_does_not_end_costs_space_and_no_save(monkeypatch:
 def test_tidy_4_a_storage_that_does_not_answer_a_look_costs_space_and_no_save_and_keeps_few_of_its_threads(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory of an older attempt lies on a server that is away. A system call cannot be cancelled."""
+    """The directories of one tag lie on a server that is away. A system call cannot be cancelled."""
     hanging = 0
-
-    async def hang(*_: object, **__: object) -> list[AttemptView]:
-        nonlocal hanging
-        hanging += 1
-        await to_the_end(asyncio.sleep(30 * TIMEOUT_S))
-        return []
 
     async def main(rng: random.Random) -> None:
         loop, disk = asyncio.get_running_loop(), Disk(rng)
-        commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention(keep_last=1))
+        commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention())
         tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
-        saves = [
-            AttemptInfo(tag=default_tag(n), attempt=AttemptId(1, 0), rank=rank, world_size=2, step=n, n=n) for n in range(6)
-        ]
-        if rank != 0:
-            await tidier.room_for(saves[0], loop.time() + TIMEOUT_S, 1 << 30)
-        monkeypatch.setattr(catalog, "scan" if rank == 0 else "read_vote", hang)
-        for info in saves[1:]:
+        look = "attempts_of" if rank == 0 else "read_vote"
+        answered = getattr(catalog, look)
+
+        async def hang(store: MemoryStore, what: str) -> object:
+            nonlocal hanging
+            if not what.startswith("away"):
+                return await answered(store, what)
+            hanging += 1
+            await to_the_end(asyncio.sleep(30 * TIMEOUT_S))
+            raise StoreError("the server is back")
+
+        monkeypatch.setattr(catalog, look, hang)
+
+        async def saved(tag: str, n: int) -> float:
+            info = AttemptInfo(tag=tag, attempt=AttemptId(1, n), rank=rank, world_size=2, step=n, n=n)
             began = loop.time()
             tidier.expect(info)
             await tidier.room_for(info, began + TIMEOUT_S, 1 << 30)
-            assert loop.time() - began <= TIMEOUT_S / 2 + 1
-            began = loop.time()
-            assert not await tidier.more_room_for(info, began + TIMEOUT_S, tidier.freed)
-            assert loop.time() - began <= (TIMEOUT_S / 2 if rank == 0 else 2 * tidying.FULL_S) + 1
-            tidier.end(info)
+            waited_s = loop.time() - began
+            if rank == 0:
+                tidier.end(info)
+            return waited_s
+
+        await saved("away", 0)
+        for n in range(1, 6):
+            waits = [asyncio.create_task(saved(tag, n)) for tag in ("away", "here")]
+            if rank != 0 and n == 1:
+                await disk.put(object_key(attempt_prefix("here", AttemptId(1, n)), vote_name(0)), b"unreadable")
+            away_s, here_s = await asyncio.gather(*waits)
+            assert away_s <= TIMEOUT_S / 2 + 1
+            assert here_s < 1 or n > 1
         began = loop.time()
         await tidier.close()
         assert loop.time() - began <= tidying.ANSWER_S + 1
-        assert 0 < hanging <= 2
+        assert 0 < hanging <= tidying.LOOKS_MAX
+        if rank == 0:
+            with pytest.raises(ClosedError):
+                await saved("later", 9)
 
     run(0, main)
+
+
+@pytest.mark.parametrize("for_room", [True, False])
+async def test_tidy_3_a_save_whose_coordinator_has_begun_waits_for_no_other_save(for_room: bool) -> None:
+    """Both look at the same times. On a loop of real time, since virtual time shuffles those who wake at once."""
+    loop, store = asyncio.get_running_loop(), MemoryStore()
+    commit = CommitConfig(timeout_s=600.0, poll_min_s=0.02, poll_max_s=0.02)
+    tidier = WriterState(store=store, persist=PERSIST, commit=commit).tidier
+    one, other = (
+        [AttemptInfo(tag=tag, attempt=AttemptId(1, n), rank=1, world_size=2, step=n, n=n) for n in range(2)]
+        for tag in ("not begun", "begun")
+    )
+    for first in (one[0], other[0]):
+        await tidier.room_for(first, loop.time() + 600, 1 << 30)
+    vote = Vote(
+        tag="begun",
+        attempt=str(other[1].attempt),
+        rank=0,
+        world_size=2,
+        step=1,
+        n=1,
+        save_latest=True,
+        vote="yes",
+        writer=SINCE,
+    )
+    waiting = [
+        asyncio.create_task(
+            tidier.room_for(info, loop.time() + 600, 1 << 30) if for_room else tidier.more_room_for(info, loop.time() + 600, 0)
+        )
+        for info in (one[1], other[1])
+    ]
+    await asyncio.sleep(0.1)
+    await store.put(other[1].key(vote_name(0)), encode(vote))
+    async with asyncio.timeout(5):
+        await waiting[1]
+    assert not waiting[0].done()
+    await tidier.close()
+    waiting[0].cancel()
 
 
 @pytest.mark.parametrize("tag", [None, "best"])

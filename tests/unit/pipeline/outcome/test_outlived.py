@@ -9,7 +9,7 @@ import pytest
 
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, RootGoneError, StoreError, UnreadableError
-from checkpointd.layout.keys import attempt_lease_key, chunks_name
+from checkpointd.layout.keys import AttemptId, attempt_lease_key, chunks_name, object_key
 from checkpointd.layout.manifest import Outcome, decode
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.outcome import outlived as outlived_module
@@ -17,7 +17,7 @@ from checkpointd.pipeline.outcome.outlived import outlived
 from checkpointd.pipeline.outcome.publish import Draft
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.latest import move_latest_to_newest
 from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.base import Entry, Store
@@ -228,6 +228,62 @@ def test_pointer_4_a_checkpoint_that_goes_while_latest_moves_to_it_is_not_named(
         monkeypatch.setattr(store, "put_if_match", too_late)
         assert await move_latest_to_newest(store) == "tag0"
         assert await catalog.latest(store) == "tag0"
+
+    simulated(work)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_pointer_4_it_is_looked_at_again_after_a_read_that_failed(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await save_checkpoint(store, tag="tag1", step=1, n=1, epoch=1, world_size=1)
+        put, looked = store.put_if_match, catalog.attempts_of
+
+        async def too_late(key: str, expected: bytes | None, data: bytes) -> bool:
+            if key == "latest":
+                await condemn(store, "tag1/00000001-0", "the test", ())
+            return await put(key, expected, data)
+
+        async def once(asked: Store, tag: str) -> list[AttemptView]:
+            monkeypatch.setattr(catalog, "attempts_of", looked)
+            raise UnreadableError("Stale file handle")
+
+        await store.delete("latest")
+        monkeypatch.setattr(store, "put_if_match", too_late)
+        if fails:
+            monkeypatch.setattr(catalog, "attempts_of", once)
+            with pytest.raises(UnreadableError):
+                await move_latest_to_newest(store)
+        await move_latest_to_newest(store)
+        assert await store.stat("latest") is None
+
+    simulated(work)
+
+
+def test_outlived_2_a_commit_of_an_attempt_that_was_forgotten_meanwhile_is_no_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        store, late = MemoryStore(), True
+        await leave_in_doubt(store)
+        put = store.put_if_absent
+
+        async def once_forgotten(key: str, data: bytes, *, durable: bool = True) -> bool:
+            nonlocal late
+            if key.endswith("/outcome") and late:
+                late = False
+                for entry in await catalog.objects_of(store, PREFIX):
+                    await store.delete(object_key(PREFIX, entry.name))
+                await note(store, record_of("forgotten", "global_step1", AttemptId(1, 0)))
+            return await put(key, data, durable=durable)
+
+        monkeypatch.setattr(store, "put_if_absent", once_forgotten)
+        assert await outlived(store, [PREFIX], 100.0, sight("a", "ended"), hurried=False) == ()
+        log = CatalogLog(store)
+        await log.refresh()
+        assert PREFIX not in log.state.entries
+        assert await catalog.checkpoints(store) == []
+        assert await store.stat("latest") is None
 
     simulated(work)
 

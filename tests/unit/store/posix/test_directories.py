@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpointd.errors import StoreError
+from checkpointd.store.posix.disk import WritableFile
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
 
@@ -114,6 +115,37 @@ async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root:
     else:
         assert found[1:] == [True] * 2
     assert await store.put_if_absent(KEYS[3], b"")
+
+
+@pytest.mark.parametrize("when", ["later", "while it is created"])
+async def test_a_large_object_whose_directory_a_failed_sync_may_have_lost_is_not_called_durable(root: Path, when: str) -> None:
+    class FailsOnce(OsDisk):
+        fails = False
+
+        async def sync_directory(self, path: str) -> None:
+            if self.fails and path == str(root / "t"):
+                self.fails = False
+                raise OSError(errno.EIO, "Input/output error")
+            await super().sync_directory(path)
+
+        async def create(self, path: str) -> WritableFile:
+            created = await super().create(path)
+            if when == "while it is created" and path.endswith(".chunks"):
+                await others()
+            return created
+
+    async def others() -> None:
+        disk.fails = True
+        with pytest.raises(StoreError):
+            await store.put("t/b/other", b"")
+
+    disk = FailsOnce()
+    store = PosixStore(root, disk)
+    writer = await store.open_writer("t/a/00000-0.chunks", size_hint=1)
+    if when == "later":
+        await others()
+    with pytest.raises(StoreError, match="its name may be lost"):
+        await writer.finish(0)
 
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.EMFILE])
