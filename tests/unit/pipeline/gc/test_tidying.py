@@ -522,9 +522,17 @@ def test_tidy_4_a_storage_that_does_not_answer_a_look_costs_space_and_no_save_an
 
 
 @pytest.mark.parametrize("for_room", [True, False])
-async def test_tidy_3_a_save_whose_coordinator_has_begun_waits_for_no_other_save(for_room: bool) -> None:
+async def test_tidy_3_a_save_whose_coordinator_has_begun_waits_for_no_other_save(
+    for_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both look at the same times. On a loop of real time, since virtual time shuffles those who wake at once."""
-    loop, store = asyncio.get_running_loop(), MemoryStore()
+    loop, store, read_vote = asyncio.get_running_loop(), MemoryStore(), catalog.read_vote
+
+    async def slowly(asked: MemoryStore, key: str) -> Vote:
+        await asyncio.sleep(0.005)
+        return await read_vote(asked, key)
+
+    monkeypatch.setattr(catalog, "read_vote", slowly)
     commit = CommitConfig(timeout_s=600.0, poll_min_s=0.02, poll_max_s=0.02)
     tidier = WriterState(store=store, persist=PERSIST, commit=commit).tidier
     one, other = (
