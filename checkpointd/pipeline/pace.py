@@ -86,7 +86,7 @@ class Pace:
             return 0.0
         left_s = float("inf") if self.until is None else self.until - time.monotonic()
         seconds = rest_s(busy_s, self.share, needed_s=needed_s, left_s=left_s)
-        self.reason = "" if seconds else "late"
+        self.reason = "" if seconds or not busy_s else "late"
         return seconds
 
     def copy_rest_after(self, busy_s: float, needed_s: float) -> float:

@@ -91,20 +91,21 @@ async def _write_raw(
 ) -> None:
     """Write the pages that hold the spans, as they are in the buffer, and hash every chunk."""
     loop, buffer, number = asyncio.get_running_loop(), job.shard.buffer, len(written.objects)
+    clock = job.progress.clock  # the loop's own clock may count in milliseconds
     share = Share(job.progress, sum(span.nbytes for span in places.spans), places.nbytes)
 
     async def write(block: PageRun) -> None:
-        began = loop.time()
+        began = clock()
         with job.spent.disk.busy(block.stop - block.start):
             await target.write_at(block.base, buffer[block.start : block.stop].data)
         share.written(block.stop - block.start)
-        await job.progress.rest(loop.time() - began)
+        await job.progress.rest(clock() - began)
 
     async def hashed(group: list[Span]) -> None:
-        began = loop.time()
+        began = clock()
         with job.spent.hash.busy():
             written.chunks.update(await loop.run_in_executor(None, _hash_group, group, buffer, digests, places, number))
-        await job.progress.rest(loop.time() - began)
+        await job.progress.rest(clock() - began)
 
     writes = [partial(write, block) for run in places.runs for block in _blocks(run, job.config.block_bytes)]
     groups = await aside(len(places.spans), grouped, places.spans, job.config.block_bytes)

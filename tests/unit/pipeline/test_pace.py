@@ -36,6 +36,8 @@ def test_pace_1_why_a_save_goes_at_full_speed_is_said() -> None:
     assert pace.rest_after(0.01, 1e6) == 0.0
     assert pace.reason == "late"
     assert pace.rest_after(0.01, 1.0) > 0.0
+    assert pace.rest_after(0.0, 1.0) == 0.0
+    assert pace.reason == ""
     pace.lift("awaited")
     assert pace.rest_after(0.01, 1.0) == 0.0
     assert pace.reason == "awaited"

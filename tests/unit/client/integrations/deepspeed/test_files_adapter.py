@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +182,18 @@ def test_a_load_reads_every_byte_of_a_file_once(loading: FilesAdapter, tmp_path:
     opened: list[object] = []
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda file, **options: (opened.append(file), load(file, **options))[1])
-    get_range = PosixStore.get_range
+    get_range, get_parts = PosixStore.get_range, PosixStore.get_parts
 
     async def counted(store: PosixStore, key: str, offset: int, out: memoryview) -> None:
         read.append((key, offset, offset + len(out)))
         await get_range(store, key, offset, out)
 
+    async def counted_parts(store: PosixStore, key: str, offset: int, parts: Sequence[memoryview], then: Any) -> Any:
+        read.append((key, offset, offset + sum(map(len, parts))))
+        return await get_parts(store, key, offset, parts, then)
+
     monkeypatch.setattr(PosixStore, "get_range", counted)
+    monkeypatch.setattr(PosixStore, "get_parts", counted_parts)
     (tmp_path / "two" / FILE).rename(tmp_path / "elsewhere")  # it is shown again, and not read
     assert loading.load_checkpoint(str(tmp_path)) == (str(tmp_path), "two")
     ends = [0]
