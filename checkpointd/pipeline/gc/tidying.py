@@ -209,7 +209,8 @@ class Tidier:
 
         The coordinator removes dead attempts; if its epoch is over, it waits at most FULL_S until the newer coordinator has.
         Other ranks wait until the coordinator's vote shows that it has, at most twice as long, and at most halfway to
-        `deadline`: on a disk without any free space, nothing may ever go, and no vote come.
+        `deadline`: on a disk without any free space, nothing may ever go, and no vote come. A removal or a look that has begun
+        is waited for until it ends, or the caller gives up.
         """
         loop = asyncio.get_running_loop()
         wait_s = FULL_S if info.rank == COORDINATOR else 2 * FULL_S
@@ -269,11 +270,7 @@ class Tidier:
 
         if self._proving is None or self._proving.done():
             self._proving = asyncio.get_running_loop().create_task(prove())
-        try:
-            await asyncio.wait({self._proving})
-        except asyncio.CancelledError:
-            self._proving.cancel()
-            raise
+        await asyncio.wait({self._proving})  # a save that waits no longer leaves it to the next one
 
     async def _looked(self, what: str, look: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Take `look`, unless a look of that name goes on, and wait until it is over.

@@ -89,6 +89,9 @@ class _Waiting:
         while True:
             try:
                 view = await self._look()
+                fault = catalog.fault_of(view)
+                if fault is not None and (self._has_tried or isinstance(fault, StoreError)):
+                    raise fault
                 if view.state != "in-doubt" and not self._has_tried:
                     return True
                 if view.state != "in-doubt" or self._is_abandoned():
@@ -144,5 +147,5 @@ class _Waiting:
         if self._outcome is None:
             return  # removed, or aborted and forgotten (COMMIT-5), meanwhile
         if self._outcome.outcome == "commit" and self._outcome.save_latest:
-            await move_latest_to_newest(self.store, is_start=True)
+            await move_latest_to_newest(self.store)
         await show(self.store, self._outcome)

@@ -93,6 +93,8 @@ async def recover(
             log.error("%s", loss)
         # Before `collect`, which may remove the mark that says that the newest checkpoint was removed on purpose.
         if newest is not None and (loss is None or accepts_loss):
+            if newest.attempt.epoch >= epoch:  # a newer start has begun, and its writer may have died before this was durable
+                await store.settle(f"{newest.prefix}/{OUTCOME}")
             moved = await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
             done.latest_moved_to = newest.tag if moved else None
             if moved:
@@ -113,7 +115,7 @@ async def recover(
         if not surviving:
             done.strays = await store.sweep()
         await mend(store, 0 if surviving else epoch, known)
-    except (StoreError, DamagedError) as error:
+    except (StoreError, DamagedError, NotFoundError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     for outcome in done.decided:
         say(outcome)

@@ -16,18 +16,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from checkpointd.commit.decide import moves_latest
 from checkpointd.commit.facts import Order
 from checkpointd.errors import DamagedError, LinkError, NotFoundError, StoreError
-from checkpointd.layout.keys import LATEST, is_tag
+from checkpointd.layout.keys import LATEST, OUTCOME, is_tag
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import LATEST_BYTES_MAX, Checkpoint
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
 
+LOOKS_MAX = 8
 PATIENCE_S = 30.0
 """How long to wait for a process that holds the lock of `latest`. It may have been stopped while it held the lock."""
 
@@ -53,14 +55,15 @@ async def _within_patience(store: Store, move: Coroutine[Any, Any, bool]) -> boo
         ) from error
 
 
-async def move_latest_to_newest(store: Store, *, is_start: bool = False) -> str | None:
-    """Let `latest` name the newest checkpoint whose save asked for it, as `move_latest` does, and no removed one (POINTER-4).
+async def move_latest_to_newest(store: Store) -> str | None:
+    """Let `latest` name the newest checkpoint whose save asked for it, and no removed one (POINTER-4). A `latest` that another
+    program has written stays, since that save may be newer.
 
     Returns the tag that `latest` names now. Raises StoreError as `move_latest` does.
     """
     newest = await _newest(store)
     if newest is not None:
-        await move_latest(store, newest.tag, newest.outcome.order, is_start=is_start)
+        await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
     named = await catalog.readable_latest(store)
     if named is not None and await _is_removed(store, named):
         return await move_latest_away(store, named)
@@ -72,7 +75,7 @@ async def _is_removed(store: Store, tag: str) -> bool:
     if not is_tag(tag):
         return False
     states = {view.state for view in await catalog.attempts_of(store, tag)}
-    return "deleted" in states and "committed" not in states
+    return "deleted" in states and states.isdisjoint({"committed", "damaged", "unreadable"})
 
 
 async def move_latest_away(store: Store, tag: str) -> str | None:
@@ -93,8 +96,16 @@ async def move_latest_away(store: Store, tag: str) -> str | None:
 
 
 async def _newest(store: Store) -> Checkpoint | None:
-    attempts = await catalog.with_newest_looked(store, await catalog.scan(store))
-    return next((c for c in catalog.checkpoints_of(attempts) if c.outcome.save_latest), None)
+    """The newest checkpoint whose save asked for `latest`. Its outcome is durable (COMMIT-3)."""
+    for _ in range(LOOKS_MAX):
+        attempts = await catalog.with_newest_looked(store, await catalog.scan(store))
+        newest = next((c for c in catalog.checkpoints_of(attempts) if c.outcome.save_latest), None)
+        if newest is None:
+            return None
+        with suppress(NotFoundError):  # it was removed since the look
+            await store.settle(f"{newest.prefix}/{OUTCOME}")
+            return newest
+    raise StoreError(f"the newest checkpoint at {store.url} was removed at each of {LOOKS_MAX} looks")
 
 
 async def _move(store: Store, tag: str, order: Order, *, is_start: bool, counts_removed: bool) -> bool:

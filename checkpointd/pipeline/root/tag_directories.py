@@ -62,7 +62,7 @@ log = logging.getLogger("checkpointd")
 PATIENCE_S = 30.0
 LOOK_S = 0.05
 HIDE_S = 10.0
-"""After an error, directories are hidden only for so long, since the root's lock is held."""
+"""After an error, the root's lock is held only for so long; then it is taken again for the directories that are left."""
 
 
 def leftover_test(outcome: Outcome) -> Callable[[str], bool]:
@@ -293,12 +293,11 @@ async def hide(store: Store, prefixes: Collection[str]) -> dict[str, StoreError]
         unsettled = await plain.unsettled()
         gone = await asyncio.gather(*(_is_removed_by_others(plain, at, record) for at, record in going))
         of_others = {at: {file.path for file in record.beside} for at, record in records if (at, record) not in going}
-        loop = asyncio.get_running_loop()
-        until = loop.time() + HIDE_S
+        until, left = asyncio.get_running_loop().time() + HIDE_S, {record.prefix for _, record in going}
         for (at, record), by_others in zip(going, gone, strict=True):
-            if failed and loop.time() >= until:
-                failed[record.prefix] = next(iter(failed.values()))
-                continue  # the storage fails slowly, and others wait for the lock
+            if failed and asyncio.get_running_loop().time() >= until:
+                break  # the storage fails slowly, and others wait for the lock
+            left.discard(record.prefix)
             if at in unsettled and not await plain.is_there(at):
                 continue  # the next start hides it
             try:
@@ -307,7 +306,7 @@ async def hide(store: Store, prefixes: Collection[str]) -> dict[str, StoreError]
                 raise  # `reserve.on_full_disk` makes room
             except StoreError as error:
                 failed[record.prefix] = error
-    return failed
+    return {**failed, **(await hide(store, left) if left else {})}
 
 
 async def _hide_one(

@@ -349,9 +349,9 @@ class PosixWriter:
             await self._file.truncate(size)
             await self._file.sync()
             await self._file.close()
+            await self._root.directories.sync_names(self._path)
             if self._root.directories.failures(self._path) > self._failures:
                 raise OSError(errno.EIO, "its name may be lost, since a sync of its directory has failed meanwhile")
-            await self._root.directories.sync_names(self._path)
         self._finished = True
 
     async def discard(self) -> None:

@@ -170,10 +170,13 @@ def test_what_is_deleted_is_shown_no_more_and_latest_names_what_is_left(ckpt: Ch
     assert os.listdir(first.parent / ".checkpointd/.checkpointd/shown") == []  # TAGDIR-8
 
 
+@pytest.mark.parametrize("slowly", [False, True])
 def test_a_directory_that_cannot_be_hidden_keeps_no_other_checkpoint_from_going(
-    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slowly: bool, ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one that somebody has made immutable."""
+    """As one that somebody has made immutable, or one that cannot be read, after a while."""
+    if slowly:
+        monkeypatch.setattr(tag_directories, "HIDE_S", 0.0)
     hide, stuck = PlainFiles.hide, ["global_step1"]
 
     async def hidden(self: PlainFiles, at: str, names: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""An attempt that a daemon decides is in the catalog, even if only its lease showed it."""
+"""An attempt that a daemon decides: it is in the catalog, and `latest` follows unless another program has written it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from checkpointd.pipeline.outcome.recover import judge
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.store.memory import MemoryStore
-from tests.builders import begin_epoch
+from tests.builders import begin_epoch, leave_in_doubt
 
 TAG = "global_step1"
 
@@ -23,3 +23,14 @@ async def test_an_attempt_that_only_its_lease_shows_is_announced_before_it_is_de
     known = CatalogLog(store)
     await known.refresh()
     assert known.state.entries[prefix].is_decided
+
+
+async def test_a_latest_that_another_program_has_written_stays() -> None:
+    """Its save may be newer."""
+    store = MemoryStore()
+    await leave_in_doubt(store, tag=TAG)
+    await store.put("global_step20/mp_rank_00_model_states.pt", b"of another program")
+    await store.put("latest", b"global_step20")
+    [view] = await catalog.attempts_of(store, TAG)
+    assert (await in_doubt._decide(store, await judge(store, view))).outcome == "commit"
+    assert await store.get("latest") == b"global_step20"

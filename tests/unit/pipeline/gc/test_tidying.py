@@ -35,7 +35,9 @@ from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.gc.retire import Retired, retire
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.read.verify import CheckpointVerdict
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.base import Entry, ObjectWriter
 from checkpointd.store.memory import MemoryStore
@@ -518,6 +520,48 @@ def test_tidy_4_a_storage_that_does_not_answer_a_look_costs_space_and_no_save_an
             with pytest.raises(ClosedError):
                 await saved("later", 9)
 
+    run(0, main)
+
+
+def test_tidy_4_a_proof_that_takes_longer_than_a_save_waits_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest checkpoint is large, and saves come back to back, so that nothing is read in the background."""
+    proofs = Counter[str]()
+
+    async def slowly(store: MemoryStore, checkpoint: Checkpoint) -> CheckpointVerdict:
+        proofs["begun"] += 1
+        await asyncio.sleep(0.8 * TIMEOUT_S)
+        proofs["ended"] += 1
+        return await read_back(store, checkpoint)
+
+    async def main(rng: random.Random) -> None:
+        loop, disk = asyncio.get_running_loop(), Disk(rng)
+        await Job(disk, rng, (await epochs.take(disk, 1)).epoch).run(1)
+        commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention(keep_last=1))
+        tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
+
+        async def looked(*_: object, **__: object) -> tidying._Left:
+            left = tidying._Left(surplus=0 if proofs["ended"] else 10, nbytes=1 << 40)
+            tidier._left[tidying.EVERYTHING] = left
+            return left
+
+        monkeypatch.setattr(tidier, "_remove", looked)
+        monkeypatch.setattr(tidier, "_seen", looked)
+        waits = []
+        for n in range(6):
+            info = AttemptInfo(tag=f"t{n}", attempt=AttemptId(1, n), rank=0, world_size=2, step=n, n=n)
+            began = loop.time()
+            tidier.expect(info)
+            await tidier.room_for(info, began + TIMEOUT_S, 1 << 30)
+            waits.append(loop.time() - began)
+            tidier.end(info)
+            tidier.ask(info)
+            await asyncio.sleep(5)
+        assert waits[0] == pytest.approx(TIMEOUT_S / 2, abs=1)
+        assert max(waits[2:]) < 1
+        assert (proofs["begun"], proofs["ended"]) == (1, 1)
+        await tidier.close()
+
+    monkeypatch.setattr(tidying, "read_back", slowly)
     run(0, main)
 
 

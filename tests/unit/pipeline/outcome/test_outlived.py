@@ -18,7 +18,7 @@ from checkpointd.pipeline.outcome.publish import Draft
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
-from checkpointd.pipeline.root.latest import move_latest_to_newest
+from checkpointd.pipeline.root.latest import move_latest_away, move_latest_to_newest
 from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
@@ -175,6 +175,95 @@ def test_outlived_3_who_has_time_tries_latest_and_the_files_until_they_work_and_
         assert (await catalog.find(store, "global_step1")).prefix == PREFIX
         pointed = await store.stat("latest") is not None
         assert (pointed, bool(shown)) == ((not hurried or failing == "showing"), not hurried)
+
+    simulated(work)
+
+
+def test_outlived_2_an_outcome_that_cannot_be_read_just_now_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        store, unsure, unread = MemoryStore(), True, 2
+        await leave_in_doubt(store)
+        put, get = store.put_if_absent, store.get
+
+        async def outage(key: str, data: bytes, *, durable: bool = True) -> bool:
+            nonlocal unsure
+            won = await put(key, data, durable=durable)
+            if key.endswith("/outcome") and unsure:
+                unsure = False
+                raise StoreError("the directory could not be synced")
+            return won
+
+        async def unreadable(key: str, **options: Any) -> bytes:
+            nonlocal unread
+            if key.endswith("/outcome") and not unsure and unread:
+                unread -= 1
+                raise UnreadableError("Stale file handle")
+            return await get(key, **options)
+
+        monkeypatch.setattr(store, "put_if_absent", outage)
+        monkeypatch.setattr(store, "get", unreadable)
+        assert await outlived(store, [PREFIX], 60.0, sight("a", "ended"), hurried=False) == ()
+        assert await catalog.latest(store) == "global_step1"
+        log = CatalogLog(store)
+        await log.refresh()
+        assert log.state.entries[PREFIX].is_decided
+
+    simulated(work)
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "damaged"])
+def test_pointer_4_a_checkpoint_whose_outcome_cannot_be_read_was_not_removed(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tag that is saved again and again keeps records of what was removed."""
+
+    async def work() -> None:
+        store = MemoryStore()
+        for n in range(2):
+            await save_checkpoint(store, tag="best", step=n, n=n, epoch=1 + n, world_size=1)
+        older, newer = await catalog.attempts_of(store, "best")
+        await condemn(store, older.prefix, "saved again", ())
+        get = store.get
+
+        async def failing(key: str, **options: Any) -> bytes:
+            if key == f"{newer.prefix}/outcome":
+                if fault == "unreadable":
+                    raise UnreadableError("Stale file handle")
+                return b"damaged"
+            return await get(key, **options)
+
+        monkeypatch.setattr(store, "get", failing)
+        assert await move_latest_to_newest(store) == "best"
+        assert await catalog.latest(store) == "best"
+
+    simulated(work)
+
+
+@pytest.mark.parametrize("how", ["to the newest", "away"])
+def test_commit_3_latest_moves_to_no_commit_that_a_power_cut_may_take(how: str) -> None:
+    """Its writer may have died between the link and the sync."""
+
+    async def work() -> None:
+        store, done = MemoryStore(), list[str]()
+        for n in range(2):
+            await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, epoch=1, world_size=1)
+        await store.put("latest", b"tag0\n")
+        settle, put = store.settle, store.put_if_match
+
+        async def settled(key: str) -> None:
+            done.append(key)
+            await settle(key)
+
+        async def moved(key: str, expected: bytes | None, data: bytes) -> bool:
+            done.append(key)
+            return await put(key, expected, data)
+
+        store.settle, store.put_if_match = settled, moved  # type: ignore[method-assign]
+        if how == "away":
+            assert await move_latest_away(store, "tag0") == "tag1"
+        else:
+            assert await move_latest_to_newest(store) == "tag1"
+        assert done == ["tag1/00000001-0/outcome", "latest"]
 
     simulated(work)
 

@@ -54,6 +54,28 @@ async def test_recover_1_votes_of_all_ranks_are_rolled_forward_to_a_whole_checkp
     assert (await verify(store, checkpoint, LoadConfig())).whole
 
 
+async def test_recover_2_a_start_that_was_overtaken_moves_latest_to_no_commit_that_a_power_cut_may_take() -> None:
+    """The newer start's writer died between the link of its outcome and the sync (found by simulation, seed 501452)."""
+    store, done = MemoryStore(), list[str]()
+    late = await begin_epoch(store)
+    await save_checkpoint(store, tag=TAG, epoch=await begin_epoch(store), world_size=1)
+    await store.delete("latest")
+    settle, put = store.settle, store.put_if_match
+
+    async def settled(key: str) -> None:
+        done.append(key)
+        await settle(key)
+
+    async def moved(key: str, expected: bytes | None, data: bytes) -> bool:
+        if key == "latest":
+            done.append(key)
+        return await put(key, expected, data)
+
+    store.settle, store.put_if_match = settled, moved  # type: ignore[method-assign]
+    await recover(store, late)
+    assert done[:2] == [f"{TAG}/00000002-0/outcome", "latest"]
+
+
 async def test_an_attempt_that_the_catalog_does_not_name_is_announced_before_it_is_decided() -> None:
     """CATALOG-1. Its lease may come before its announcement, and both show it to a start."""
     put: list[str] = []

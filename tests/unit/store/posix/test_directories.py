@@ -117,7 +117,7 @@ async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root:
     assert await store.put_if_absent(KEYS[3], b"")
 
 
-@pytest.mark.parametrize("when", ["later", "while it is created"])
+@pytest.mark.parametrize("when", ["later", "while it is created", "while it is finished"])
 async def test_a_large_object_whose_directory_a_failed_sync_may_have_lost_is_not_called_durable(root: Path, when: str) -> None:
     class FailsOnce(OsDisk):
         fails = False
@@ -126,6 +126,8 @@ async def test_a_large_object_whose_directory_a_failed_sync_may_have_lost_is_not
             if self.fails and path == str(root / "t"):
                 self.fails = False
                 raise OSError(errno.EIO, "Input/output error")
+            if when == "while it is finished" and path == str(root / "t/a"):
+                await others()
             await super().sync_directory(path)
 
         async def create(self, path: str) -> WritableFile:
