@@ -62,7 +62,7 @@ log = logging.getLogger("checkpointd")
 PATIENCE_S = 30.0
 LOOK_S = 0.05
 HIDE_S = 10.0
-"""After an error, the root's lock is held only for so long; then it is taken again for the directories that are left."""
+"""After an error, directories are hidden only for so long, since the root's lock is held. The next call hides the others."""
 
 
 def leftover_test(outcome: Outcome) -> Callable[[str], bool]:
@@ -293,20 +293,24 @@ async def hide(store: Store, prefixes: Collection[str]) -> dict[str, StoreError]
         unsettled = await plain.unsettled()
         gone = await asyncio.gather(*(_is_removed_by_others(plain, at, record) for at, record in going))
         of_others = {at: {file.path for file in record.beside} for at, record in records if (at, record) not in going}
-        until, left = asyncio.get_running_loop().time() + HIDE_S, {record.prefix for _, record in going}
-        for (at, record), by_others in zip(going, gone, strict=True):
-            if failed and asyncio.get_running_loop().time() >= until:
-                break  # the storage fails slowly, and others wait for the lock
-            left.discard(record.prefix)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + HIDE_S
+        # Those that failed before come last, so that they keep no other from going.
+        for (at, record), by_others in sorted(zip(going, gone, strict=True), key=lambda one: one[0][0] in plain.unhidden):
+            if failed and loop.time() >= until:
+                failed[record.prefix] = next(iter(failed.values()))
+                continue  # the storage fails slowly, and others wait for the lock
             if at in unsettled and not await plain.is_there(at):
                 continue  # the next start hides it
             try:
                 await _hide_one(store, plain, at, record, of_others, by_others=by_others)
+                plain.unhidden.discard(at)
             except StoreFullError:
                 raise  # `reserve.on_full_disk` makes room
             except StoreError as error:
                 failed[record.prefix] = error
-    return {**failed, **(await hide(store, left) if left else {})}
+                plain.unhidden.add(at)
+    return failed
 
 
 async def _hide_one(

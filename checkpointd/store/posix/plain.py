@@ -76,6 +76,8 @@ class PlainFiles:
         self._temporary = f"{root.path}/{TEMPORARY}"
         self._count = itertools.count()
         self.unfinished = UnfinishedDirectories(root)
+        self.unhidden: set[str] = set()
+        """The directories that could not be hidden when it was tried last."""
         self._clones = True
         """Whether the file system clones files; True until it refused."""
 
