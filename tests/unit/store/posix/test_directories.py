@@ -42,6 +42,20 @@ class Gated(OsDisk):
         await super().sync_file(path)
 
 
+class FailsOnce(Gated):
+    """The first fsync of `t/a` fails with the error number `reason`."""
+
+    def __init__(self, root: Path, reason: int) -> None:
+        super().__init__(root)
+        self._reason = reason
+
+    async def sync_directory(self, path: str) -> None:
+        is_first = not self.names
+        await super().sync_directory(path)
+        if is_first and self.names:
+            raise OSError(self._reason, os.strerror(self._reason))
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
@@ -94,14 +108,7 @@ async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root:
     tells nothing about the one that is there now, nor does one that could not be opened.
     """
 
-    class FailsOnce(Gated):
-        async def sync_directory(self, path: str) -> None:
-            is_first = not self.names
-            await super().sync_directory(path)
-            if is_first and self.names:
-                raise OSError(reason, os.strerror(reason))
-
-    disk = FailsOnce(root)
+    disk = FailsOnce(root, reason)
     store = PosixStore(root, disk)
     calls = [asyncio.create_task(store.put_if_absent(KEYS[0], b""))]
     await begun(disk, 1)
@@ -119,7 +126,7 @@ async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root:
 
 @pytest.mark.parametrize("when", ["later", "while it is created", "while it is finished"])
 async def test_a_large_object_whose_directory_a_failed_sync_may_have_lost_is_not_called_durable(root: Path, when: str) -> None:
-    class FailsOnce(OsDisk):
+    class OfTheDirectoryAbove(OsDisk):
         fails = False
 
         async def sync_directory(self, path: str) -> None:
@@ -141,7 +148,7 @@ async def test_a_large_object_whose_directory_a_failed_sync_may_have_lost_is_not
         with pytest.raises(StoreError):
             await store.put("t/b/other", b"")
 
-    disk = FailsOnce()
+    disk = OfTheDirectoryAbove()
     store = PosixStore(root, disk)
     writer = await store.open_writer("t/a/00000-0.chunks", size_hint=1)
     if when == "later":
@@ -154,14 +161,7 @@ async def test_a_large_object_whose_directory_a_failed_sync_may_have_lost_is_not
 async def test_a_large_object_whose_name_a_failed_sync_may_have_lost_is_not_called_durable(root: Path, reason: int) -> None:
     """Its name was there long before: the error was told to another call, such as the renewal of a lease."""
 
-    class FailsOnce(Gated):
-        async def sync_directory(self, path: str) -> None:
-            is_first = not self.names
-            await super().sync_directory(path)
-            if is_first and self.names:
-                raise OSError(reason, os.strerror(reason))
-
-    disk = FailsOnce(root)
+    disk = FailsOnce(root, reason)
     disk.gate.set()
     store = PosixStore(root, disk)
     writers = [await store.open_writer(f"t/a/0000{rank}-0.chunks", size_hint=1) for rank in range(2)]
