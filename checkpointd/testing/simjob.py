@@ -281,6 +281,7 @@ class SimJob:
         for name in self.disk.alive():
             self.disk.resume(name)
         await asyncio.sleep(ZOMBIES_END_S)
+        self.ledger.quiet()
         for name in self.disk.alive():
             self.disk.kill(name)
         self._raise_if_broken()

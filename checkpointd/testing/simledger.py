@@ -5,7 +5,8 @@
   epochs-grow          The record of the newest epoch is never removed.
   ranks-agree          No rank's handle says committed while another rank's handle for the same attempt says aborted.
   latest-whole         `latest` only names tags with a durable commit, and these load with all digests, bit for bit.
-  latest-forward       `latest` never goes back in order, and is never behind a commit after its move was reported.
+  latest-forward       `latest` never goes back in order, and is never behind a commit after its move was reported. A tag that
+                       is committed again while `latest` moves off it is excepted, until the mover reports (POINTER-2).
   nothing-lost         An attempt that was seen as committed stays a checkpoint, or a newer one of the same tag replaced it.
   aborted-never-loaded No rank loads an attempt that anybody saw aborted.
   fenced               No coordinator commits an attempt of its epoch once a newer epoch's recovery has returned, unless that
@@ -39,7 +40,7 @@ from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.simcatalog import CatalogWatch
 from checkpointd.testing.simdisk import Effect, SimDisk
-from checkpointd.testing.simfs import SimDirectory, SimFile
+from checkpointd.testing.simfs import Node, SimDirectory, SimFile
 
 Contents: TypeAlias = Mapping[str, bytes]
 """The tensors of one rank: FQN to raw bytes."""
@@ -109,6 +110,8 @@ class Ledger:
     latest_floor: Order | None = None
     """The order that `latest` durably has, by the reports."""
     _latest_seen: Order | None = None
+    _owed: dict[Order, tuple[Order, str]] = field(default_factory=dict)
+    """The order to which `latest` went back off a tag that was committed again: what must be given back, and by whom."""
 
     def __post_init__(self) -> None:
         self._catalog = CatalogWatch(self.disk, self.root)
@@ -153,8 +156,10 @@ class Ledger:
     def latest_stands(self, order: Order, who: str) -> None:
         """`who` relies on `latest` being at `order` or beyond, durably."""
         current = self._live_latest()
-        if current is None or current < order:
-            raise InvariantError("latest-forward", f"{who} reports order {order}, but latest stands at {current}")
+        due, _ = self._owed.get(order, (order, ""))
+        is_owed = order not in self._owed and any(order <= owed for owed, _ in self._owed.values())
+        if not is_owed and (current is None or current < due):
+            raise InvariantError("latest-forward", f"{who} reports order {order}, but latest stands at {current}, not {due}")
         self.latest_floor = max(self.latest_floor or order, order)
 
     def start_began(self, process: str, now: float, *, take_over: bool) -> None:
@@ -219,6 +224,9 @@ class Ledger:
             self._lease_touched(effect, target)
         elif target == f"{self.root}/{LATEST}" and effect.kind in ("link", "rename"):
             self._latest_moved(effect)
+        elif effect.kind == "sync-dir" and target == self.root:
+            durable = self._order_in(self.disk.fs.durable_node(f"{self.root}/{LATEST}"))
+            self._owed = {back: owed for back, owed in self._owed.items() if durable is None or durable < owed[0]}
 
     def _outcome_touched(self, effect: Effect, path: str) -> None:
         if effect.kind == "unlink" and self._was_all(path):
@@ -327,24 +335,44 @@ class Ledger:
         if order is None:
             raise InvariantError("latest-whole", f"{effect.process} moved latest to a tag without a durable commit")
         if before is not None and order < before:
-            raise InvariantError("latest-forward", f"{effect.process} moved latest from order {before} back to {order}")
+            if not self._was_committed_again(before, order):
+                raise InvariantError("latest-forward", f"{effect.process} moved latest from order {before} back to {order}")
+            self._owed[order] = before, effect.process
         self._latest_seen = order
+
+    def _was_committed_again(self, order: Order, than: Order) -> bool:
+        """Whether the tag whose commit has `order` was committed before, with an order less than `than`. Who moves `latest` to
+        `than` may have taken the tag for that commit (POINTER-2).
+        """
+        commits = [outcome for outcome in self._put.values() if outcome.outcome == "commit"]
+        tags = {outcome.tag for outcome in commits if outcome.order == order}
+        return any(outcome.tag in tags and outcome.order < than for outcome in commits)
+
+    def quiet(self) -> None:
+        """Every living process has come to its end."""
+        for back, (owed, mover) in self._owed.items():
+            if mover in self.disk.alive() and mover not in self.refused:
+                raise InvariantError("latest-forward", f"{mover} moved latest from order {owed} to {back}, and never back")
 
     def after_power_cut(self) -> None:
         """After a power cut, the disk must hold everything that was reported."""
         self._latest_seen = self._live_latest()
-        floor = self.latest_floor
-        if floor is not None and (self._latest_seen is None or self._latest_seen < floor):
+        floor, owed = self.latest_floor, self._owed
+        self._owed = {}  # whoever owed it is dead, and the next start moves `latest` to the newest commit
+        if floor is not None and not owed and (self._latest_seen is None or self._latest_seen < floor):
             raise InvariantError("latest-forward", f"latest came back at {self._latest_seen}; it was reported at {floor}")
 
     def _live_latest(self) -> Order | None:
         """The order of the durable commit that `latest` names."""
         try:
-            pointer = self.disk.fs.file(f"{self.root}/{LATEST}")
+            return self._order_in(self.disk.fs.file(f"{self.root}/{LATEST}"))
         except FileNotFoundError:
             return None
-        orders = self._durable_commits(bytes(pointer.data).decode(errors="replace").strip())
-        return max(orders, default=None)
+
+    def _order_in(self, pointer: Node | None) -> Order | None:
+        if not isinstance(pointer, SimFile):
+            return None
+        return max(self._durable_commits(bytes(pointer.data).decode(errors="replace").strip()), default=None)
 
     def _durable_commits(self, tag: str) -> list[Order]:
         directory = self.disk.fs.durable_node(f"{self.root}/{tag}")

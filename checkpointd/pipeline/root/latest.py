@@ -3,7 +3,8 @@
 Invariants
   POINTER-1  A symbolic link at `latest` is never followed. The next move replaces the link and leaves its target alone.
   POINTER-2  Who moved `latest` off a tag looks at that tag once more, and gives `latest` back if a newer save has committed the
-      tag meanwhile: that save found `latest` at its tag already, and did not move it.
+      tag meanwhile. That save found `latest` at its tag already, or moved it there again: the content is the same, so the put
+      could not tell. Until it is given back, `latest` names the older checkpoint; a load takes the newest commit all the same.
   POINTER-3  A commit does not move `latest` off a newer commit that was removed: retention removes what `latest` does not name
       yet, and the commit after that one is about to move it on. Only a start, and whoever removes what `latest` names, moves it
       back.
