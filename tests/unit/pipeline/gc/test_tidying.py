@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-from collections import Counter
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import cast
 
-import numpy as np
 import pytest
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
-from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import ClosedError, StagingError, StoreError, StoreFullError
+from checkpointd.config import CommitConfig
 from checkpointd.layout.keys import (
     LEASE,
     VERIFIED,
@@ -25,145 +20,23 @@ from checkpointd.layout.keys import (
     chunks_name,
     default_tag,
     index_name,
-    is_bulk,
     object_key,
     vote_name,
 )
 from checkpointd.layout.manifest import Vote, encode
-from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.gc import tidying
-from checkpointd.pipeline.gc.retire import Retired, retire
+from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.read.verify import CheckpointVerdict
 from checkpointd.pipeline.root import catalog, epochs
-from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd.pipeline.shard import AttemptInfo, Shard
-from checkpointd.store.base import Entry, ObjectWriter
+from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
-from checkpointd.waits import to_the_end
-from tests.builders import make_shard
 from tests.lease_builders import SINCE
+from tests.saving_jobs import PERSIST, TIMEOUT_S, Disk, Job, run
 
 SPARE = 3
-PERSIST = PersistConfig(compression="none", chunk_bytes=4096, block_bytes=8192, budget_bytes=1 << 20, writes=2, encoders=2)
-TIMEOUT_S = 600.0
-
-
-class Disk(MemoryStore):
-    """Counts the attempts that have bytes at it. Removing takes its time; so does writing. `room`: attempts that fit at all."""
-
-    def __init__(self, rng: random.Random, *, removal_s: float = 5.0, room: int | None = None) -> None:
-        super().__init__()
-        self.most, self.looks, self.refused = 0, Counter[str](), 0
-        self.fails, self.looking = False, asyncio.Event()
-        self.looking.set()
-        self._rng, self._removal_s, self._room = rng, removal_s, room
-
-    @property
-    def occupied(self) -> set[str]:
-        """The attempts that have bytes here, whole or being written."""
-        keys = [*self._objects, *self._open_writers]
-        return {key.rpartition("/")[0] for key in keys if is_bulk(key.rpartition("/")[2]) and not key.endswith(f"/{LEASE}")}
-
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        prefix = key.rpartition("/")[0]
-        if self._room is not None and prefix not in self.occupied and len(self.occupied) >= self._room:
-            self.refused += 1
-            raise StoreFullError(f"there is no room for {key}")
-        writer = await super().open_writer(key, size_hint=size_hint)
-        self.most = max(self.most, len(self.occupied))
-        await asyncio.sleep(self._rng.random())
-        return writer
-
-    async def delete(self, key: str, *, durable: bool = True) -> None:
-        if is_bulk(key.rpartition("/")[2]):
-            await asyncio.sleep(self._rng.random() * self._removal_s)
-            if self.fails:
-                raise StoreError("I/O error")
-        await super().delete(key, durable=durable)
-
-    async def list(self, prefix: str) -> list[Entry]:
-        self.looks[prefix] += 1
-        await self.looking.wait()
-        return await super().list(prefix)
-
-
-@dataclass
-class Job:
-    """Ranks that save one after another as fast as two snapshots at once allow, in one epoch."""
-
-    disk: Disk
-    rng: random.Random
-    epoch: int
-    world_size: int = 1
-    rules: Retention = field(default_factory=Retention)
-    keeps_before: int = 0
-    timeout_s: float = TIMEOUT_S
-    read_back: bool = True
-    slowness: dict[int, float] = field(default_factory=dict)
-    """By rank: how long it takes until a snapshot is whole."""
-    absent: Callable[[int, int], bool] = lambda _rank, _n: False
-    """Which rank never makes its nth save."""
-    failing: Callable[[int, int], bool] = lambda _rank, _n: False
-    """Whose nth snapshot fails."""
-    attempts: list[Attempt] = field(default_factory=list)
-    states: dict[int, WriterState] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        commit = CommitConfig(
-            timeout_s=self.timeout_s, poll_min_s=0.02, poll_max_s=0.5, retention=self.rules, read_back=self.read_back
-        )
-        for rank in range(self.world_size):
-            self.states[rank] = WriterState(store=self.disk, persist=PERSIST, commit=commit)
-            if self.keeps_before:
-                self.states[rank].tidier.keeps_before = self.keeps_before
-
-    async def run(self, count: int, *, tag: str | None = None, first: int = 0) -> None:
-        """`count` saves by every rank, to their ends."""
-        await asyncio.gather(*(self._rank(rank, range(first, first + count), tag) for rank in range(self.world_size)))
-        await self.states[0].tidier.rest()
-
-    async def _rank(self, rank: int, saves: range, tag: str | None) -> None:
-        free = asyncio.Semaphore(2)
-        async with asyncio.TaskGroup() as running:
-            for n in saves:
-                if not self.absent(rank, n):
-                    await free.acquire()
-                    begins = asyncio.Event()  # a writer begins saves in their order; tasks on this loop do not
-                    running.create_task(self._save(rank, n, tag, begins, free.release))
-                    await begins.wait()
-
-    async def _save(self, rank: int, n: int, tag: str | None, begins: asyncio.Event, on_free: Callable[[], None]) -> None:
-        info = AttemptInfo(
-            tag=tag or default_tag(n),
-            attempt=AttemptId(self.epoch, n if tag else 0),
-            rank=rank,
-            world_size=self.world_size,
-            step=n,
-            n=n,
-            metrics=(("loss", float(n)),),
-        )
-        deadline = asyncio.get_running_loop().time() + self.timeout_s
-        attempt = Attempt(self.states[rank], info, deadline=deadline, on_free=on_free)
-        self.attempts.append(attempt)
-        begins.set()
-        await attempt.run(self._snapshot(rank, n))
-
-    async def _snapshot(self, rank: int, n: int) -> Shard:
-        await asyncio.sleep(self.slowness.get(rank, 0.0) * self.rng.random())
-        if self.failing(rank, n):
-            raise StagingError("the snapshot was torn")
-        random_bytes = np.frombuffer(random.Random(f"{self.epoch} {rank} {n}").randbytes(8192), np.float32)
-        return make_shard({"weight": random_bytes})
-
-    def phases(self) -> Counter[Phase]:
-        return Counter(attempt.phase for attempt in self.attempts)
-
-
-def run(seed: int, main: Callable[[random.Random], Coroutine[Any, Any, None]]) -> None:
-    simloop.run(seed, main(random.Random(seed)))
 
 
 @pytest.fixture(params=range(2))
@@ -437,134 +310,6 @@ def test_tidy_4_a_rank_that_misses_one_save_keeps_no_other_from_its_commit() -> 
     run(0, main)
 
 
-def test_tidy_4_a_storage_that_removes_nothing_costs_space_and_no_save(caplog: pytest.LogCaptureFixture) -> None:
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        disk.fails = True
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
-        await job.run(6)
-        assert job.phases() == {Phase.COMMITTED: 6}
-        disk.fails = False
-        await job.run(1, first=6)
-        assert len(disk.occupied) <= 2
-
-    with caplog.at_level(logging.WARNING, "checkpointd"):
-        run(0, main)
-    assert "could not be removed: I/O error" in caplog.text
-
-
-def test_tidy_4_a_removal_that_does_not_end_costs_space_and_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where what is to stay has to be read back first, and is large."""
-
-    async def endless(*_: object, **__: object) -> Retired:
-        await asyncio.sleep(3 * TIMEOUT_S)
-        raise StoreError("I/O error")
-
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
-        monkeypatch.setattr(tidying, "retire", endless)
-        await job.run(2)
-        assert job.phases() == {Phase.COMMITTED: 2}
-
-    run(0, main)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_tidy_4_a_storage_that_does_not_answer_a_look_costs_space_and_no_save_and_keeps_few_of_its_threads(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The directories of one tag lie on a server that is away. A system call cannot be cancelled."""
-    hanging = 0
-
-    async def main(rng: random.Random) -> None:
-        loop, disk = asyncio.get_running_loop(), Disk(rng)
-        commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention())
-        tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
-        look = "attempts_of" if rank == 0 else "read_vote"
-        answered = getattr(catalog, look)
-
-        async def hang(store: MemoryStore, what: str) -> object:
-            nonlocal hanging
-            if not what.startswith("away"):
-                return await answered(store, what)
-            hanging += 1
-            await to_the_end(asyncio.sleep(30 * TIMEOUT_S))
-            raise StoreError("the server is back")
-
-        monkeypatch.setattr(catalog, look, hang)
-
-        async def saved(tag: str, n: int) -> float:
-            info = AttemptInfo(tag=tag, attempt=AttemptId(1, n), rank=rank, world_size=2, step=n, n=n)
-            began = loop.time()
-            tidier.expect(info)
-            await tidier.room_for(info, began + TIMEOUT_S, 1 << 30)
-            waited_s = loop.time() - began
-            if rank == 0:
-                tidier.end(info)
-            return waited_s
-
-        await saved("away", 0)
-        for n in range(1, 6):
-            waits = [asyncio.create_task(saved(tag, n)) for tag in ("away", "here")]
-            if rank != 0 and n == 1:
-                await disk.put(object_key(attempt_prefix("here", AttemptId(1, n)), vote_name(0)), b"unreadable")
-            away_s, here_s = await asyncio.gather(*waits)
-            assert away_s <= TIMEOUT_S / 2 + 1
-            assert here_s < 1 or n > 1
-        began = loop.time()
-        await tidier.close()
-        assert loop.time() - began <= tidying.ANSWER_S + 1
-        assert 0 < hanging <= tidying.LOOKS_MAX
-        if rank == 0:
-            with pytest.raises(ClosedError):
-                await saved("later", 9)
-
-    run(0, main)
-
-
-def test_tidy_4_a_proof_that_takes_longer_than_a_save_waits_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest checkpoint is large, and saves come back to back, so that nothing is read in the background."""
-    proofs = Counter[str]()
-
-    async def slowly(store: MemoryStore, checkpoint: Checkpoint) -> CheckpointVerdict:
-        proofs["begun"] += 1
-        await asyncio.sleep(0.8 * TIMEOUT_S)
-        proofs["ended"] += 1
-        return await read_back(store, checkpoint)
-
-    async def main(rng: random.Random) -> None:
-        loop, disk = asyncio.get_running_loop(), Disk(rng)
-        await Job(disk, rng, (await epochs.take(disk, 1)).epoch).run(1)
-        commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention(keep_last=1))
-        tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
-
-        async def looked(*_: object, **__: object) -> tidying._Left:
-            left = tidying._Left(surplus=0 if proofs["ended"] else 10, nbytes=1 << 40)
-            tidier._left[tidying.EVERYTHING] = left
-            return left
-
-        monkeypatch.setattr(tidier, "_remove", looked)
-        monkeypatch.setattr(tidier, "_seen", looked)
-        waits = []
-        for n in range(6):
-            info = AttemptInfo(tag=f"t{n}", attempt=AttemptId(1, n), rank=0, world_size=2, step=n, n=n)
-            began = loop.time()
-            tidier.expect(info)
-            await tidier.room_for(info, began + TIMEOUT_S, 1 << 30)
-            waits.append(loop.time() - began)
-            tidier.end(info)
-            tidier.ask(info)
-            await asyncio.sleep(5)
-        assert waits[0] == pytest.approx(TIMEOUT_S / 2, abs=1)
-        assert max(waits[2:]) < 1
-        assert (proofs["begun"], proofs["ended"]) == (1, 1)
-        await tidier.close()
-
-    monkeypatch.setattr(tidying, "read_back", slowly)
-    run(0, main)
-
-
 @pytest.mark.parametrize("for_room", [True, False])
 async def test_tidy_3_a_save_whose_coordinator_has_begun_waits_for_no_other_save(
     for_room: bool, monkeypatch: pytest.MonkeyPatch
@@ -609,44 +354,6 @@ async def test_tidy_3_a_save_whose_coordinator_has_begun_waits_for_no_other_save
     assert not waiting[0].done()
     await tidier.close()
     waiting[0].cancel()
-
-
-@pytest.mark.parametrize("tag", [None, "best"])
-@pytest.mark.parametrize("rules", [Retention(), Retention(keep_last=2)])
-def test_tidy_1_saves_end_while_a_removal_hangs_and_leave_nothing_behind(
-    tag: str | None, rules: Retention, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 60 saves, each has ended for its caller, one removal runs, and one is due that serves all of them."""
-    monkeypatch.setattr(tidying, "SMALL_BYTES", 1 << 30)
-
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules)
-        tidier, looks, go_on = job.states[0].tidier, [0], asyncio.Event()
-        remove = tidier._remove
-
-        async def slow(scope: str) -> bool:
-            looks[0] += 1
-            await go_on.wait()
-            return await remove(scope)
-
-        monkeypatch.setattr(tidier, "_remove", slow)
-        await job._rank(0, range(60), tag)
-        assert job.phases() == {Phase.COMMITTED: 60}
-        assert asyncio.get_running_loop().time() < TIMEOUT_S / 2
-        assert looks[0] <= 1
-        assert len(asyncio.all_tasks()) <= 2 + bool(tidier._look) + 1  # this one, the reader, the removal, and its wait
-        go_on.set()
-        await tidier.rest()
-        assert looks[0] <= 2
-        assert not tidier._begun
-        assert not tidier._nbytes
-        assert not tidier._waiting
-        assert tidier._left.keys() <= {tidying.EVERYTHING}
-        kept = {None: 60 if rules.keeps_all else 3, "best": 2}[tag]
-        assert len(disk.occupied) <= kept
-
-    run(0, main)
 
 
 def test_tidy_1_many_tags_are_due_as_one_look_at_everything(monkeypatch: pytest.MonkeyPatch) -> None:
