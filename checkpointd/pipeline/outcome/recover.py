@@ -63,6 +63,8 @@ class Recovery:
     swept: int = 0
     strays: int = 0
     checkpoints: int = 0
+    unsettled: set[str] = field(default_factory=set)
+    """The attempts (`<tag>/<attempt>`) whose outcomes could not be made durable."""
 
 
 async def recover(
@@ -93,7 +95,8 @@ async def recover(
             log.error("%s", loss)
         # Before `collect`, which may remove the mark that says that the newest checkpoint was removed on purpose.
         if newest is not None and (loss is None or accepts_loss):
-            if newest.attempt.epoch >= epoch:  # a newer start has begun, and its writer may have died before this was durable
+            # If a newer start has begun, this commit may be its own, and its writer may have died before it was durable.
+            if newest.attempt.epoch >= epoch or newest.prefix in done.unsettled:
                 await store.settle(f"{newest.prefix}/{OUTCOME}")
             moved = await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
             done.latest_moved_to = newest.tag if moved else None
@@ -152,7 +155,9 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
             return await catalog.view(store, attempt.tag, attempt.attempt)
         if OUTCOME in attempt.sizes:  # of others, a record tells the outcome, and came later (CATALOG-2)
             # The writer may have died before the outcome was durable, and `latest` depends on it from now on.
+            done.unsettled.add(attempt.prefix)
             await store.settle(f"{attempt.prefix}/{OUTCOME}")
+            done.unsettled.discard(attempt.prefix)
     except (StoreError, NotFoundError, DamagedError) as error:
         log.error("%s cannot be decided now: %s; the next start tries again", attempt.prefix, error)
     return attempt

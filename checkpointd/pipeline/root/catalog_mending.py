@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from checkpointd.errors import DamagedError, LinkError, NotFoundError
+from checkpointd.errors import DamagedError, LinkError, NotFoundError, StoreError
 from checkpointd.layout.catalog_records import CatalogEntry, CatalogRecord, close_of
 from checkpointd.layout.keys import DELETED, OUTCOME, holds_bytes
 from checkpointd.pipeline.root import catalog
@@ -25,12 +25,12 @@ ADDED_MAX = 64
 
 
 async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) -> None:
-    """Add to the log what `views`, of a look at the root, show beyond it, and forget tags that are gone (CATALOG-7). Everything
-    that they show must be durable.
+    """Add to the log what `views`, of a look at the root, show beyond it, and forget tags that are gone (CATALOG-7). The log
+    goes without what cannot be made durable.
     """
     if not known.fault:
         looked = [view for view in views if view.entry is None and view.has_objects and not view.is_void]
-        missing = [one for view in looked for one in await _missing(store, view, known.state.entries.get(view.prefix))]
+        missing = [one for view in looked for one in await _durably_missing(store, known, view)]
         if len(missing) <= ADDED_MAX:
             await known.append(*missing, *await _gone(store, known, {view.tag for view in views}))
             return
@@ -100,6 +100,17 @@ async def _entry(store: Store, view: AttemptView) -> CatalogEntry:
     return msgspec.structs.replace(
         entry, verified=view.is_verified and not is_damaged, damaged=is_damaged, passed_over=view.passed_over
     )
+
+
+async def _durably_missing(store: Store, known: CatalogLog, view: AttemptView) -> list[CatalogRecord]:
+    missing = await _missing(store, view, known.state.entries.get(view.prefix))
+    try:
+        if missing:
+            await _settle(store, view)
+    except StoreError as error:
+        log.error("the catalog goes without what is new at %s, which may not be durable: %s", view.prefix, error)
+        return []
+    return missing
 
 
 async def _missing(store: Store, view: AttemptView, entry: CatalogEntry | None) -> list[CatalogRecord]:

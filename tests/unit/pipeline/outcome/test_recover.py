@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from checkpointd.config import LoadConfig
-from checkpointd.layout.catalog_records import decode_record
+from checkpointd.errors import StoreError
+from checkpointd.layout.catalog_records import CATALOG, CatalogEntry, decode_record
 from checkpointd.layout.keys import DELETED, AttemptId, attempt_lease_key, shown_key
 from checkpointd.layout.manifest import BesideFile, Deleted, Shown, encode
 from checkpointd.pipeline.outcome import recover as recovering
@@ -16,6 +17,7 @@ from checkpointd.pipeline.outcome.recover import Recovery, judge, recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, ObjectWriter
@@ -74,6 +76,40 @@ async def test_recover_2_a_start_that_was_overtaken_moves_latest_to_no_commit_th
     store.settle, store.put_if_match = settled, moved  # type: ignore[method-assign]
     await recover(store, late)
     assert done[:2] == [f"{TAG}/00000002-0/outcome", "latest"]
+
+
+async def test_recover_2_nothing_rests_on_an_outcome_that_cannot_be_made_durable(caplog: pytest.LogCaptureFixture) -> None:
+    """Its writer died before its sync, and now the disk fails: neither `latest` nor the catalog may name it (found by
+    simulation, seed 708907).
+    """
+    store, outcome = MemoryStore(), f"{PREFIX}/outcome"
+    await save_checkpoint(store, tag=TAG, world_size=1)
+    await store.delete("latest")
+    newest = max(entry.name for entry in await store.list(CATALOG))
+    assert decode_record(await store.get(f"{CATALOG}/{newest}"), int(newest.partition(".")[0])).kind == "close"
+    await store.delete(f"{CATALOG}/{newest}")
+    settle, fails = store.settle, True
+
+    async def settled(key: str) -> None:
+        if fails and key == outcome:
+            raise StoreError("I/O error")
+        await settle(key)
+
+    store.settle = settled  # type: ignore[method-assign]
+    done = await restart(store)
+    assert (done.latest_moved_to, await catalog.latest(store)) == (None, None)
+    assert not (await known(store))[PREFIX].is_decided
+    assert "I/O error; the next start" in caplog.text
+    fails = False
+    done = await restart(store)
+    assert (done.latest_moved_to, await catalog.latest(store)) == (TAG, TAG)
+    assert (await known(store))[PREFIX].is_decided
+
+
+async def known(store: MemoryStore) -> dict[str, CatalogEntry]:
+    log = CatalogLog(store)
+    await log.refresh()
+    return log.state.entries
 
 
 async def test_an_attempt_that_the_catalog_does_not_name_is_announced_before_it_is_decided() -> None:
