@@ -281,10 +281,10 @@ class SimJob:
         for name in self.disk.alive():
             self.disk.resume(name)
         await asyncio.sleep(ZOMBIES_END_S)
-        self.ledger.quiet()
+        self._raise_if_broken()
+        self.ledger.at_rest()
         for name in self.disk.alive():
             self.disk.kill(name)
-        self._raise_if_broken()
 
     async def _last_incarnation(self) -> None:
         config = replace(

@@ -5,8 +5,8 @@
   epochs-grow          The record of the newest epoch is never removed.
   ranks-agree          No rank's handle says committed while another rank's handle for the same attempt says aborted.
   latest-whole         `latest` only names tags with a durable commit, and these load with all digests, bit for bit.
-  latest-forward       `latest` never goes back in order, and is never behind a commit after its move was reported. A tag that
-                       is committed again while `latest` moves off it is excepted, until the mover reports (POINTER-2).
+  latest-forward       `latest` never goes back in order, and is never behind a commit after its move was reported. If a tag is
+                       committed again just while `latest` moves off it, `latest` may go back, and is given back (POINTER-2).
   nothing-lost         An attempt that was seen as committed stays a checkpoint, or a newer one of the same tag replaced it.
   aborted-never-loaded No rank loads an attempt that anybody saw aborted.
   fenced               No coordinator commits an attempt of its epoch once a newer epoch's recovery has returned, unless that
@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import FormatError
 from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, PLANS, SERVICE, AttemptId, epoch_of
@@ -40,14 +41,12 @@ from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.simcatalog import CatalogWatch
 from checkpointd.testing.simdisk import Effect, SimDisk
-from checkpointd.testing.simfs import Node, SimDirectory, SimFile
+from checkpointd.testing.simlatest import LatestWatch, outcome_in
 
 Contents: TypeAlias = Mapping[str, bytes]
 """The tensors of one rank: FQN to raw bytes."""
 Key: TypeAlias = tuple[str, str]
 """An attempt: tag and attempt name."""
-Order: TypeAlias = tuple[int, int]
-
 
 START_S = 6.0
 """The time of a start without its wait for a lease: some calls of the disk take 2 s. A second wait would take longer."""
@@ -107,14 +106,13 @@ class Ledger:
     _at_work: dict[str, tuple[str, float]] = field(default_factory=dict)
     """The process that put the lease of an attempt, and the time."""
     _catalog: CatalogWatch = field(init=False)
+    latest: LatestWatch = field(init=False)
     latest_floor: Order | None = None
     """The order that `latest` durably has, by the reports."""
-    _latest_seen: Order | None = None
-    _owed: dict[Order, tuple[Order, str]] = field(default_factory=dict)
-    """The order to which `latest` went back off a tag that was committed again: what must be given back, and by whom."""
 
     def __post_init__(self) -> None:
         self._catalog = CatalogWatch(self.disk, self.root)
+        self.latest = LatestWatch(self.disk, self.root, self.excuses)
 
     # --- what the job reports ----------------------------------------------------------------------------------
 
@@ -154,12 +152,9 @@ class Ledger:
         return self.hindered or process in self.refused
 
     def latest_stands(self, order: Order, who: str) -> None:
-        """`who` relies on `latest` being at `order` or beyond, durably."""
-        current = self._live_latest()
-        due, _ = self._owed.get(order, (order, ""))
-        is_owed = order not in self._owed and any(order <= owed for owed, _ in self._owed.values())
-        if not is_owed and (current is None or current < due):
-            raise InvariantError("latest-forward", f"{who} reports order {order}, but latest stands at {current}, not {due}")
+        """`who` relies on `latest` being at `order` or beyond, durably, but for the time until it is given back."""
+        if not self.latest.stands(order):
+            raise InvariantError("latest-forward", f"{who} reports order {order}, but latest stands at {self.latest.order()}")
         self.latest_floor = max(self.latest_floor or order, order)
 
     def start_began(self, process: str, now: float, *, take_over: bool) -> None:
@@ -225,8 +220,7 @@ class Ledger:
         elif target == f"{self.root}/{LATEST}" and effect.kind in ("link", "rename"):
             self._latest_moved(effect)
         elif effect.kind == "sync-dir" and target == self.root:
-            durable = self._order_in(self.disk.fs.durable_node(f"{self.root}/{LATEST}"))
-            self._owed = {back: owed for back, owed in self._owed.items() if durable is None or durable < owed[0]}
+            self.latest.synced()
 
     def _outcome_touched(self, effect: Effect, path: str) -> None:
         if effect.kind == "unlink" and self._was_all(path):
@@ -235,9 +229,11 @@ class Ledger:
             raise InvariantError("one-outcome", f"{effect.process} did {effect.kind} on {path}")
         if effect.kind != "link":
             return
-        outcome = _outcome(self.disk.fs.file(path), path)
+        outcome = outcome_in(self.disk.fs.file(path), path)
         if outcome is not None:
             self._put[path] = outcome
+        if outcome is not None and outcome.outcome == "commit":
+            self.latest.committed(outcome)
         epoch = AttemptId.parse(outcome.attempt) if outcome else None
         by_rank = outcome is not None and outcome.decided_by != RECOVERY
         if outcome and outcome.outcome == "abort" and not by_rank:
@@ -331,60 +327,22 @@ class Ledger:
             raise InvariantError("surviving", f"the recovery by {effect.process} did {effect.kind} on {target}")
 
     def _latest_moved(self, effect: Effect) -> None:
-        order, before = self._live_latest(), self._latest_seen
-        if order is None:
+        if self.latest.order() is None:
             raise InvariantError("latest-whole", f"{effect.process} moved latest to a tag without a durable commit")
-        if before is not None and order < before:
-            if not self._was_committed_again(before, order):
-                raise InvariantError("latest-forward", f"{effect.process} moved latest from order {before} back to {order}")
-            self._owed[order] = before, effect.process
-        self._latest_seen = order
+        if fault := self.latest.fault_of_move(effect.process):
+            raise InvariantError("latest-forward", fault)
 
-    def _was_committed_again(self, order: Order, than: Order) -> bool:
-        """Whether the tag whose commit has `order` was committed before, with an order less than `than`. Who moves `latest` to
-        `than` may have taken the tag for that commit (POINTER-2).
-        """
-        commits = [outcome for outcome in self._put.values() if outcome.outcome == "commit"]
-        tags = {outcome.tag for outcome in commits if outcome.order == order}
-        return any(outcome.tag in tags and outcome.order < than for outcome in commits)
-
-    def quiet(self) -> None:
+    def at_rest(self) -> None:
         """Every living process has come to its end."""
-        for back, (owed, mover) in self._owed.items():
-            if mover in self.disk.alive() and mover not in self.refused:
-                raise InvariantError("latest-forward", f"{mover} moved latest from order {owed} to {back}, and never back")
+        if fault := self.latest.fault_at_rest():
+            raise InvariantError("latest-forward", fault)
 
     def after_power_cut(self) -> None:
         """After a power cut, the disk must hold everything that was reported."""
-        self._latest_seen = self._live_latest()
-        floor, owed = self.latest_floor, self._owed
-        self._owed = {}  # whoever owed it is dead, and the next start moves `latest` to the newest commit
-        if floor is not None and not owed and (self._latest_seen is None or self._latest_seen < floor):
-            raise InvariantError("latest-forward", f"latest came back at {self._latest_seen}; it was reported at {floor}")
-
-    def _live_latest(self) -> Order | None:
-        """The order of the durable commit that `latest` names."""
-        try:
-            return self._order_in(self.disk.fs.file(f"{self.root}/{LATEST}"))
-        except FileNotFoundError:
-            return None
-
-    def _order_in(self, pointer: Node | None) -> Order | None:
-        if not isinstance(pointer, SimFile):
-            return None
-        return max(self._durable_commits(bytes(pointer.data).decode(errors="replace").strip()), default=None)
-
-    def _durable_commits(self, tag: str) -> list[Order]:
-        directory = self.disk.fs.durable_node(f"{self.root}/{tag}")
-        if not isinstance(directory, SimDirectory):
-            return []
-        found = []
-        for name, attempt in sorted(directory.durable.items()):
-            file = attempt.durable.get(OUTCOME) if isinstance(attempt, SimDirectory) else None
-            outcome = _outcome(file, name) if isinstance(file, SimFile) else None
-            if outcome is not None and outcome.outcome == "commit":
-                found.append(outcome.order)
-        return found
+        self.latest.look()
+        floor = self.latest_floor
+        if floor is not None and not self.latest.stands(floor):
+            raise InvariantError("latest-forward", f"latest came back at {self.latest.order()}; it was reported at {floor}")
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -404,13 +362,6 @@ class Ledger:
                     raise InvariantError("nothing-lost", f"{_shown(key)} was removed, and nothing newer replaced it")
             elif found != known:
                 raise InvariantError("nothing-lost", f"{_shown(key)} was committed and is {found and found.outcome} now")
-
-
-def _outcome(file: SimFile, path: str) -> Outcome | None:
-    try:
-        return decode(file.durable, Outcome, path)
-    except FormatError:
-        return None
 
 
 def _shown(key: Key) -> str:

@@ -2,9 +2,9 @@
 
 Invariants
   POINTER-1  A symbolic link at `latest` is never followed. The next move replaces the link and leaves its target alone.
-  POINTER-2  Who moved `latest` off a tag looks at that tag once more, and gives `latest` back if a newer save has committed the
-      tag meanwhile. That save found `latest` at its tag already, or moved it there again: the content is the same, so the put
-      could not tell. Until it is given back, `latest` names the older checkpoint; a load takes the newest commit all the same.
+  POINTER-2  Who moved `latest` off a tag, or may have done so, looks at that tag once more, and gives `latest` back if a newer
+      save has committed the tag meanwhile. That save found `latest` at its tag already, or moved it there again. In both cases
+      the content is the same, so the mover's put could not tell.
   POINTER-3  A commit does not move `latest` off a newer commit that was removed: retention removes what `latest` does not name
       yet, and the commit after that one is about to move it on. Only a start, and whoever removes what `latest` names, moves it
       back.
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from checkpointd.commit.decide import moves_latest
 from checkpointd.commit.facts import Order
@@ -41,19 +40,9 @@ async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = 
     `is_start`: the commit may be old, so a `latest` that another program has written stays, and what it names counts only if it
     was not removed. Otherwise it counts as well (POINTER-3).
 
-    Raises StoreError if the storage fails, or if another process holds the lock for longer than PATIENCE_S.
+    Raises StoreError if the storage fails, or if the move takes longer than PATIENCE_S.
     """
-    return await _within_patience(store, _move(store, tag, order, is_start=is_start, counts_removed=not is_start))
-
-
-async def _within_patience(store: Store, move: Coroutine[Any, Any, bool]) -> bool:
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            return await move
-    except TimeoutError as error:
-        raise StoreError(
-            f"another process has held the lock of {LATEST} at {store.url} for {PATIENCE_S:g} s; is one stopped there?"
-        ) from error
+    return await _move(store, tag, order, is_start=is_start, counts_removed=not is_start)
 
 
 async def move_latest_to_newest(store: Store) -> str | None:
@@ -92,8 +81,8 @@ async def move_latest_away(store: Store, tag: str) -> str | None:
         left = await _newest(store)  # a commit meanwhile may have been named by the `latest` that was just removed
     if left is None:
         return None
-    moves = _move(store, left.tag, left.outcome.order, is_start=False, counts_removed=False)
-    return left.tag if await _within_patience(store, moves) else None
+    moved = await _move(store, left.tag, left.outcome.order, is_start=False, counts_removed=False)
+    return left.tag if moved else None
 
 
 async def _newest(store: Store) -> Checkpoint | None:
@@ -110,6 +99,26 @@ async def _newest(store: Store) -> Checkpoint | None:
 
 
 async def _move(store: Store, tag: str, order: Order, *, is_start: bool, counts_removed: bool) -> bool:
+    replaced: list[bytes | None] = []
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            moved = await _put(store, tag, order, replaced, is_start=is_start, counts_removed=counts_removed)
+    except (TimeoutError, StoreError) as error:
+        with suppress(StoreError):  # the put may have been done all the same; the next start moves `latest` on
+            await _give_back(store, replaced, order)
+        if not isinstance(error, TimeoutError):
+            raise
+        raise StoreError(
+            f"{LATEST} at {store.url} could not be moved within {PATIENCE_S:g} s: another process has held its lock, or "
+            "this one was stopped, for that long"
+        ) from error
+    return moved and not await _give_back(store, replaced, order)
+
+
+async def _put(
+    store: Store, tag: str, order: Order, replaced: list[bytes | None], *, is_start: bool, counts_removed: bool
+) -> bool:
+    """Put `tag` at `latest`, unless that would move it back. `replaced` gets what it may have named before the put."""
     while True:
         current = await _content(store)
         if current == f"{tag}\n".encode():
@@ -118,17 +127,19 @@ async def _move(store: Store, tag: str, order: Order, *, is_start: bool, counts_
             return False
         if not moves_latest(await _order_of(store, current, is_start=is_start, counts_removed=counts_removed), order):
             return False
+        replaced[:] = [current]
         if await store.put_if_match(LATEST, current, f"{tag}\n".encode()):
-            return not await _give_back(store, current, order)
+            return True
 
 
-async def _give_back(store: Store, replaced: bytes | None, order: Order) -> bool:
+async def _give_back(store: Store, replaced: Sequence[bytes | None], order: Order) -> bool:
     """Move `latest` off the commit of `order`, if the tag it named before has a newer commit now (POINTER-2)."""
-    newest = await _order_of(store, replaced, is_start=False, counts_removed=False)
-    if replaced is None or newest is None or not moves_latest(order, newest):
-        return False
-    await _move(store, replaced.decode().removesuffix("\n"), newest, is_start=False, counts_removed=True)
-    return True
+    for content in replaced:
+        newest = await _order_of(store, content, is_start=False, counts_removed=False)
+        if content is not None and newest is not None and moves_latest(order, newest):
+            await _move(store, content.decode().removesuffix("\n"), newest, is_start=False, counts_removed=True)
+            return True
+    return False
 
 
 async def _content(store: Store) -> bytes | None:

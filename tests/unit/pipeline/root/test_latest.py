@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from checkpointd.errors import DamagedError, LinkError, UnreadableError
+from checkpointd.errors import DamagedError, LinkError, StoreError, UnreadableError
 from checkpointd.layout.keys import LATEST
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import catalog, latest
 from checkpointd.pipeline.root.candidates import candidates
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
 from checkpointd.pipeline.root.marks import condemn
@@ -132,6 +133,31 @@ async def test_pointer_2_a_tag_committed_again_while_latest_leaves_it_gets_it_ba
     monkeypatch.setattr(store, "put_if_match", commits_first)
     assert not await move_latest(store, "late", order)
     assert (await catalog.find(store, "again")).outcome.order > order
+    assert await catalog.latest(store) == "again"
+
+
+@pytest.mark.parametrize("fault", ["stopped", "not answered"])
+async def test_pointer_2_a_mover_that_cannot_tell_whether_it_moved_latest_gives_it_back_too(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped for long just after its put, or the storage gave no answer. Meanwhile the tag was committed again."""
+    monkeypatch.setattr(latest, "PATIENCE_S", 0.2)
+    store = MemoryStore()
+    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    put_if_match = store.put_if_match
+
+    async def moves_and_fails(key: str, expected: bytes | None, data: bytes) -> bool:
+        monkeypatch.setattr(store, "put_if_match", put_if_match)
+        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+        assert await put_if_match(key, expected, data)
+        if fault == "stopped":
+            await asyncio.sleep(1)
+        raise StoreError("no answer")
+
+    monkeypatch.setattr(store, "put_if_match", moves_and_fails)
+    with pytest.raises(StoreError, match={"stopped": "this one was stopped", "not answered": "no answer"}[fault]):
+        await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
     assert await catalog.latest(store) == "again"
 
 

@@ -1,0 +1,139 @@
+"""`latest` at a simulated root, checked after every effect on the disk.
+
+The invariant `latest-forward` of `simledger.py`: `latest` goes back only if a tag is committed again just while another process
+moves `latest` off it to an older commit. That process must then give it back (POINTER-2 of `pipeline/root/latest.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from checkpointd.commit.facts import Order
+from checkpointd.errors import FormatError
+from checkpointd.layout.keys import DELETED, LATEST, OUTCOME
+from checkpointd.layout.manifest import Outcome, decode
+from checkpointd.testing.simdisk import SimDisk
+from checkpointd.testing.simfs import Node, SimDirectory, SimFile
+
+RACE_S = 6.0
+"""How long after its look at a tag a process moves `latest` off it, if nothing hinders it. A call takes up to 2 s."""
+
+
+class Debt(NamedTuple):
+    """`latest` went back from the commit of `owed` at `tag` to that of `back`, moved by `mover`."""
+
+    mover: str
+    tag: str
+    back: Order
+    owed: Order
+
+
+@dataclass(slots=True)
+class LatestWatch:
+    """`latest` at `root` as the effects on `disk` show it. `excuses` tells whether a process was hindered by a fault."""
+
+    disk: SimDisk
+    root: str
+    excuses: Callable[[str], bool]
+    debts: list[Debt] = field(default_factory=list)
+    """What is still to be given back durably."""
+    _seen: Order | None = None
+    _tag: str = ""
+    """The tag that `latest` names."""
+    _committed: dict[str, dict[Order, float]] = field(default_factory=dict)
+    """By tag: when the outcome of each commit was put."""
+
+    def committed(self, outcome: Outcome) -> None:
+        """The outcome of a commit was put."""
+        self._committed.setdefault(outcome.tag, {})[outcome.order] = self.disk.loop.time()
+
+    def fault_of_move(self, mover: str) -> str:
+        """What `mover`, which has just put `latest`, broke; empty if it broke nothing. Its tag has a durable commit."""
+        # A save that commits the tag which `latest` names already leaves `latest` alone.
+        orders = [self._seen, *(order for order, removed in self._durable_commits(self._tag).items() if not removed)]
+        before = max((order for order in orders if order is not None), default=None)
+        tag = self._tag
+        self.look()
+        order = self._seen
+        if before is None or order is None or order >= before:
+            return ""
+        if not self._raced(mover, tag, before, order):
+            return f"{mover} moved latest from order {before} back to {order}"
+        self.debts.append(Debt(mover, tag, order, before))
+        return ""
+
+    def _raced(self, mover: str, tag: str, before: Order, order: Order) -> bool:
+        """Whether `mover` may have looked at `tag` before the commit of `before`, and found a commit older than `order`."""
+        commits = self._committed.get(tag, {})
+        recent = self.disk.loop.time() - commits.get(before, 0.0) < RACE_S
+        return any(older < order for older in commits) and (recent or self.excuses(mover))
+
+    def look(self) -> None:
+        """Believe what `latest` names now."""
+        self._tag = self._named(self._pointer())
+        self._seen = self.order()
+
+    def synced(self) -> None:
+        """The root's directory was synced: what was given back is durable."""
+        durable = self._order_of(self.disk.fs.durable_node(f"{self.root}/{LATEST}"))
+        self.debts = [debt for debt in self.debts if durable is None or durable < debt.owed]
+
+    def stands(self, order: Order) -> bool:
+        """Whether `latest` is at `order` or beyond, or went back from there and is still to be given back."""
+        least = min([order, *(debt.back for debt in self.debts if debt.owed >= order)])
+        current = self.order()
+        return current is not None and current >= least
+
+    def fault_at_rest(self) -> str:
+        """What is still owed once every living process has come to its end; empty if nothing is. The dead owe nothing, and what
+        was removed is owed to nobody: the next commit or start moves `latest` on.
+        """
+        for debt in self.debts:
+            there = self._durable_commits(debt.tag).get(debt.owed, True) is False
+            if there and debt.mover in self.disk.alive() and not self.excuses(debt.mover) and not self.stands_now(debt.owed):
+                return f"{debt.mover} moved latest from order {debt.owed} back to {debt.back}, and did not give it back"
+        return ""
+
+    def stands_now(self, order: Order) -> bool:
+        """Whether `latest` is at `order` or beyond."""
+        current = self.order()
+        return current is not None and current >= order
+
+    def order(self) -> Order | None:
+        """The order of the durable commit that `latest` names."""
+        return self._order_of(self._pointer())
+
+    def _pointer(self) -> Node | None:
+        try:
+            return self.disk.fs.file(f"{self.root}/{LATEST}")
+        except FileNotFoundError:
+            return None
+
+    def _order_of(self, pointer: Node | None) -> Order | None:
+        return max(self._durable_commits(self._named(pointer)), default=None)
+
+    def _named(self, pointer: Node | None) -> str:
+        return bytes(pointer.data).decode(errors="replace").strip() if isinstance(pointer, SimFile) else ""
+
+    def _durable_commits(self, tag: str) -> dict[Order, bool]:
+        """The orders of the durable commits of `tag`, and whether each was removed."""
+        directory = self.disk.fs.durable_node(f"{self.root}/{tag}") if tag else None
+        if not isinstance(directory, SimDirectory):
+            return {}
+        found = {}
+        for name, attempt in sorted(directory.durable.items()):
+            file = attempt.durable.get(OUTCOME) if isinstance(attempt, SimDirectory) else None
+            outcome = outcome_in(file, name) if isinstance(file, SimFile) else None
+            if outcome is not None and outcome.outcome == "commit" and isinstance(attempt, SimDirectory):
+                found[outcome.order] = DELETED in attempt.live
+        return found
+
+
+def outcome_in(file: SimFile, path: str) -> Outcome | None:
+    """The outcome that `file` durably has."""
+    try:
+        return decode(file.durable, Outcome, path)
+    except FormatError:
+        return None
