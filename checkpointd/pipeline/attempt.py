@@ -381,11 +381,12 @@ class Attempt:
         config, loop = self._state.commit, asyncio.get_running_loop()
         delay = config.poll_min_s
         while True:
+            hopeless = self._hopeless  # a look that began before may have missed the outcome
             outcome = await self._look_in_time()
             if outcome is not None:
                 return outcome
-            if self._hopeless is not None:
-                raise self._hopeless
+            if hopeless is not None:
+                raise hopeless
             if loop.time() >= self._deadline:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing)

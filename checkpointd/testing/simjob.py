@@ -26,6 +26,7 @@ from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root.latest import PATIENCE_S
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.writers import Life
@@ -282,7 +283,8 @@ class SimJob:
             self.disk.resume(name)
         await asyncio.sleep(ZOMBIES_END_S)
         self._raise_if_broken()
-        self.ledger.at_rest()
+        if not self.schedule.sweeps_foreign:  # a put fails if its temporary file is removed
+            self.ledger.at_rest()
         for name in self.disk.alive():
             self.disk.kill(name)
 
@@ -397,6 +399,8 @@ class SimJob:
 
     def _pause(self, name: str, seconds: float) -> None:
         self.ledger.hindered = True
+        watch = self.ledger.latest
+        watch.hindered_until = max(watch.hindered_until, self.disk.loop.time() + seconds + 2 * PATIENCE_S)
         self.disk.pause(name)
         # The timer belongs to no process: the current process triggered the fault, and may be the paused one.
         self.disk.loop.call_later(seconds, self._resume, name, context=Context())

@@ -1,4 +1,4 @@
-"""`latest` at a simulated root, checked after every effect on the disk.
+"""`latest` at a simulated root, checked at each of its moves.
 
 The invariant `latest-forward` of `simledger.py`: `latest` goes back only if a tag is committed again just while another process
 moves `latest` off it to an older commit. That process must then give it back (POINTER-2 of `pipeline/root/latest.py`).
@@ -6,7 +6,7 @@ moves `latest` off it to an older commit. That process must then give it back (P
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from checkpointd.testing.simdisk import SimDisk
 from checkpointd.testing.simfs import Node, SimDirectory, SimFile
 
 RACE_S = 6.0
-"""How long after its look at a tag a process moves `latest` off it, if nothing hinders it. A call takes up to 2 s."""
+"""How long after its look at a tag a process moves `latest` off it, if nothing hinders it. Few calls take as long as 2 s."""
 
 
 class Debt(NamedTuple):
@@ -28,15 +28,18 @@ class Debt(NamedTuple):
     tag: str
     back: Order
     owed: Order
+    since: float
 
 
 @dataclass(slots=True)
 class LatestWatch:
-    """`latest` at `root` as the effects on `disk` show it. `excuses` tells whether a process was hindered by a fault."""
+    """`latest` at `root` as the effects on `disk` show it. `refused`: processes that met an injected error."""
 
     disk: SimDisk
     root: str
-    excuses: Callable[[str], bool]
+    refused: Container[str]
+    hindered_until: float = 0.0
+    """Until then, a move may take longer than RACE_S, and a mover may fail to give `latest` back."""
     debts: list[Debt] = field(default_factory=list)
     """What is still to be given back durably."""
     _seen: Order | None = None
@@ -47,7 +50,7 @@ class LatestWatch:
 
     def committed(self, outcome: Outcome) -> None:
         """The outcome of a commit was put."""
-        self._committed.setdefault(outcome.tag, {})[outcome.order] = self.disk.loop.time()
+        self._committed.setdefault(outcome.tag, {})[outcome.order] = self._now
 
     def fault_of_move(self, mover: str) -> str:
         """What `mover`, which has just put `latest`, broke; empty if it broke nothing. Its tag has a durable commit."""
@@ -61,14 +64,15 @@ class LatestWatch:
             return ""
         if not self._raced(mover, tag, before, order):
             return f"{mover} moved latest from order {before} back to {order}"
-        self.debts.append(Debt(mover, tag, order, before))
+        self.debts.append(Debt(mover, tag, order, before, self._now))
         return ""
 
     def _raced(self, mover: str, tag: str, before: Order, order: Order) -> bool:
         """Whether `mover` may have looked at `tag` before the commit of `before`, and found a commit older than `order`."""
         commits = self._committed.get(tag, {})
-        recent = self.disk.loop.time() - commits.get(before, 0.0) < RACE_S
-        return any(older < order for older in commits) and (recent or self.excuses(mover))
+        recent = before in commits and self._now - commits[before] < RACE_S
+        hindered = self._now < self.hindered_until or mover in self.refused
+        return any(older < order for older in commits) and (recent or hindered)
 
     def look(self) -> None:
         """Believe what `latest` names now."""
@@ -86,24 +90,26 @@ class LatestWatch:
         current = self.order()
         return current is not None and current >= least
 
-    def fault_at_rest(self) -> str:
-        """What is still owed once every living process has come to its end; empty if nothing is. The dead owe nothing, and what
-        was removed is owed to nobody: the next commit or start moves `latest` on.
+    def fault_of_debts(self, mover: str | None = None, back: Order | None = None) -> str:
+        """What should have been given back by now: by `mover` after its move to the commit of `back`, or by anybody; empty if
+        nothing. The dead owe nothing, and what was removed is owed to nobody: the next commit or start moves `latest` on.
         """
+        current = self.order()
         for debt in self.debts:
             there = self._durable_commits(debt.tag).get(debt.owed, True) is False
-            if there and debt.mover in self.disk.alive() and not self.excuses(debt.mover) and not self.stands_now(debt.owed):
+            blamed = debt.mover in self.disk.alive() and debt.mover not in self.refused and debt.since >= self.hindered_until
+            asked = mover is None or (debt.mover, debt.back) == (mover, back)
+            if asked and blamed and there and (current is None or current < debt.owed):
                 return f"{debt.mover} moved latest from order {debt.owed} back to {debt.back}, and did not give it back"
         return ""
-
-    def stands_now(self, order: Order) -> bool:
-        """Whether `latest` is at `order` or beyond."""
-        current = self.order()
-        return current is not None and current >= order
 
     def order(self) -> Order | None:
         """The order of the durable commit that `latest` names."""
         return self._order_of(self._pointer())
+
+    @property
+    def _now(self) -> float:
+        return self.disk.loop.time()
 
     def _pointer(self) -> Node | None:
         try:

@@ -112,7 +112,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self._catalog = CatalogWatch(self.disk, self.root)
-        self.latest = LatestWatch(self.disk, self.root, self.excuses)
+        self.latest = LatestWatch(self.disk, self.root, self.refused)
 
     # --- what the job reports ----------------------------------------------------------------------------------
 
@@ -153,6 +153,8 @@ class Ledger:
 
     def latest_stands(self, order: Order, who: str) -> None:
         """`who` relies on `latest` being at `order` or beyond, durably, but for the time until it is given back."""
+        if fault := self.latest.fault_of_debts(who, order):
+            raise InvariantError("latest-forward", fault)
         if not self.latest.stands(order):
             raise InvariantError("latest-forward", f"{who} reports order {order}, but latest stands at {self.latest.order()}")
         self.latest_floor = max(self.latest_floor or order, order)
@@ -334,7 +336,7 @@ class Ledger:
 
     def at_rest(self) -> None:
         """Every living process has come to its end."""
-        if fault := self.latest.fault_at_rest():
+        if fault := self.latest.fault_of_debts():
             raise InvariantError("latest-forward", fault)
 
     def after_power_cut(self) -> None:

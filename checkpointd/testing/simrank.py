@@ -262,6 +262,7 @@ class Rank:
         """The checkpoint that load() takes: the newest that moved `latest`. `latest` names it unless a newer start began."""
         floor = self.ledger.latest_floor
         found = await candidates(self.store, Patience(retry_s=0.0, absence_s=0.0))
+        owed = bool(self.ledger.latest.debts)
         named = await catalog.latest(self.store)
         newest = found.checkpoints[0] if found.checkpoints else None
         if not await self._is_newest():
@@ -273,7 +274,7 @@ class Rank:
         if self._surviving:
             self._check_floor(newest, floor)
             return newest  # a surviving attempt may be committed, and latest moved, between two looks
-        if named != (newest.tag if newest else None) and not self.ledger.latest.debts:
+        if named != (newest.tag if newest else None) and not owed:
             raise InvariantError("latest-forward", f"latest names {named}, the newest is {newest and newest.prefix}")
         self._check_floor(newest, floor)
         if newest is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from checkpointd.commit.facts import Order
 from checkpointd.layout.keys import LATEST
-from checkpointd.pipeline.root import latest
+from checkpointd.pipeline.root.latest import _Mover, move_latest
 from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
@@ -51,24 +51,24 @@ class Race:
         store, patch = self.store, self._patch
         await save_checkpoint(store, tag=AGAIN, epoch=await begin_epoch(store))
         await save_checkpoint(store, tag=LATE, epoch=await begin_epoch(store), save_latest=False)
-        put, give_back = store.put_if_match, latest._give_back
+        put, give_back = store.put_if_match, _Mover._give_back
 
         async def others_first(key: str, expected: bytes | None, data: bytes) -> bool:
             patch.setattr(store, "put_if_match", put)
             for tag in self._saved:
                 await save_checkpoint(store, tag=tag, epoch=await begin_epoch(store))
             await asyncio.sleep(self._late_s)
-            patch.setattr(latest, "_give_back", later)
+            patch.setattr(_Mover, "_give_back", later)
             return await put(key, expected, data)
 
-        async def later(*given: Any) -> bool:
-            patch.setattr(latest, "_give_back", give_back)
+        async def later(mover: _Mover) -> bool:
+            patch.setattr(_Mover, "_give_back", give_back)
             if self.meanwhile is not None:
                 await self.meanwhile()
-            return await give_back(*given)
+            return await give_back(mover)
 
         patch.setattr(store, "put_if_match", others_first)
-        await latest.move_latest(store, LATE, BACK)
+        await move_latest(store, LATE, BACK)
 
     def reports(self, order: Order, who: str = "mover") -> None:
         self.ledger.latest_stands(order, who)
@@ -85,7 +85,7 @@ def never_given_back(patch: pytest.MonkeyPatch) -> None:
     async def leave(*_: object) -> bool:
         return False
 
-    patch.setattr(latest, "_give_back", leave)
+    patch.setattr(_Mover, "_give_back", leave)
 
 
 @pytest.fixture(params=ELSEWHERE)
@@ -125,6 +125,24 @@ def test_a_mover_that_does_not_give_latest_back_is_caught_at_rest(
             race.ledger.at_rest()
         race.disk.kill("mover")
         race.ledger.at_rest()  # the dead owe nothing: the next start moves `latest` on
+
+    simulated(main)
+
+
+def test_a_mover_that_reports_before_it_gives_latest_back_is_caught(
+    saved: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        race = Race(monkeypatch, saved)
+
+        async def too_early() -> None:
+            with pytest.raises(InvariantError, match="did not give it back"):
+                race.reports(BACK, "mover")
+            race.reports((1, 0), "mover")  # of another save
+
+        race.meanwhile = too_early
+        await race.run()
+        race.reports(BACK, "mover")
 
     simulated(main)
 

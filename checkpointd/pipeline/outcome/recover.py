@@ -89,14 +89,17 @@ async def recover(
     checkpoints = catalog.checkpoints_of(views)
     done.checkpoints = len(checkpoints)
     newest = next((c for c in checkpoints if c.outcome.save_latest), None)
+    keeps: str | None = None
     try:
         loss = await lost(store, checkpoints)
         if loss is not None:
             log.error("%s", loss)
         # Before `collect`, which may remove the mark that says that the newest checkpoint was removed on purpose.
-        if newest is not None and (loss is None or accepts_loss):
-            # If a newer start has begun, this commit may be its own, and its writer may have died before it was durable.
-            if newest.attempt.epoch >= epoch or newest.prefix in done.unsettled:
+        if newest is not None and newest.prefix in done.unsettled:
+            # `latest` stays, so the mark of what it names has to stay, too.
+            keeps = await catalog.readable_latest(store)
+        elif newest is not None and (loss is None or accepts_loss):
+            if newest.attempt.epoch >= epoch:  # a newer start has begun, and its writer may have died before this was durable
                 await store.settle(f"{newest.prefix}/{OUTCOME}")
             moved = await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
             done.latest_moved_to = newest.tag if moved else None
@@ -105,7 +108,7 @@ async def recover(
                 log.warning("latest %s; it names %s now", was, newest.tag)
         elif loss is not None and accepts_loss:
             done.latest_removed = await _remove_latest(store, done)
-        facts = [view.facts for view in views if view.prefix not in surviving]
+        facts = [view.facts for view in views if view.prefix not in surviving and view.tag != keeps]
         await mend_catalog(store, known, [view for view in views if view.attempt.epoch < epoch])
         failed: list[StoreError] = []
         done.swept = len(await collect(store, facts, known=known, failed=failed))

@@ -26,13 +26,14 @@ ADDED_MAX = 64
 
 async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) -> None:
     """Add to the log what `views`, of a look at the root, show beyond it, and forget tags that are gone (CATALOG-7). The log
-    goes without what cannot be made durable.
+    goes without an attempt whose outcome or mark cannot be made durable.
     """
     if not known.fault:
         looked = [view for view in views if view.entry is None and view.has_objects and not view.is_void]
-        missing = [one for view in looked for one in await _durably_missing(store, known, view)]
-        if len(missing) <= ADDED_MAX:
-            await known.append(*missing, *await _gone(store, known, {view.tag for view in views}))
+        missing = [(view, await _missing(store, view, known.state.entries.get(view.prefix))) for view in looked]
+        if sum(len(records) for _, records in missing) <= ADDED_MAX:
+            added = [one for view, records in missing if records and await _settles(store, view) for one in records]
+            await known.append(*added, *await _gone(store, known, {view.tag for view in views}))
             return
     await rebuild(store, known)
 
@@ -102,15 +103,14 @@ async def _entry(store: Store, view: AttemptView) -> CatalogEntry:
     )
 
 
-async def _durably_missing(store: Store, known: CatalogLog, view: AttemptView) -> list[CatalogRecord]:
-    missing = await _missing(store, view, known.state.entries.get(view.prefix))
+async def _settles(store: Store, view: AttemptView) -> bool:
+    """Make the attempt's outcome and mark durable. Returns whether that could be done."""
     try:
-        if missing:
-            await _settle(store, view)
+        await _settle(store, view)
     except StoreError as error:
         log.error("the catalog goes without what is new at %s, which may not be durable: %s", view.prefix, error)
-        return []
-    return missing
+        return False
+    return True
 
 
 async def _missing(store: Store, view: AttemptView, entry: CatalogEntry | None) -> list[CatalogRecord]:

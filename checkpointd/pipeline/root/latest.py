@@ -10,14 +10,18 @@ Invariants
       back.
   POINTER-4  Who decides an attempt late may find its checkpoint removed before `latest` could be moved to it. So `latest` moves
       to the newest checkpoint, and away from it again if it was removed meanwhile.
+  POINTER-5  Who leaves `latest` where it is relies on it, so it makes durable first what its writer may not have: `latest`, and
+      the outcome that keeps it there. Who gives it back does so with the outcome that it gives it back to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from checkpointd.commit.decide import moves_latest
 from checkpointd.commit.facts import Order
@@ -31,7 +35,7 @@ log = logging.getLogger("checkpointd")
 
 LOOKS_MAX = 8
 PATIENCE_S = 30.0
-"""How long to wait for a process that holds the lock of `latest`. It may have been stopped while it held the lock."""
+"""How long a move of `latest` may take, and then its look at what it replaced. The holder of the lock may have been stopped."""
 
 
 async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = False) -> bool:
@@ -40,9 +44,9 @@ async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = 
     `is_start`: the commit may be old, so a `latest` that another program has written stays, and what it names counts only if it
     was not removed. Otherwise it counts as well (POINTER-3).
 
-    Raises StoreError if the storage fails, or if the move takes longer than PATIENCE_S.
+    Raises StoreError if the storage fails, or if it takes longer than PATIENCE_S.
     """
-    return await _move(store, tag, order, is_start=is_start, counts_removed=not is_start)
+    return await _Mover(store, tag, order, is_start=is_start, counts_removed=not is_start).run()
 
 
 async def move_latest_to_newest(store: Store) -> str | None:
@@ -81,8 +85,8 @@ async def move_latest_away(store: Store, tag: str) -> str | None:
         left = await _newest(store)  # a commit meanwhile may have been named by the `latest` that was just removed
     if left is None:
         return None
-    moved = await _move(store, left.tag, left.outcome.order, is_start=False, counts_removed=False)
-    return left.tag if moved else None
+    mover = _Mover(store, left.tag, left.outcome.order, is_start=False, counts_removed=False)
+    return left.tag if await mover.run() else None
 
 
 async def _newest(store: Store) -> Checkpoint | None:
@@ -98,48 +102,87 @@ async def _newest(store: Store) -> Checkpoint | None:
     raise StoreError(f"the newest checkpoint at {store.url} was removed at each of {LOOKS_MAX} looks")
 
 
-async def _move(store: Store, tag: str, order: Order, *, is_start: bool, counts_removed: bool) -> bool:
-    replaced: list[bytes | None] = []
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            moved = await _put(store, tag, order, replaced, is_start=is_start, counts_removed=counts_removed)
-    except (TimeoutError, StoreError) as error:
-        with suppress(StoreError):  # the put may have been done all the same; the next start moves `latest` on
-            await _give_back(store, replaced, order)
-        if not isinstance(error, TimeoutError):
+class _Named(NamedTuple):
+    """A checkpoint that `latest` names: its order, and the key of its outcome."""
+
+    order: Order
+    outcome: str
+
+
+@dataclass(slots=True)
+class _Mover:
+    """One move of `latest` to the commit of `order` at `tag`. If it is cancelled, the next commit or start goes on."""
+
+    store: Store
+    tag: str
+    order: Order
+    is_start: bool
+    counts_removed: bool
+    replaced: bytes | None = None
+    """What `latest` named before the put, which may have been done."""
+
+    async def run(self) -> bool:
+        """Returns whether `latest` was moved, and stays there for all that this move knows."""
+        try:
+            moved = await self._within_patience(self._put())
+        except StoreError:
+            with suppress(StoreError):
+                await self._within_patience(self._give_back())
             raise
-        raise StoreError(
-            f"{LATEST} at {store.url} could not be moved within {PATIENCE_S:g} s: another process has held its lock, or "
-            "this one was stopped, for that long"
-        ) from error
-    return moved and not await _give_back(store, replaced, order)
+        return moved and not await self._within_patience(self._give_back())
 
+    async def _within_patience(self, step: Coroutine[Any, Any, bool]) -> bool:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await step
+        except TimeoutError as error:
+            raise StoreError(
+                f"{LATEST} at {self.store.url} could not be moved within {PATIENCE_S:g} s: another process holds its lock, the "
+                "storage does not answer, or this process was stopped meanwhile"
+            ) from error
 
-async def _put(
-    store: Store, tag: str, order: Order, replaced: list[bytes | None], *, is_start: bool, counts_removed: bool
-) -> bool:
-    """Put `tag` at `latest`, unless that would move it back. `replaced` gets what it may have named before the put."""
-    while True:
-        current = await _content(store)
-        if current == f"{tag}\n".encode():
-            return False
-        if is_start and await catalog.is_of_another_program(store, (current or b"").decode(errors="replace")):
-            return False
-        if not moves_latest(await _order_of(store, current, is_start=is_start, counts_removed=counts_removed), order):
-            return False
-        replaced[:] = [current]
-        if await store.put_if_match(LATEST, current, f"{tag}\n".encode()):
+    async def _put(self) -> bool:
+        """Put the tag at `latest`, unless that would move it back."""
+        own = _content_of(self.tag)
+        while True:
+            current = await _content(self.store)
+            with suppress(NotFoundError):  # what is to be settled is gone since the look: look again
+                if current == own or await self._stays(current):
+                    await self.store.settle(LATEST)
+                    return False
+                self.replaced = current
+                if await self.store.put_if_match(LATEST, current, own):
+                    return True
+
+    async def _stays(self, current: bytes | None) -> bool:
+        """Whether `latest`, which has the content `current`, does not move. What it names is then durable (POINTER-5)."""
+        if self.is_start and await catalog.is_of_another_program(self.store, (current or b"").decode(errors="replace")):
             return True
+        named = await _named(self.store, current, is_start=self.is_start, counts_removed=self.counts_removed)
+        if named is None or moves_latest(named.order, self.order):
+            return False
+        await self.store.settle(named.outcome)
+        return True
+
+    async def _give_back(self) -> bool:
+        """If the tag that `latest` named before has a newer commit now, give `latest` back to it, unless `latest` has moved on
+        (POINTER-2). And so on, if the tag that `latest` leaves now was committed again, too. Returns whether `latest` is at the
+        other tag.
+        """
+        here, there, order = _content_of(self.tag), self.replaced, self.order
+        while there is not None:
+            newest = await _named(self.store, there, is_start=False, counts_removed=False)
+            if newest is None or not moves_latest(order, newest.order):
+                break
+            await self.store.settle(newest.outcome)
+            if not await self.store.put_if_match(LATEST, here, there):
+                break
+            here, there, order = there, here, newest.order
+        return here == self.replaced
 
 
-async def _give_back(store: Store, replaced: Sequence[bytes | None], order: Order) -> bool:
-    """Move `latest` off the commit of `order`, if the tag it named before has a newer commit now (POINTER-2)."""
-    for content in replaced:
-        newest = await _order_of(store, content, is_start=False, counts_removed=False)
-        if content is not None and newest is not None and moves_latest(order, newest):
-            await _move(store, content.decode().removesuffix("\n"), newest, is_start=False, counts_removed=True)
-            return True
-    return False
+def _content_of(tag: str) -> bytes:
+    return f"{tag}\n".encode()
 
 
 async def _content(store: Store) -> bytes | None:
@@ -157,8 +200,8 @@ async def _content(store: Store) -> bytes | None:
         return None
 
 
-async def _order_of(store: Store, content: bytes | None, *, is_start: bool, counts_removed: bool) -> Order | None:
-    """The order of the checkpoint that `content` names; None if it names none, so that any commit may replace it.
+async def _named(store: Store, content: bytes | None, *, is_start: bool, counts_removed: bool) -> _Named | None:
+    """The checkpoint that `content` names; None if it names none, so that any commit may replace it.
 
     With `counts_removed`, a removed checkpoint counts as long as its outcome is there (POINTER-3).
     """
@@ -166,12 +209,16 @@ async def _order_of(store: Store, content: bytes | None, *, is_start: bool, coun
     if not is_tag(tag):
         return None
     try:
-        return (await catalog.find(store, tag)).outcome.order
+        found = await catalog.find(store, tag)
+        return _Named(found.outcome.order, f"{found.prefix}/{OUTCOME}")
     except NotFoundError:
         removed = await catalog.attempts_of(store, tag) if counts_removed else ()
-        return max(
-            (view.outcome.order for view in removed if view.state == "deleted" and view.outcome is not None), default=None
-        )
+        outcomes = [
+            _Named(view.outcome.order, f"{view.prefix}/{OUTCOME}")
+            for view in removed
+            if view.state == "deleted" and view.outcome is not None
+        ]
+        return max(outcomes, default=None)
     except DamagedError:
         return None
     except LinkError:

@@ -6,6 +6,7 @@ Nor for a store that can take no word of the save before somebody acts.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.errors import AbortedError, LinkError, SkippedError, StagingError
-from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.keys import AttemptId, vote_name
+from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import attempt
+from checkpointd.pipeline.announcement import DecidedBefore
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.memory import MemoryStore
@@ -137,3 +140,39 @@ def test_a_link_in_the_way_ends_a_save_that_another_hand_may_write(rank: int, ca
         f"rank {rank} cannot store its no: global_step1 is" in line and "tries to store the abort" in line for line in said
     )
     assert all("the other ranks" not in line for line in said)
+
+
+def test_a_writer_that_comes_too_late_learns_the_outcome_although_a_look_from_before_it_missed_it() -> None:
+    """Found by simulation, seed 802295."""
+    info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=0, world_size=1, step=1, n=0, may_be_taken_over=True)
+
+    async def main() -> list[Attempt]:
+        store, end, loop = MemoryStore(), asyncio.Event(), asyncio.get_running_loop()
+        first, late = (
+            Attempt(WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S)), of, deadline=DEADLINE_S)
+            for of in (info, replace(info, takeover=1))
+        )
+        coordinate, come_too_late = late._coordinate, late._come_too_late
+
+        async def look_slowly() -> Outcome | None:
+            found = await coordinate()
+            await end.wait()
+            return found
+
+        async def comes_too_late(error: DecidedBefore) -> None:
+            await come_too_late(error)
+            loop.call_later(1.0, end.set)
+
+        late._coordinate, late._come_too_late = look_slowly, comes_too_late  # type: ignore[method-assign]
+
+        async def staged(seconds: float, *gone: str) -> Shard:
+            await asyncio.sleep(seconds)
+            for name in gone:
+                await store.delete(info.key(name))
+            return make_shard(rank_arrays(0))
+
+        # A collection removes the votes of what is decided.
+        await asyncio.gather(first.run(staged(1.0)), late.run(staged(30.0, vote_name(0))))
+        return [first, late]
+
+    assert [saved.phase for saved in simloop.run(1, main())] == [Phase.COMMITTED] * 2

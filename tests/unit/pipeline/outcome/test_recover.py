@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.commit import garbage
 from checkpointd.config import LoadConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.catalog_records import CATALOG, CatalogEntry, decode_record
@@ -20,6 +21,7 @@ from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, ObjectWriter
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
@@ -99,11 +101,36 @@ async def test_recover_2_nothing_rests_on_an_outcome_that_cannot_be_made_durable
     done = await restart(store)
     assert (done.latest_moved_to, await catalog.latest(store)) == (None, None)
     assert not (await known(store))[PREFIX].is_decided
-    assert "I/O error; the next start" in caplog.text
+    assert "I/O error; the next start tries again" in caplog.text
+    assert "the catalog goes without what is new" in caplog.text
     fails = False
     done = await restart(store)
     assert (done.latest_moved_to, await catalog.latest(store)) == (TAG, TAG)
     assert (await known(store))[PREFIX].is_decided
+
+
+async def test_recover_2_where_latest_cannot_move_the_mark_of_what_it_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next start would take a checkpoint that was removed on purpose for a lost one."""
+    monkeypatch.setattr(garbage, "ROOT_RECORDS_KEPT", 0)
+    store = MemoryStore()
+    await save_checkpoint(store, tag="removed", step=1)
+    await condemn(store, "removed/00000001-0", "the test", ())
+    await save_checkpoint(store, tag=TAG, step=2)
+    await store.put("latest", b"removed\n")
+    settle, fails = store.settle, True
+
+    async def settled(key: str) -> None:
+        if fails and key == f"{PREFIX}/outcome":
+            raise StoreError("I/O error")
+        await settle(key)
+
+    store.settle = settled  # type: ignore[method-assign]
+    done = await restart(store)
+    assert (done.latest_moved_to, await catalog.latest(store)) == (None, "removed")
+    assert await store.stat("removed/00000001-0/deleted") is not None
+    fails = False
+    done = await restart(store)
+    assert (done.latest_moved_to, await catalog.latest(store)) == (TAG, TAG)
 
 
 async def known(store: MemoryStore) -> dict[str, CatalogEntry]:

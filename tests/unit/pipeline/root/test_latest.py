@@ -11,6 +11,7 @@ from checkpointd.errors import DamagedError, LinkError, StoreError, UnreadableEr
 from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.root import catalog, latest
 from checkpointd.pipeline.root.candidates import candidates
+from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
 from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.base import Entry
@@ -156,9 +157,117 @@ async def test_pointer_2_a_mover_that_cannot_tell_whether_it_moved_latest_gives_
         raise StoreError("no answer")
 
     monkeypatch.setattr(store, "put_if_match", moves_and_fails)
-    with pytest.raises(StoreError, match={"stopped": "this one was stopped", "not answered": "no answer"}[fault]):
+    with pytest.raises(StoreError, match={"stopped": "this process was stopped", "not answered": "no answer"}[fault]):
         await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
     assert await catalog.latest(store) == "again"
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["not moved", "moved"])
+async def test_pointer_2_latest_that_has_moved_on_is_not_taken_back_to_the_tag_that_it_left(
+    moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer save has moved it meanwhile, and the tag was committed again by a save that did not ask for `latest`."""
+    store = MemoryStore()
+    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    put_if_match = store.put_if_match
+
+    async def others_follow(key: str, expected: bytes | None, data: bytes) -> bool:
+        monkeypatch.setattr(store, "put_if_match", put_if_match)
+        if moved:
+            assert await put_if_match(key, expected, data)
+        await save_checkpoint(store, tag="newer", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store), save_latest=False)
+        raise StoreError("no answer")
+
+    monkeypatch.setattr(store, "put_if_match", others_follow)
+    with pytest.raises(StoreError, match="no answer"):
+        await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
+    assert await catalog.latest(store) == "newer"
+
+
+async def test_pointer_2_both_tags_were_committed_again_and_the_newest_gets_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    put_if_match = store.put_if_match
+
+    async def both(key: str, expected: bytes | None, data: bytes) -> bool:
+        monkeypatch.setattr(store, "put_if_match", put_if_match)
+        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store), save_latest=False)
+        monkeypatch.setattr(store, "put_if_match", and_late)
+        return await put_if_match(key, expected, data)
+
+    async def and_late(key: str, expected: bytes | None, data: bytes) -> bool:
+        monkeypatch.setattr(store, "put_if_match", put_if_match)
+        await save_checkpoint(store, tag="late", epoch=await begin_epoch(store))
+        return await put_if_match(key, expected, data)
+
+    monkeypatch.setattr(store, "put_if_match", both)
+    assert await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
+    assert await catalog.latest(store) == "late"
+
+
+async def test_a_look_at_what_latest_left_that_hangs_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latest, "PATIENCE_S", 0.1)
+    store = MemoryStore()
+    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    find, order = catalog.find, (await catalog.find(store, "late")).outcome.order
+
+    async def hangs_later(store: MemoryStore, tag: str) -> Checkpoint:
+        if await catalog.latest(store) == "late":
+            await asyncio.sleep(1000)
+        return await find(store, tag)
+
+    monkeypatch.setattr(catalog, "find", hangs_later)
+    async with asyncio.timeout(10):
+        with pytest.raises(StoreError, match="the storage does not answer"):
+            await move_latest(store, "late", order)
+
+
+@pytest.mark.parametrize("tag", ["older", "newer"])
+async def test_pointer_5_who_leaves_latest_where_it_is_makes_it_durable_first(tag: str) -> None:
+    """Its writer, and that of the commit that keeps it there, may have died before they were."""
+    store, settled = MemoryStore(), list[str]()
+    await save_checkpoint(store, tag="older", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="newer", epoch=await begin_epoch(store))
+    settle = store.settle
+
+    async def noted(key: str) -> None:
+        settled.append(key)
+        await settle(key)
+
+    store.settle = noted  # type: ignore[method-assign]
+    assert not await move_latest(store, tag, (await catalog.find(store, tag)).outcome.order)
+    assert settled == ["newer/00000002-0/outcome", LATEST][tag == "newer" :]
+
+
+async def test_pointer_5_latest_is_given_back_to_a_durable_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, done = MemoryStore(), list[str]()
+    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    put_if_match, settle = store.put_if_match, store.settle
+
+    async def commits_first(key: str, expected: bytes | None, data: bytes) -> bool:
+        monkeypatch.setattr(store, "put_if_match", put_if_match)
+        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+        monkeypatch.setattr(store, "put_if_match", noted_put)
+        done.clear()
+        return await put_if_match(key, expected, data)
+
+    async def noted(key: str) -> None:
+        done.append(key)
+        await settle(key)
+
+    async def noted_put(key: str, expected: bytes | None, data: bytes) -> bool:
+        done.append(f"{key} = {data.decode().strip()}")
+        return await put_if_match(key, expected, data)
+
+    monkeypatch.setattr(store, "put_if_match", commits_first)
+    monkeypatch.setattr(store, "settle", noted)
+    assert not await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
+    assert done == ["again/00000003-0/outcome", "latest = again"]
 
 
 async def test_pointer_3_a_commit_does_not_move_latest_off_a_newer_one_that_was_removed() -> None:
