@@ -387,6 +387,8 @@ class Attempt:
                 return outcome
             if hopeless is not None:
                 raise hopeless
+            if self._hopeless is not None:
+                continue
             if loop.time() >= self._deadline:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing)

@@ -90,6 +90,10 @@ class LatestWatch:
         current = self.order()
         return current is not None and current >= least
 
+    def may_be_back_after(self, start: float) -> bool:
+        """Whether `latest` may be behind although a start that began at `start` has moved it to the newest commit."""
+        return any(debt.mover in self.disk.alive() or debt.since >= start for debt in self.debts)
+
     def fault_of_debts(self, mover: str | None = None, back: Order | None = None) -> str:
         """What should have been given back by now: by `mover` after its move to the commit of `back`, or by anybody; empty if
         nothing. The dead owe nothing, and what was removed is owed to nobody: the next commit or start moves `latest` on.

@@ -175,6 +175,7 @@ class Rank:
     done: dict[str, Phase] = field(default_factory=dict)
     """The phase in which each attempt ended on this rank's handle."""
     _epoch: int = 0
+    _began: float = 0.0
     _saves: int = 0
     _saves_of_tag: Counter[str] = field(default_factory=Counter)
     _runner: SimRunner = field(init=False)
@@ -217,7 +218,7 @@ class Rank:
         return heard
 
     async def _take_epoch(self) -> int:
-        began = asyncio.get_running_loop().time()
+        self._began = began = asyncio.get_running_loop().time()
         self.ledger.start_began(self.name, began, take_over=self.take_over)
         surviving = self.sidecar().in_flight() if self.sidecar is not None and self.config.asks_sidecar else ()
         beginner = Beginner(
@@ -262,7 +263,7 @@ class Rank:
         """The checkpoint that load() takes: the newest that moved `latest`. `latest` names it unless a newer start began."""
         floor = self.ledger.latest_floor
         found = await candidates(self.store, Patience(retry_s=0.0, absence_s=0.0))
-        owed = bool(self.ledger.latest.debts)
+        owed = self.ledger.latest.may_be_back_after(self._began)
         named = await catalog.latest(self.store)
         newest = found.checkpoints[0] if found.checkpoints else None
         if not await self._is_newest():

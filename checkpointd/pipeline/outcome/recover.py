@@ -8,7 +8,8 @@ Invariants
   RECOVER-1  Recovery commits an attempt of an older epoch if every vote is there and valid, and if everything that the votes
       name is there. Otherwise it aborts the attempt. If the storage cannot tell, the next start decides.
   RECOVER-2  After recovery, every attempt of an older epoch that does not survive has a durable outcome, and `latest` names the
-      newest commit that asked for it, or a later save of another program. If the checkpoint that `latest` names is lost,
+      newest commit that asked for it, or a later save of another program; or the log says that the storage did not let it, and
+      the next start goes on. If the checkpoint that `latest` names is lost,
       `latest` stays until the next commit, so that a load reports the loss. If the user accepts the loss, `latest` moves to the
       newest checkpoint, or goes if there is none.
   RECOVER-3  Recovery does not decide, change or wait for surviving attempts, since their writers are still at work. While there
@@ -90,13 +91,14 @@ async def recover(
     done.checkpoints = len(checkpoints)
     newest = next((c for c in checkpoints if c.outcome.save_latest), None)
     keeps: str | None = None
+    """The tag whose records stay, since `latest` goes on naming it."""
     try:
         loss = await lost(store, checkpoints)
         if loss is not None:
             log.error("%s", loss)
         # Before `collect`, which may remove the mark that says that the newest checkpoint was removed on purpose.
         if newest is not None and newest.prefix in done.unsettled:
-            # `latest` stays, so the mark of what it names has to stay, too.
+            log.error("latest stays where it is, since the newest commit, %s, may not be durable", newest.prefix)
             keeps = await catalog.readable_latest(store)
         elif newest is not None and (loss is None or accepts_loss):
             if newest.attempt.epoch >= epoch:  # a newer start has begun, and its writer may have died before this was durable
@@ -162,7 +164,8 @@ async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recover
             await store.settle(f"{attempt.prefix}/{OUTCOME}")
             done.unsettled.discard(attempt.prefix)
     except (StoreError, NotFoundError, DamagedError) as error:
-        log.error("%s cannot be decided now: %s; the next start tries again", attempt.prefix, error)
+        what = "the outcome of %s cannot be made durable" if attempt.prefix in done.unsettled else "%s cannot be decided now"
+        log.error(f"{what}: %s; the next start tries again", attempt.prefix, error)
     return attempt
 
 

@@ -4,14 +4,15 @@ Invariants
   POINTER-1  A symbolic link at `latest` is never followed. The next move replaces the link and leaves its target alone.
   POINTER-2  Who moved `latest` off a tag, or may have done so, looks at that tag once more, and gives `latest` back if a newer
       save has committed the tag meanwhile. That save found `latest` at its tag already, or moved it there again. In both cases
-      the content is the same, so the mover's put could not tell.
+      the content is the same, so the mover's put could not tell. If `latest` has moved on by then, it moves from there as it
+      does for any other save.
   POINTER-3  A commit does not move `latest` off a newer commit that was removed: retention removes what `latest` does not name
       yet, and the commit after that one is about to move it on. Only a start, and whoever removes what `latest` names, moves it
       back.
   POINTER-4  Who decides an attempt late may find its checkpoint removed before `latest` could be moved to it. So `latest` moves
       to the newest checkpoint, and away from it again if it was removed meanwhile.
-  POINTER-5  Who leaves `latest` where it is relies on it, so it makes durable first what its writer may not have: `latest`, and
-      the outcome that keeps it there. Who gives it back does so with the outcome that it gives it back to.
+  POINTER-5  Who leaves `latest` at a commit relies on it, so it makes durable first what their writers may not have: `latest`,
+      and the outcome of that commit. Who gives `latest` back makes durable the outcome that it gives it back to.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = 
     `is_start`: the commit may be old, so a `latest` that another program has written stays, and what it names counts only if it
     was not removed. Otherwise it counts as well (POINTER-3).
 
-    Raises StoreError if the storage fails, or if it takes longer than PATIENCE_S.
+    Raises StoreError if the storage fails, or if the move, or its look at what it replaced, takes longer than PATIENCE_S.
     """
     return await _Mover(store, tag, order, is_start=is_start, counts_removed=not is_start).run()
 
@@ -103,10 +104,11 @@ async def _newest(store: Store) -> Checkpoint | None:
 
 
 class _Named(NamedTuple):
-    """A checkpoint that `latest` names: its order, and the key of its outcome."""
+    """A checkpoint that `latest` names: its order, the key of its outcome, and whether its save asked for `latest`."""
 
     order: Order
     outcome: str
+    asked: bool
 
 
 @dataclass(slots=True)
@@ -123,22 +125,23 @@ class _Mover:
 
     async def run(self) -> bool:
         """Returns whether `latest` was moved, and stays there for all that this move knows."""
+        moving, looking = "could not be moved", "was moved, but whether it has to go back could not be told"
         try:
-            moved = await self._within_patience(self._put())
+            moved = await self._within_patience(self._put(), moving)
         except StoreError:
             with suppress(StoreError):
-                await self._within_patience(self._give_back())
+                await self._within_patience(self._give_back(), looking)
             raise
-        return moved and not await self._within_patience(self._give_back())
+        return moved and not await self._within_patience(self._give_back(), looking)
 
-    async def _within_patience(self, step: Coroutine[Any, Any, bool]) -> bool:
+    async def _within_patience(self, step: Coroutine[Any, Any, bool], fault: str) -> bool:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await step
         except TimeoutError as error:
             raise StoreError(
-                f"{LATEST} at {self.store.url} could not be moved within {PATIENCE_S:g} s: another process holds its lock, the "
-                "storage does not answer, or this process was stopped meanwhile"
+                f"{LATEST} at {self.store.url} {fault} within {PATIENCE_S:g} s: another process holds its lock, the storage "
+                "does not answer, or this process was stopped meanwhile"
             ) from error
 
     async def _put(self) -> bool:
@@ -155,7 +158,7 @@ class _Mover:
                     return True
 
     async def _stays(self, current: bytes | None) -> bool:
-        """Whether `latest`, which has the content `current`, does not move. What it names is then durable (POINTER-5)."""
+        """Whether `latest`, whose content is `current`, does not move. The commit that it names is then durable (POINTER-5)."""
         if self.is_start and await catalog.is_of_another_program(self.store, (current or b"").decode(errors="replace")):
             return True
         named = await _named(self.store, current, is_start=self.is_start, counts_removed=self.counts_removed)
@@ -165,24 +168,29 @@ class _Mover:
         return True
 
     async def _give_back(self) -> bool:
-        """If the tag that `latest` named before has a newer commit now, give `latest` back to it, unless `latest` has moved on
-        (POINTER-2). And so on, if the tag that `latest` leaves now was committed again, too. Returns whether `latest` is at the
-        other tag.
+        """If the tag that `latest` named before has a newer commit now, give `latest` back to it (POINTER-2). And so on, if the
+        tag that `latest` leaves now was committed again, too. Returns whether `latest` has gone back.
         """
         here, there, order = _content_of(self.tag), self.replaced, self.order
-        while there is not None:
-            newest = await _named(self.store, there, is_start=False, counts_removed=False)
-            if newest is None or not moves_latest(order, newest.order):
-                break
-            await self.store.settle(newest.outcome)
-            if not await self.store.put_if_match(LATEST, here, there):
-                break
-            here, there, order = there, here, newest.order
+        with suppress(NotFoundError):  # it was removed since the look
+            while there is not None:
+                newest = await _named(self.store, there, is_start=False, counts_removed=False)
+                if newest is None or not moves_latest(order, newest.order):
+                    break
+                await self.store.settle(newest.outcome)
+                if not await self.store.put_if_match(LATEST, here, there):
+                    # It has moved on, to another commit that may be older, too.
+                    return newest.asked and await move_latest(self.store, _tag_in(there), newest.order)
+                here, there, order = there, here, newest.order
         return here == self.replaced
 
 
 def _content_of(tag: str) -> bytes:
     return f"{tag}\n".encode()
+
+
+def _tag_in(content: bytes | None) -> str:
+    return (content or b"").decode(errors="replace").removesuffix("\n")
 
 
 async def _content(store: Store) -> bytes | None:
@@ -205,23 +213,22 @@ async def _named(store: Store, content: bytes | None, *, is_start: bool, counts_
 
     With `counts_removed`, a removed checkpoint counts as long as its outcome is there (POINTER-3).
     """
-    tag = (content or b"").decode(errors="replace").removesuffix("\n")
+    tag = _tag_in(content)
     if not is_tag(tag):
         return None
     try:
-        found = await catalog.find(store, tag)
-        return _Named(found.outcome.order, f"{found.prefix}/{OUTCOME}")
+        return _named_by(await catalog.find(store, tag))
     except NotFoundError:
         removed = await catalog.attempts_of(store, tag) if counts_removed else ()
-        outcomes = [
-            _Named(view.outcome.order, f"{view.prefix}/{OUTCOME}")
-            for view in removed
-            if view.state == "deleted" and view.outcome is not None
-        ]
-        return max(outcomes, default=None)
+        outcomes = [(view, view.outcome) for view in removed if view.state == "deleted" and view.outcome is not None]
+        return max((_named_by(Checkpoint(tag, view.attempt, outcome)) for view, outcome in outcomes), default=None)
     except DamagedError:
         return None
     except LinkError:
         if is_start:
             raise  # the link at the tag may lead to the checkpoint
         return None  # the job has gone on without that checkpoint, so its new commit is newer
+
+
+def _named_by(checkpoint: Checkpoint) -> _Named:
+    return _Named(checkpoint.outcome.order, f"{checkpoint.prefix}/{OUTCOME}", checkpoint.outcome.save_latest)

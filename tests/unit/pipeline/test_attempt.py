@@ -19,6 +19,7 @@ from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import attempt
 from checkpointd.pipeline.announcement import DecidedBefore
 from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
@@ -176,3 +177,39 @@ def test_a_writer_that_comes_too_late_learns_the_outcome_although_a_look_from_be
         return [first, late]
 
     assert [saved.phase for saved in simloop.run(1, main())] == [Phase.COMMITTED] * 2
+
+
+def test_announce_1_a_writer_that_comes_too_late_puts_no_outcome_although_the_deadline_passes_in_its_look() -> None:
+    """The attempt was removed and forgotten, so nothing tells what became of it."""
+    deadline_s = 31.0
+    info = AttemptInfo(
+        tag="global_step1", attempt=AttemptId(1, 0), rank=0, world_size=1, step=1, n=0, takeover=1, may_be_taken_over=True
+    )
+
+    async def main() -> tuple[Attempt, list[str]]:
+        store, loop = MemoryStore(), asyncio.get_running_loop()
+        late = Attempt(WriterState(store=store, commit=CommitConfig(timeout_s=deadline_s)), info, deadline=deadline_s)
+        coordinate, come_too_late = late._coordinate, late._come_too_late
+
+        async def look_slowly() -> Outcome | None:
+            found = await coordinate()
+            await asyncio.sleep(0.0 if loop.time() < deadline_s - 0.5 else 5.0)
+            return found
+
+        async def comes_too_late(error: DecidedBefore) -> None:
+            await asyncio.sleep(deadline_s - 0.1 - loop.time())
+            await come_too_late(error)
+
+        late._coordinate, late._come_too_late = look_slowly, comes_too_late  # type: ignore[method-assign]
+
+        async def staged() -> Shard:
+            await asyncio.sleep(deadline_s - 0.5)
+            await note(store, record_of("forgotten", info.tag, str(info.attempt)))
+            return make_shard(rank_arrays(0))
+
+        await late.run(staged())
+        return late, [entry.name for entry in await store.list(info.prefix)]
+
+    late, left = simloop.run(1, main())
+    assert (late.phase, left) == (Phase.FAILED, [])
+    assert "was decided before this writer voted" in str(late.error)

@@ -186,6 +186,45 @@ async def test_pointer_2_latest_that_has_moved_on_is_not_taken_back_to_the_tag_t
     assert await catalog.latest(store) == "newer"
 
 
+async def test_pointer_2_latest_that_has_moved_on_to_an_older_commit_too_moves_to_the_newer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two moves have read `latest` and wait for the lock while the tag is committed again."""
+    store = MemoryStore()
+    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    for tag in ("late", "later"):
+        await save_checkpoint(store, tag=tag, epoch=await begin_epoch(store), save_latest=False)
+    orders = {tag: (await catalog.find(store, tag)).outcome.order for tag in ("late", "later")}
+    put_if_match, waiting = store.put_if_match, list[bytes]()
+    lock, first, second = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def waits(key: str, expected: bytes | None, data: bytes) -> bool:
+        waiting.append(data)
+        await lock.wait()
+        if data == b"later\n":
+            await first.wait()
+        moved = await put_if_match(key, expected, data)
+        if data == b"late\n":
+            first.set()
+            await second.wait()  # before it looks at what it replaced
+        elif moved:
+            second.set()
+        return moved
+
+    monkeypatch.setattr(store, "put_if_match", waits)
+    moves = [asyncio.create_task(move_latest(store, tag, order)) for tag, order in orders.items()]
+    while len(waiting) < 2:
+        await asyncio.sleep(0)
+    monkeypatch.setattr(store, "put_if_match", put_if_match)
+    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    assert await catalog.latest(store) == "again"
+    monkeypatch.setattr(store, "put_if_match", waits)
+    lock.set()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*moves)
+    assert await catalog.latest(store) == "again"
+
+
 async def test_pointer_2_both_tags_were_committed_again_and_the_newest_gets_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
