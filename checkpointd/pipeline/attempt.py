@@ -147,6 +147,7 @@ class Attempt:
         self._fenced: FencedError | None = None
         self._given_up: Decision | None = None
         self._hopeless: Exception | None = None
+        self._late: DecidedBefore | None = None
         self._doubted: Decision | None = None
         """The abort that this rank asks for at every look, since its yes vote may exist or not."""
         self._no: tuple[Decision, float] | None = None
@@ -343,10 +344,10 @@ class Attempt:
                 self._hopeless = refused
 
     async def _come_too_late(self, error: DecidedBefore) -> None:
-        """This writer puts nothing more, neither a vote nor an outcome (ANNOUNCE-1). It reports the outcome if it sees one."""
-        self.own_error = StoreError(str(error))
+        """From here on, this writer puts neither a vote nor an outcome (ANNOUNCE-1). It reports the outcome if it sees one."""
+        self._late = error
+        self.own_error = self._hopeless = StoreError(str(error))
         await self._drop(drop_shard)
-        self._hopeless = self.own_error
 
     async def _doubt(self, error: VoteUncertain) -> None:
         """The yes vote may exist or not, so nothing may be removed before there is an outcome."""
@@ -509,6 +510,8 @@ class Attempt:
     async def _put(self, decision: Decision) -> Outcome:
         await self._check_root()
         await self._announcement.make()
+        if self._late is not None:
+            raise self._late
         took_s = asyncio.get_running_loop().time() - self._began
         plan = self._state.plans.joint(self._ballot.votes) if decision.commit else b""
         draft = draft_of(self.info, decision, self._ballot, decided_by=self.info.rank, plan=plan, took_s=took_s)
@@ -553,7 +556,7 @@ class Attempt:
         try:
             await move_latest(self._store, outcome.tag, outcome.order)
         except Exception as error:  # ATTEMPT-1
-            log.error("%s: committed, but latest could not be moved: %s; the next start repairs it", self.info.prefix, error)
+            log.error("%s: committed, but the move of latest failed: %s; the next start repairs it", self.info.prefix, error)
 
     async def _drop(self, drop: Callable[[Store, AttemptInfo], Awaitable[None]]) -> None:
         """Remove this writer's unused objects. The coordinator may have tidied up before a late writer wrote them."""
@@ -587,7 +590,7 @@ def is_out_of_reach(error: BaseException | None) -> bool:
 
 def lost_error(info: AttemptInfo, own: BaseException | None, error: Exception) -> CheckpointdError:
     """The error of an attempt whose outcome could not be read or put because of `error`. `own`: this rank's earlier failure."""
-    if is_out_of_reach(own):
+    if own is error or is_out_of_reach(own):
         message = f"{info.prefix} failed: {own}"
     elif own is not None:
         message = f"{info.prefix} failed: {own}; the failure could not be stored for the other ranks ({error})"

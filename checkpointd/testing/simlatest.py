@@ -47,10 +47,14 @@ class LatestWatch:
     """The tag that `latest` names."""
     _committed: dict[str, dict[Order, float]] = field(default_factory=dict)
     """By tag: when the outcome of each commit was put."""
+    _unasked: set[Order] = field(default_factory=set)
+    """The commits whose saves did not ask for `latest`: from them it may have moved on to older ones."""
 
     def committed(self, outcome: Outcome) -> None:
         """The outcome of a commit was put."""
         self._committed.setdefault(outcome.tag, {})[outcome.order] = self._now
+        if not outcome.save_latest:
+            self._unasked.add(outcome.order)
 
     def fault_of_move(self, mover: str) -> str:
         """What `mover`, which has just put `latest`, broke; empty if it broke nothing. Its tag has a durable commit."""
@@ -102,7 +106,7 @@ class LatestWatch:
         for debt in self.debts:
             there = self._durable_commits(debt.tag).get(debt.owed, True) is False
             blamed = debt.mover in self.disk.alive() and debt.mover not in self.refused and debt.since >= self.hindered_until
-            asked = mover is None or (debt.mover, debt.back) == (mover, back)
+            asked = debt.owed not in self._unasked and (mover is None or (debt.mover, debt.back) == (mover, back))
             if asked and blamed and there and (current is None or current < debt.owed):
                 return f"{debt.mover} moved latest from order {debt.owed} back to {debt.back}, and did not give it back"
         return ""

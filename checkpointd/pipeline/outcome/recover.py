@@ -143,7 +143,7 @@ async def _remove_latest(store: Store, done: Recovery) -> bool:
     named = await catalog.latest(store)
     if named is not None:
         done.latest_moved_to = await move_latest_away(store, named)  # a surviving attempt may have been committed meanwhile
-    if named is None or done.latest_moved_to is not None:
+    if named is None or done.latest_moved_to is not None or await catalog.latest(store) is not None:
         return False
     log.warning("latest named %s, which is gone, and no checkpoint is left: it is removed", named)
     return True

@@ -4,8 +4,8 @@ Invariants
   POINTER-1  A symbolic link at `latest` is never followed. The next move replaces the link and leaves its target alone.
   POINTER-2  Who moved `latest` off a tag, or may have done so, looks at that tag once more, and gives `latest` back if a newer
       save has committed the tag meanwhile. That save found `latest` at its tag already, or moved it there again. In both cases
-      the content is the same, so the mover's put could not tell. If `latest` has moved on by then, it moves from there as it
-      does for any other save.
+      the content is the same, so the mover's put could not tell. If `latest` has left the mover's tag by then, and the newer
+      save asked for `latest`, it is an ordinary move to that save's tag.
   POINTER-3  A commit does not move `latest` off a newer commit that was removed: retention removes what `latest` does not name
       yet, and the commit after that one is about to move it on. Only a start, and whoever removes what `latest` names, moves it
       back.
@@ -21,7 +21,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from checkpointd.commit.decide import moves_latest
@@ -124,7 +124,7 @@ class _Mover:
     """What `latest` named before the put, which may have been done."""
 
     async def run(self) -> bool:
-        """Returns whether `latest` was moved, and stays there for all that this move knows."""
+        """Returns whether `latest` was moved, and names the tag for all that this move knows."""
         moving, looking = "could not be moved", "was moved, but whether it has to go back could not be told"
         try:
             moved = await self._within_patience(self._put(), moving)
@@ -169,7 +169,7 @@ class _Mover:
 
     async def _give_back(self) -> bool:
         """If the tag that `latest` named before has a newer commit now, give `latest` back to it (POINTER-2). And so on, if the
-        tag that `latest` leaves now was committed again, too. Returns whether `latest` has gone back.
+        tag that `latest` leaves now was committed again, too. Returns whether `latest` is known to name another tag.
         """
         here, there, order = _content_of(self.tag), self.replaced, self.order
         with suppress(NotFoundError):  # it was removed since the look
@@ -179,8 +179,9 @@ class _Mover:
                     break
                 await self.store.settle(newest.outcome)
                 if not await self.store.put_if_match(LATEST, here, there):
-                    # It has moved on, to another commit that may be older, too.
-                    return newest.asked and await move_latest(self.store, _tag_in(there), newest.order)
+                    if newest.asked:  # `latest` may have moved on to yet another commit that is older
+                        await replace(self, tag=_tag_in(there), order=newest.order, counts_removed=True, replaced=None).run()
+                    return await _content(self.store) != _content_of(self.tag)
                 here, there, order = there, here, newest.order
         return here == self.replaced
 

@@ -21,6 +21,8 @@ from checkpointd.pipeline.announcement import DecidedBefore
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.pipeline.write.vote import drop_shard
+from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
 from tests.builders import make_shard, rank_arrays
@@ -179,7 +181,10 @@ def test_a_writer_that_comes_too_late_learns_the_outcome_although_a_look_from_be
     assert [saved.phase for saved in simloop.run(1, main())] == [Phase.COMMITTED] * 2
 
 
-def test_announce_1_a_writer_that_comes_too_late_puts_no_outcome_although_the_deadline_passes_in_its_look() -> None:
+@pytest.mark.parametrize(("look_s", "removal_s"), [(5.0, 0.0), (0.0, 5.0)], ids=["in its look", "while it tidies up"])
+def test_announce_1_a_writer_that_comes_too_late_puts_no_outcome_although_the_deadline_passes(
+    look_s: float, removal_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The attempt was removed and forgotten, so nothing tells what became of it."""
     deadline_s = 31.0
     info = AttemptInfo(
@@ -193,14 +198,20 @@ def test_announce_1_a_writer_that_comes_too_late_puts_no_outcome_although_the_de
 
         async def look_slowly() -> Outcome | None:
             found = await coordinate()
-            await asyncio.sleep(0.0 if loop.time() < deadline_s - 0.5 else 5.0)
+            await asyncio.sleep(0.0 if loop.time() < deadline_s - 0.5 else look_s)
             return found
+
+        async def drop_slowly(store: Store, info: AttemptInfo) -> None:
+            await asyncio.sleep(removal_s)
+            await drop_shard(store, info)
 
         async def comes_too_late(error: DecidedBefore) -> None:
             await asyncio.sleep(deadline_s - 0.1 - loop.time())
             await come_too_late(error)
 
         late._coordinate, late._come_too_late = look_slowly, comes_too_late  # type: ignore[method-assign]
+
+        monkeypatch.setattr(attempt, "drop_shard", drop_slowly)
 
         async def staged() -> Shard:
             await asyncio.sleep(deadline_s - 0.5)
@@ -212,4 +223,4 @@ def test_announce_1_a_writer_that_comes_too_late_puts_no_outcome_although_the_de
 
     late, left = simloop.run(1, main())
     assert (late.phase, left) == (Phase.FAILED, [])
-    assert "was decided before this writer voted" in str(late.error)
+    assert str(late.error) == f"{info.prefix} failed: {info.prefix} was decided before this writer voted"
