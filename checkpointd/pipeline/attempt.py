@@ -388,9 +388,7 @@ class Attempt:
                 return outcome
             if hopeless is not None:
                 raise hopeless
-            if self._hopeless is not None:
-                continue
-            if loop.time() >= self._deadline:
+            if loop.time() >= self._deadline and self._hopeless is None:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing)
             await asyncio.sleep(max(0.0, min(delay, self._deadline - loop.time())))
