@@ -6,6 +6,7 @@ The invariant `catalog-tells` of `simledger.py` is CATALOG-1 to CATALOG-4 of `pi
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,8 +46,14 @@ class CatalogWatch:
     _summaries: dict[int, dict[str, CatalogEntry]] = field(default_factory=dict)
     _intents: dict[str, list[str]] = field(default_factory=dict)
     """The paths of the records that announce an attempt."""
+    _intent_at: dict[str, float] = field(default_factory=dict)
+    """When the first of these records was put."""
     _announced: set[str] = field(default_factory=set)
     """The attempts of which such a record was durable when an object came."""
+
+    def announced_at(self, prefix: str) -> float:
+        """When the catalog first announced the attempt; infinite if it never did."""
+        return self._intent_at.get(prefix, math.inf)
 
     def fault_after(self, effect: Effect, target: str) -> str:
         """What `effect` broke, in words; empty if it broke nothing."""
@@ -89,6 +96,7 @@ class CatalogWatch:
             self._records[number] = record
         if record.kind == "intent":
             self._intents.setdefault(record.prefix, []).append(path)
+            self._intent_at.setdefault(record.prefix, self.disk.loop.time())
         if record.kind == "close":
             outcome = self.disk.fs.durable_node(f"{self.root}/{record.prefix}/{OUTCOME}")
             if not isinstance(outcome, SimFile) or digest(outcome.durable) != record.digest:

@@ -14,7 +14,8 @@
   surviving            A recovery neither decides a surviving attempt nor removes any of its objects, and then removes no
                        temporary file of a living process.
   plan-stands          A vote that is still to be decided names a plan that is there, unless a newer epoch fences the attempt.
-  outlived             No recovery aborts an attempt whose lease a living process held when that start began.
+  outlived             No recovery aborts an attempt whose lease a living process held, and which the catalog announced, when
+                       that start began.
   left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
   always-starts        A start waits at most the length of one lease for another job.
   always-ends          An attempt ends in a final phase. It may stay in doubt only if a fault hindered it.
@@ -299,6 +300,7 @@ class Ledger:
         """The recovering `process` has aborted the attempt `prefix`."""
         worker, since = self._at_work.get(prefix, ("", 0.0))
         began, _ = self._starting.get(process, (0.0, False))
+        since = max(since, self._catalog.announced_at(prefix))
         if worker in self.disk.alive() and since < began and not self.excuses(worker) and not self.excuses(process):
             raise InvariantError("outlived", f"{process} aborted {prefix}, at which {worker} was at work")
 

@@ -262,11 +262,13 @@ async def attempts_at_work(
 ) -> tuple[str, ...]:
     """The undecided attempts (`<tag>/<attempt>`) at which a living process works, without the `known` ones.
 
-    Takes at most a lease's length.
+    Takes at most a lease's length. What daemons have announced meanwhile counts, too, without another wait.
     """
     found = [prefix for prefix in await _leased(store, catalog_log) if prefix not in known]
     held = await asyncio.gather(*(_works_at(store, prefix, sight) for prefix in found))
-    return tuple(prefix for prefix, at_work in zip(found, held, strict=True) if at_work)
+    at_work = [prefix for prefix, works in zip(found, held, strict=True) if works]
+    later = [prefix for prefix in await _leased(store, catalog_log) if prefix not in (*known, *found)] if found else []
+    return (*at_work, *[prefix for prefix in later if await worker_of(store, prefix, sight) is not None])
 
 
 async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:

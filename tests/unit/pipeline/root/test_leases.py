@@ -14,6 +14,7 @@ from checkpointd.errors import NotFoundError, RootInUseError, StoreError
 from checkpointd.layout.keys import attempt_lease_key, epoch_key, job_lease_key
 from checkpointd.layout.manifest import Lease, decode, encode
 from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.writers import Life
@@ -312,6 +313,28 @@ def test_an_attempt_survives_while_its_lease_is_renewed() -> None:
         renewing.cancel()
         assert await timed(attempts_at_work(store)) <= LENGTH_S
         assert await attempts_at_work(store) == ()
+
+    simulated(work)
+
+
+def test_what_a_daemon_announces_while_a_start_waits_survives_without_another_wait() -> None:
+    """Its tag is in the catalog already, so nothing but its announcement shows it (found by simulation, seed 1108600)."""
+    another = "global_step1/00000001-1"
+
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        await note(store, record_of("intent", *PREFIX.split("/")))
+        await put_lease(store, attempt_lease_key(PREFIX))  # its holder is dead
+        await put_lease(store, attempt_lease_key(another))
+        looking = asyncio.create_task(leases.begin(store, beginner("a")))
+        await asyncio.sleep(LENGTH_S / 2)
+        await note(store, record_of("intent", *another.split("/")))
+        began = now()
+        epoch, held = await looking
+        assert epoch.surviving == (another,)
+        assert now() - began == pytest.approx(LENGTH_S / 2)
+        await held.release()
 
     simulated(work)
 
