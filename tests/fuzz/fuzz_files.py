@@ -278,10 +278,9 @@ def loaded(root: Path, steps: Sequence[int], *, is_forged: bool) -> str:
         with Checkpointer(root, absence_s=0.02, commit_timeout_s=RETRY_S) as ckpt:
             found = ckpt.load({"model": model})
     except CheckpointdError as error:
-        # Partly: where the machine gave the load no time to fill in what it had verified. It says so.
-        had_no_time = isinstance(error, PartlyLoadedError) and "has not answered" in str(error)
-        touched = not same(model, blank())
-        assert not touched or had_no_time, "a load that failed has touched the objects"
+        # Partly: what cannot be read was met after other bytes were in the objects, or the load had no time to fill the rest.
+        partly = isinstance(error, PartlyLoadedError)
+        assert partly or same(model, blank()), "a load that failed has touched the objects in silence"
         found, refused = None, repr(error)
     is_whole = program.run(["verify", str(root)]) == 0
     if refused:
