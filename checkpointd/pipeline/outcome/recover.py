@@ -8,10 +8,10 @@ Invariants
   RECOVER-1  Recovery commits an attempt of an older epoch if every vote is there and valid, and if everything that the votes
       name is there. Otherwise it aborts the attempt. If the storage cannot tell, the next start decides.
   RECOVER-2  After recovery, every attempt of an older epoch that does not survive has a durable outcome, and `latest` names the
-      newest commit that asked for it, or a later save of another program; or the log says that the storage did not let it, and
-      the next start goes on. If the checkpoint that `latest` names is lost,
-      `latest` stays until the next commit, so that a load reports the loss. If the user accepts the loss, `latest` moves to the
-      newest checkpoint, or goes if there is none.
+      newest commit that asked for it, or a later save of another program. Where the storage fails, the log says what is
+      missing, and the next start goes on. If the checkpoint that `latest` names is lost, `latest` stays until the next commit,
+      so that a load reports the loss. If the user accepts the loss, `latest` moves to the newest checkpoint, or goes if there
+      is none.
   RECOVER-3  Recovery does not decide, change or wait for surviving attempts, since their writers are still at work. While there
       are any, it removes no temporary files either, since it cannot tell those of living writers on other machines from those
       of dead ones. The next start removes them.

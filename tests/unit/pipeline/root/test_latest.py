@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.commit.facts import Order
 from checkpointd.errors import DamagedError, LinkError, StoreError, UnreadableError
 from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.root import catalog, latest
@@ -118,12 +119,17 @@ async def test_a_link_at_the_tag_that_latest_names_gives_way_to_a_newer_commit_a
         assert await catalog.latest(store) == "two"
 
 
-async def test_pointer_2_a_tag_committed_again_while_latest_leaves_it_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow coordinator moves `latest` off a tag; meanwhile a newer epoch commits that tag, which `latest` still names."""
+async def left_for_late() -> tuple[MemoryStore, Order]:
+    """A store whose `latest` names "again", and the order of the newer commit of "late", to which `latest` is to move."""
     store = MemoryStore()
     await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
     await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
-    order = (await catalog.find(store, "late")).outcome.order
+    return store, (await catalog.find(store, "late")).outcome.order
+
+
+async def test_pointer_2_a_tag_committed_again_while_latest_leaves_it_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow coordinator moves `latest` off a tag; meanwhile a newer epoch commits that tag, which `latest` still names."""
+    store, order = await left_for_late()
     put_if_match = store.put_if_match
 
     async def commits_first(key: str, expected: bytes | None, data: bytes) -> bool:
@@ -143,9 +149,7 @@ async def test_pointer_2_a_mover_that_cannot_tell_whether_it_moved_latest_gives_
 ) -> None:
     """It was stopped for long just after its put, or the storage gave no answer. Meanwhile the tag was committed again."""
     monkeypatch.setattr(latest, "PATIENCE_S", 0.2)
-    store = MemoryStore()
-    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
-    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    store, order = await left_for_late()
     put_if_match = store.put_if_match
 
     async def moves_and_fails(key: str, expected: bytes | None, data: bytes) -> bool:
@@ -158,7 +162,7 @@ async def test_pointer_2_a_mover_that_cannot_tell_whether_it_moved_latest_gives_
 
     monkeypatch.setattr(store, "put_if_match", moves_and_fails)
     with pytest.raises(StoreError, match={"stopped": "this process was stopped", "not answered": "no answer"}[fault]):
-        await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
+        await move_latest(store, "late", order)
     assert await catalog.latest(store) == "again"
 
 
@@ -167,9 +171,7 @@ async def test_pointer_2_latest_that_has_moved_on_is_not_taken_back_to_the_tag_t
     moved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newer save has moved it meanwhile, and the tag was committed again by a save that did not ask for `latest`."""
-    store = MemoryStore()
-    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
-    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    store, order = await left_for_late()
     put_if_match = store.put_if_match
 
     async def others_follow(key: str, expected: bytes | None, data: bytes) -> bool:
@@ -182,7 +184,7 @@ async def test_pointer_2_latest_that_has_moved_on_is_not_taken_back_to_the_tag_t
 
     monkeypatch.setattr(store, "put_if_match", others_follow)
     with pytest.raises(StoreError, match="no answer"):
-        await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
+        await move_latest(store, "late", order)
     assert await catalog.latest(store) == "newer"
 
 
@@ -226,9 +228,7 @@ async def test_pointer_2_latest_that_has_moved_on_to_an_older_commit_too_moves_t
 
 
 async def test_pointer_2_both_tags_were_committed_again_and_the_newest_gets_latest(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
-    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    store, order = await left_for_late()
     put_if_match = store.put_if_match
 
     async def both(key: str, expected: bytes | None, data: bytes) -> bool:
@@ -243,16 +243,13 @@ async def test_pointer_2_both_tags_were_committed_again_and_the_newest_gets_late
         return await put_if_match(key, expected, data)
 
     monkeypatch.setattr(store, "put_if_match", both)
-    assert await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
+    assert await move_latest(store, "late", order)
     assert await catalog.latest(store) == "late"
 
 
 async def test_a_look_at_what_latest_left_that_hangs_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latest, "PATIENCE_S", 0.1)
-    store = MemoryStore()
-    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
-    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
-    find, order = catalog.find, (await catalog.find(store, "late")).outcome.order
+    (store, order), find = await left_for_late(), catalog.find
 
     async def hangs_later(store: MemoryStore, tag: str) -> Checkpoint:
         if await catalog.latest(store) == "late":
@@ -283,9 +280,7 @@ async def test_pointer_5_who_leaves_latest_where_it_is_makes_it_durable_first(ta
 
 
 async def test_pointer_5_latest_is_given_back_to_a_durable_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, done = MemoryStore(), list[str]()
-    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
-    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    (store, order), done = await left_for_late(), list[str]()
     put_if_match, settle = store.put_if_match, store.settle
 
     async def commits_first(key: str, expected: bytes | None, data: bytes) -> bool:
@@ -305,7 +300,7 @@ async def test_pointer_5_latest_is_given_back_to_a_durable_commit(monkeypatch: p
 
     monkeypatch.setattr(store, "put_if_match", commits_first)
     monkeypatch.setattr(store, "settle", noted)
-    assert not await move_latest(store, "late", (await catalog.find(store, "late")).outcome.order)
+    assert not await move_latest(store, "late", order)
     assert done == ["again/00000003-0/outcome", "latest = again"]
 
 
