@@ -66,7 +66,7 @@ $(READY):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -q hatchling setuptools
-	DS_BUILD_OPS=0 $(PIP) -q --no-build-isolation -e '.[torch,deepspeed,serve,test,lint,docs]'
+	DS_BUILD_OPS=0 $(PIP) -q --no-build-isolation -e '.[torch,deepspeed,serve,s3,gs,az,test,lint,docs]'
 	@rm -f $(VENV)/ready-*
 	@touch $@
 
