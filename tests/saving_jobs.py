@@ -43,12 +43,12 @@ class Disk(MemoryStore):
         keys = [*self._objects, *self._open_writers]
         return {key.rpartition("/")[0] for key in keys if is_bulk(key.rpartition("/")[2]) and not key.endswith(f"/{LEASE}")}
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         prefix = key.rpartition("/")[0]
         if self._room is not None and prefix not in self.occupied and len(self.occupied) >= self._room:
             self.refused += 1
             raise StoreFullError(f"there is no room for {key}")
-        writer = await super().open_writer(key, size_hint=size_hint)
+        writer = await super().open_writer(key, size_hint=size_hint, size_max=size_max)
         self.most = max(self.most, len(self.occupied))
         await asyncio.sleep(self._rng.random())
         return writer

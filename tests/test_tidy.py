@@ -44,6 +44,7 @@ LAYERS = {
     "checkpointd.store.writers": 3,
     "checkpointd.store.posix": 4,
     "checkpointd.store": 5,
+    "checkpointd.store.objects": 6,
     "checkpointd.store.posix.store": 6,
     "checkpointd.store.opening": 7,
     "checkpointd.pipeline": 8,
@@ -102,6 +103,8 @@ DEEPSPEED = "client/checkpointd_client/integrations/deepspeed/"
 DEVICES = "client/checkpointd_client/devices.py"
 EXTRAS = {"testing": "test", "daemon": "serve"}
 """The extra whose dependencies a part of the service may import."""
+EXTRAS_OF_ROOMS = {DEEPSPEED: "deepspeed", "checkpointd/store/objects/": "s3"}
+"""The same for single rooms."""
 # What a pure package may import from outside; of the service: `errors` and its own kind.
 PURE_MODULES = {
     *("__future__", "abc", "array", "base64", "binascii", "bisect", "collections", "copy", "dataclasses", "enum"),
@@ -262,7 +265,7 @@ def dependencies_are_declared(source: Source) -> Iterator[str]:
     if not source.shipped:
         return
     own = {"checkpointd"} if source.part is not None else {"checkpointd", "checkpointd_client", "torch"}
-    extra = "deepspeed" if source.path.startswith(DEEPSPEED) else EXTRAS.get(source.part or "")
+    extra = next((one for room, one in EXTRAS_OF_ROOMS.items() if source.path.startswith(room)), EXTRAS.get(source.part or ""))
     # `compression` is in the standard library since Python 3.14.
     allowed = declared(extra) | own | sys.stdlib_module_names | {"compression"}
     for line, name in source.imports:

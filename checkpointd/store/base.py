@@ -59,6 +59,10 @@ class Capabilities:
     """Writes are not copied if their offset, length and address are multiples of this; 1: alignment does not matter."""
     shared: bool
     """Whether other processes can see this store."""
+    gap_bytes: int = 64 * 1024
+    """Reading so many bytes that nobody needs costs less than a second read."""
+    look_s: float = 0.0
+    """Seconds between two looks for what others write. Where each look is charged or limited, it is greater than 0."""
     piece_bytes: int | None = None
     """The store cuts larger writes into pieces of this many bytes and pauses between them; None: it does not cut them."""
 
@@ -98,6 +102,7 @@ class ObjectWriter(Protocol):
     async def finish(self, size: int) -> None:
         """Cut the object to `size` bytes and make it durable (STORE-3).
 
+        A back end need not cut off more than the last `Capabilities.alignment` bytes, less one.
         If this call or a `write_at` raised, the object is lost and every later `finish` raises, too: call `discard`.
         """
         ...
@@ -144,8 +149,11 @@ class Store(Protocol):
         """
         ...
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        """Start a large object. Reserves `size_hint` bytes if the back end can, so that a full disk fails at once."""
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        """Start a large object. Reserves `size_hint` bytes if the back end can, so that a full disk fails at once.
+
+        `size_max`: the object will not be larger, as far as is known (0: `size_hint` is all that is known).
+        """
         ...
 
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:

@@ -134,5 +134,5 @@ class LimitedStore(PassingStore):
     def uncached(self) -> Store:
         return LimitedStore(self._store.uncached, self._bucket)
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        return LimitedWriter(await self._store.open_writer(key, size_hint=size_hint), self._bucket)
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        return LimitedWriter(await self._store.open_writer(key, size_hint=size_hint, size_max=size_max), self._bucket)

@@ -47,7 +47,7 @@ class MemoryStore(Store):
         self._objects[key] = memoryview(bytes(data))
         return True
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         self._check(key)
         if key in self._objects or key in self._open_writers:
             raise StoreError(f"creating {key!r} in {self.url} failed: that name is taken: a large object is written once")

@@ -8,13 +8,15 @@ from urllib.parse import unquote, urlsplit
 
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
+from checkpointd.store.objects.urls import is_bucket_url, parse
 from checkpointd.store.posix.store import PosixStore
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Store:
-    """The store at a path, a `file:///path` or a `memory://name`; UsageError for other URLs. Does no I/O.
+    """The store at a path, a `file:///path`, a `memory://name`, or in a bucket: `s3://`, `gs://` or `az://`, then
+    `bucket/path?option=value`. UsageError for other URLs. Does no I/O at the root.
 
     With `read_only`, the store refuses every write with a StoreError.
     """
@@ -26,6 +28,8 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
         )
     if not _SCHEME.match(text):
         return PosixStore(text, read_only=read_only)
+    if is_bucket_url(text):
+        return _bucket_store(text, read_only=read_only)
     url = urlsplit(text)
     if url.scheme == "memory":
         if read_only:
@@ -34,7 +38,21 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
 
         return MemoryStore(url.netloc or "memory")
     if url.scheme != "file":
-        raise UsageError(f"{text!r}: there is no store for {url.scheme}:// URLs; give the path of a directory, or file:///path")
+        raise UsageError(
+            f"{text!r}: there is no store for {url.scheme}:// URLs; give the path of a directory, or a URL of file, s3, gs or az"
+        )
     if url.netloc not in {"", "localhost"} or url.query or url.fragment:
         raise UsageError(f"{text!r}: a file URL has three slashes and nothing after the path, such as file:///mnt/ckpts/run1")
     return PosixStore(unquote(url.path), read_only=read_only)
+
+
+def _bucket_store(text: str, *, read_only: bool) -> Store:
+    location = parse(text)
+    try:
+        from checkpointd.store.objects.remote import RemoteBucket
+        from checkpointd.store.objects.store import ObjectStore
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        raise UsageError(f"{location.url} needs obstore: pip install 'checkpointd[{location.scheme}]'") from error
+    return ObjectStore(RemoteBucket(location), read_only=read_only)

@@ -45,8 +45,8 @@ class PassingStore(Store):
     async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
         return await self._store.put_if_match(key, expected, data)
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        return await self._store.open_writer(key, size_hint=size_hint)
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        return await self._store.open_writer(key, size_hint=size_hint, size_max=size_max)
 
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         return await self._store.get(key, size_max=size_max)

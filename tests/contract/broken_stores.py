@@ -113,18 +113,18 @@ class KeepingDiscarded(WrappedWriter):
 
 def writing(wrapper: type[WrappedWriter]) -> type[MemoryStore]:
     class Wrapping(MemoryStore):
-        async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-            return wrapper(await super().open_writer(key, size_hint=size_hint))
+        async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+            return wrapper(await super().open_writer(key, size_hint=size_hint, size_max=size_max))
 
     Wrapping.__name__ = wrapper.__name__
     return Wrapping
 
 
 class WritesOver(MemoryStore):
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         await self.delete(key)
         self.abandon(key)
-        return await super().open_writer(key, size_hint=size_hint)
+        return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
 
 
 class SettlesNothing(MemoryStore):

@@ -138,7 +138,7 @@ class PosixStore(Store):
             await self.put(key, data)
             return True
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         path = self._path(key)
         async with self._root.guard("creating", key):
             failures = self._root.directories.failures(path)

@@ -56,8 +56,8 @@ class FaultyStore(PosixStore):
     failing_write = 0
     error: CheckpointdError = StoreFullError("no space is left on the disk")
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        inner = await super().open_writer(key, size_hint=size_hint)
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        inner = await super().open_writer(key, size_hint=size_hint, size_max=size_max)
         return FaultyWriter(inner, self.failing_write, self.error) if self.failing_write else inner
 
 

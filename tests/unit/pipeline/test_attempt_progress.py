@@ -48,8 +48,8 @@ class SlowStore(MemoryStore):
         super().__init__()
         self.writers: list[SlowWriter] = []
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        await super().open_writer(key, size_hint=size_hint)
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        await super().open_writer(key, size_hint=size_hint, size_max=size_max)
         self.writers.append(SlowWriter(self, key, size_hint))
         return self.writers[-1]
 

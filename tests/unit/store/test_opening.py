@@ -45,7 +45,7 @@ def test_memory() -> None:
     assert store.url == "memory://node0"
 
 
-@pytest.mark.parametrize("root", ["s3://bucket/run1", "gs://bucket", "http://host/x", "file://host/mnt", "file:///mnt?x=1"])
+@pytest.mark.parametrize("root", ["http://host/x", "hf://bucket/x", "file://host/mnt", "file:///mnt?x=1"])
 def test_other_urls_are_refused_by_name(root: str) -> None:
     with pytest.raises(UsageError, match=root.split("?")[0]):
         open_store(root)

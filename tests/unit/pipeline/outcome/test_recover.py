@@ -304,9 +304,9 @@ class Dying(MemoryStore):
         self._live()
         await super().delete(key, durable=durable)
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         self._live()
-        return await super().open_writer(key, size_hint=size_hint)
+        return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
 
 
 async def history(store: MemoryStore) -> None:

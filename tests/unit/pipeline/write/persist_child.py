@@ -39,7 +39,7 @@ class Sink(MemoryWriter):
 
 
 class SinkStore(MemoryStore):
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> Sink:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> Sink:
         return Sink(self, key, 0)
 
 

@@ -13,7 +13,7 @@ from tests.builders import plan_save, rank_arrays
 
 
 class FullStore(MemoryStore):
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         raise StoreFullError("no space is left (17 bytes are free)")
 
 

@@ -102,7 +102,7 @@ class FailingStore(MemoryStore):
         super().__init__()
         self.when = when
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> MemoryWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> MemoryWriter:
         return FailingWriter(self, key, size_hint)
 
 

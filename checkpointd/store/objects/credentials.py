@@ -1,0 +1,56 @@
+"""Credentials for S3 from botocore: environment, profiles of ~/.aws, SSO, web identities, and roles of tasks and machines.
+
+Without botocore, the client looks for them itself: in the environment, and for roles of tasks and machines, not in ~/.aws.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from checkpointd.errors import UsageError
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
+
+log = logging.getLogger("checkpointd")
+
+_KEPT: Final = timedelta(minutes=10)
+"""How long the client keeps what it was given. botocore renews what expires 15 minutes before it does."""
+
+
+def s3_session(profile: str | None) -> Any | None:
+    """The botocore session; None if botocore is not installed. UsageError if `profile` cannot be used."""
+    try:
+        from botocore.exceptions import ProfileNotFound
+        from botocore.session import Session
+    except ImportError:
+        if profile is not None:
+            raise UsageError(f"profile={profile} needs botocore: pip install 'checkpointd[s3]'") from None
+        return None
+    session = Session(profile=profile)
+    try:
+        session.get_scoped_config()
+    except ProfileNotFound as error:
+        raise UsageError(f"{error}; `aws configure list-profiles` shows those that exist") from error
+    return session
+
+
+def s3_credentials(session: Any | None) -> Callable[[], S3Credential] | None:
+    """Gives credentials whenever the client asks; None if botocore finds none, so that the client looks for itself."""
+    credentials = None if session is None else session.get_credentials()
+    if credentials is None:
+        return None
+
+    def provide() -> S3Credential:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _KEPT,
+        }
+
+    return provide

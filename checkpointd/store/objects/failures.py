@@ -1,0 +1,74 @@
+"""Errors of the object store's client as errors of the store (STORE-6)."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from obstore import exceptions
+
+from checkpointd.errors import NotFoundError, StoreError, UnreadableError
+
+_STATUS: Final = re.compile(r"status code: (\d{3}[^:<]*)")
+_CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
+_MESSAGE: Final = re.compile(r"<Message>([^<]{1,300})</Message>")
+_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_REASON_MAX: Final = 300
+
+FAILURES: Final = (exceptions.BaseError, FileNotFoundError, OSError, ValueError)
+"""What the client raises."""
+
+_ADVICE: Final = {
+    "NoSuchBucket": "there is no such bucket; make it, or correct the name",
+    "InvalidAccessKeyId": "the server does not know this access key",
+    "SignatureDoesNotMatch": "the secret key is wrong, or the clock of this machine is",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong; set it (NTP)",
+    "ExpiredToken": "the credentials have expired; get new ones",
+    "AccessDenied": "the credentials may not do this; docs/OBJECT_STORES.md has the rights that checkpointd needs",
+    "SlowDown": "the server asked to slow down for the whole time; use more prefixes, or fewer requests at once",
+    "PermanentRedirect": "the bucket is in another region; name it: ?region=...",
+    "AuthorizationHeaderMalformed": "the bucket is in another region; name it: ?region=...",
+}
+_NO_ANSWER: Final = "the server was not reached, or has not answered in time; the network or the endpoint may be wrong"
+
+
+def store_error(doing: str, key: str, url: str, error: BaseException, *, reads: bool) -> StoreError:
+    """The StoreError for `error`, an UnreadableError if the request only reads."""
+    reason, advice = _reason(error)
+    words = f"{doing} {key!r} in {url} failed: {reason}" + (f": {advice}" if advice else "")
+    return UnreadableError(words) if reads else StoreError(words)
+
+
+def missing(key: str, url: str) -> NotFoundError:
+    return NotFoundError(f"there is no object {key!r} in {url}")
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether `error` says that the object, and not the bucket, is missing."""
+    return isinstance(error, FileNotFoundError) and not any(one in str(error) for one in _NO_BUCKET)
+
+
+def is_past_the_end(error: BaseException) -> bool:
+    """Whether `error` says that the object ends before the range that was asked for."""
+    text = str(error)
+    return "416 Range Not Satisfiable" in text or "InvalidRange" in text
+
+
+def is_forbidden(error: BaseException | None) -> bool:
+    """Whether missing rights caused `error`, so that another try cannot help."""
+    while error is not None and not isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        error = error.__cause__
+    return error is not None
+
+
+def _reason(error: BaseException) -> tuple[str, str]:
+    """What the server said, in a line, and what to do. The client's own text ends in a dump of its state."""
+    text = str(error).partition("\n\nDebug source")[0].strip()
+    status, code, message = (found[1] if (found := one.search(text)) else "" for one in (_STATUS, _CODE, _MESSAGE))
+    if not code and any(one in text for one in _NO_BUCKET):
+        code = "NoSuchBucket"
+    if not status:
+        last = text.rpartition("\n")[2] or text
+        return last[-_REASON_MAX:] or type(error).__name__, "" if isinstance(error, ValueError) else _NO_ANSWER
+    words = " ".join(one for one in (status.strip(), code and f"({code})") if one) + (f" {message}" if message else "")
+    return words[:_REASON_MAX], _ADVICE.get(code, "")

@@ -1,0 +1,275 @@
+"""A real bucket, through `obstore`, whose client in Rust signs the requests, sends them, and repeats them with jitter.
+
+Its requests end on threads of its own, which need Python's lock for a moment after the answer has arrived. Python ends such a
+thread in a way that ends the whole process with SIGABRT, if it happens while the interpreter shuts down. So this module keeps
+sight of every request's future until the client has dropped it, and lets the interpreter shut down only then (`_rest`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from asyncio import Future
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from weakref import WeakSet
+
+import obstore
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, S3Store
+from typing_extensions import Buffer
+
+from checkpointd.errors import NotFoundError
+from checkpointd.store.base import Entry
+from checkpointd.store.objects.bucket import Bucket, ObjectHead, Requests, Version
+from checkpointd.store.objects.credentials import s3_credentials, s3_session
+from checkpointd.store.objects.failures import FAILURES, is_missing, is_past_the_end, missing, store_error
+from checkpointd.store.objects.urls import BucketUrl
+from checkpointd.store.objects.paths import name_of, path_of
+
+if TYPE_CHECKING:
+    from obstore import Attributes, UpdateVersion
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
+
+T = TypeVar("T")
+
+PARTS_AT_ONCE: Final = 8
+"""How many parts of one upload are under way."""
+PAGE: Final = 1000
+"""The names in one page of a listing, and the objects in one request to delete."""
+_MARK: Final = "checkpointd-mark"
+_REST_S: Final = 5.0
+_CONNECTIONS: Final = "64"
+_AZURE: Final = {"account": "account_name", "endpoint": "endpoint"}
+
+
+_under_way: WeakSet[Future[Any]] = WeakSet()
+
+
+@atexit.register
+def _rest() -> None:
+    """Wait until the client has dropped every request that has ended."""
+    until, pause = time.monotonic() + _REST_S, threading.Event()
+    while any(request.done() for request in list(_under_way)) and time.monotonic() < until:
+        pause.wait(0.001)
+
+
+class RemoteBucket(Bucket):
+    """The bucket at `location`. Makes no request before the first call."""
+
+    def __init__(self, location: BucketUrl) -> None:
+        self._location = location
+        self._client = _client(location)
+        self._requests = Requests()
+
+    @property
+    def url(self) -> str:
+        return self._location.url
+
+    @property
+    def requests(self) -> Requests:
+        return self._requests
+
+    async def create(self, key: str, data: bytes, mark: str) -> bool:
+        return await self._put(key, data, "create", {_MARK: mark}, exceptions.AlreadyExistsError)
+
+    async def replace(self, key: str, data: bytes, version: Version, mark: str) -> bool:
+        expected: UpdateVersion = {}
+        if version.e_tag is not None:
+            expected["e_tag"] = version.e_tag
+        if version.version is not None:
+            expected["version"] = version.version
+        # A server may call a missing object a failed condition (412) or missing (404).
+        lost = (exceptions.PreconditionError, FileNotFoundError)
+        return await self._put(key, data, expected, {_MARK: mark}, lost)
+
+    async def put(self, key: str, data: Buffer) -> None:
+        await self._put(key, data, "overwrite", {}, ())
+
+    async def _put(
+        self,
+        key: str,
+        data: Buffer,
+        mode: Any,
+        attributes: Attributes,
+        lost: type[BaseException] | tuple[type[BaseException], ...],
+    ) -> bool:
+        self._requests.puts += 1
+        try:
+            await _answer(
+                obstore.put_async(
+                    self._client,
+                    self._path(key),
+                    cast(Any, data),
+                    mode=mode,
+                    attributes=attributes,
+                    use_multipart=False,
+                )
+            )
+        except lost as error:
+            if isinstance(error, FileNotFoundError) and not is_missing(error):
+                raise store_error("writing", key, self.url, error, reads=False) from error
+            return False
+        except FAILURES as error:
+            raise store_error("writing", key, self.url, error, reads=False) from error
+        return True
+
+    async def upload(self, key: str, parts: AsyncIterator[Buffer], part_bytes: int) -> None:
+        self._requests.puts += 2
+        try:
+            await _answer(
+                obstore.put_async(
+                    self._client,
+                    self._path(key),
+                    self._counted(parts),
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=PARTS_AT_ONCE,
+                )
+            )
+        except FAILURES as error:
+            raise store_error("writing", key, self.url, error, reads=False) from error
+
+    async def _counted(self, parts: AsyncIterator[Buffer]) -> AsyncIterator[Any]:
+        async for part in parts:
+            self._requests.parts += 1
+            yield part
+            del part
+
+    async def get(self, key: str, size_max: int) -> tuple[bytes, Version] | int:
+        self._requests.gets += 1
+        try:
+            found = await _answer(obstore.get_async(self._client, self._path(key)))
+            if found.meta["size"] > size_max:
+                return found.meta["size"]
+            return (await _answer(found.bytes_async())).to_bytes(), _version(found.meta)
+        except FAILURES as error:
+            raise self._unreadable("reading", key, error) from error
+
+    async def get_range(self, key: str, offset: int, nbytes: int) -> Buffer:
+        self._requests.gets += 1
+        try:
+            return await _answer(obstore.get_range_async(self._client, self._path(key), start=offset, length=nbytes))
+        except FAILURES as error:
+            if is_past_the_end(error):
+                return b""
+            raise self._unreadable("reading", key, error) from error
+
+    async def look(self, key: str) -> ObjectHead | None:
+        self._requests.heads += 1
+        try:
+            found = await _answer(obstore.get_async(self._client, self._path(key), options={"head": True}))
+        except FAILURES as error:
+            unreadable = self._unreadable("looking for", key, error)
+            if isinstance(unreadable, NotFoundError):
+                return None
+            raise unreadable from error
+        return ObjectHead(found.meta["size"], _version(found.meta), found.attributes.get(_MARK, ""))
+
+    async def list(self, prefix: str) -> list[Entry]:
+        path = self._path(prefix)
+        try:
+            found = await _answer(obstore.list_with_delimiter_async(self._client, path or None))
+        except FAILURES as error:
+            self._requests.lists += 1
+            raise store_error("listing", prefix or "the root", self.url, error, reads=True) from error
+        # Some servers show an empty object of the prefix's own name, the marker of a directory.
+        listed = [one for one in found["objects"] if one["path"].rstrip("/") != path]
+        objects = [Entry(name_of(one["path"]), one["size"], False) for one in listed]
+        deeper = [Entry(name_of(one), 0, True) for one in found["common_prefixes"]]
+        self._requests.lists += 1 + (len(objects) + len(deeper) - 1) // PAGE if objects or deeper else 1
+        return sorted((*objects, *deeper), key=lambda entry: entry.name)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        self._requests.deletes += 1 + (len(keys) - 1) // PAGE
+        try:
+            await _answer(obstore.delete_async(self._client, [self._path(key) for key in keys]))
+        except FAILURES as error:
+            if not is_missing(error):
+                raise store_error("removing", keys[0], self.url, error, reads=False) from error
+
+    async def close(self) -> None:
+        """Nothing to release: the client has no state but its connections."""
+
+    def _path(self, key: str) -> str:
+        return path_of(self._location.prefix, key)
+
+    def _unreadable(self, doing: str, key: str, error: BaseException) -> Exception:
+        if is_missing(error):
+            return missing(key, self.url)
+        return store_error(doing, key, self.url, error, reads=True)
+
+
+async def _answer(request: Awaitable[T]) -> T:
+    """The answer to a request of the client."""
+    _under_way.add(cast("Future[Any]", request))
+    return await request
+
+
+def _version(meta: Any) -> Version:
+    return Version(meta["e_tag"], meta["version"])
+
+
+def _client(location: BucketUrl) -> ObjectStore:
+    retry: RetryConfig = {
+        "max_retries": 1000,  # the time ends them
+        "retry_timeout": timedelta(seconds=location.retry_s),
+        "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 2},
+    }
+    options: ClientConfig = {
+        "allow_http": True,  # an endpoint of http:// is the user's own choice; the providers' own are https://
+        "timeout": timedelta(seconds=location.request_s),
+        "connect_timeout": timedelta(seconds=min(10.0, location.request_s)),
+        "pool_max_idle_per_host": _CONNECTIONS,
+    }
+    given = location.options
+    if location.scheme == "s3":
+        session = None if location.flag("anonymous") else s3_session(given.get("profile"))
+        credentials = cast(Any, s3_credentials(session))
+        return S3Store(
+            location.bucket,
+            config=_s3(location, session),
+            client_options=options,
+            retry_config=retry,
+            credential_provider=credentials,
+        )
+    config: dict[str, Any] = {"skip_signature": True} if location.flag("anonymous") else {}
+    if location.scheme == "gs":
+        if "endpoint" in given:
+            config["base_url"] = given["endpoint"]
+        return GCSStore(location.bucket, config=cast(Any, config), client_options=options, retry_config=retry)
+    config |= {name: given[option] for option, name in _AZURE.items() if option in given}
+    return AzureStore(location.bucket, config=cast(Any, config), client_options=options, retry_config=retry)
+
+
+def _s3(location: BucketUrl, session: Any | None) -> S3Config:
+    given = location.options
+    config: S3Config = {
+        "unsigned_payload": "checksum" not in given,  # every chunk has its own digest, and is read back
+        "skip_signature": location.flag("anonymous"),
+        "request_payer": location.flag("requester_pays"),
+    }
+    region = given.get("region") or (session and session.get_config_variable("region"))
+    if region:
+        config["region"] = region
+    if "checksum" in given:
+        config["checksum_algorithm"] = given["checksum"]
+    if "encryption" in given:
+        config["server_side_encryption"] = given["encryption"]
+    if "kms_key" in given:
+        config["sse_kms_key_id"] = given["kms_key"]
+    if "addressing" in given:
+        config["virtual_hosted_style_request"] = given["addressing"] == "virtual"
+    if "endpoint" in given:
+        config["endpoint"] = _endpoint(given["endpoint"].rstrip("/"), location)
+    return config
+
+
+def _endpoint(endpoint: str, location: BucketUrl) -> str:
+    """`endpoint` as the client wants it: with the bucket in its name if that is the addressing."""
+    if location.options.get("addressing") != "virtual":
+        return endpoint
+    scheme, _, host = endpoint.partition("://")
+    return f"{scheme}://{location.bucket}.{host}"

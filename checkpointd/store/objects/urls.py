@@ -1,0 +1,155 @@
+"""What the URL of a bucket says: where the bucket is, and how to reach it.
+
+Invariant: a URL holds no secret, and no message repeats one. URLs stand in logs, statuses and messages to the sidecar, so
+credentials come from the environment or from the provider's own files and services.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from checkpointd.errors import UsageError
+from checkpointd.store.names import is_key
+
+Scheme: TypeAlias = Literal["s3", "gs", "az"]
+
+SCHEMES: Final[Mapping[str, Scheme]] = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "azure": "az"}
+PROVIDERS: Final[Mapping[Scheme, str]] = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
+
+RETRY_S: Final = 120.0
+"""How long a request is repeated that gets no answer, or the answer to slow down. Well below the timeout of a commit."""
+REQUEST_S: Final = 60.0
+"""How long one request may take, its bytes included."""
+
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]\Z")
+_SECRET: Final = re.compile(r"secret|token|password|access_?key|account_?key|sas|credential|signature", re.IGNORECASE)
+_BOOLS: Final = {"true": True, "false": False}
+
+OPTIONS: Final[Mapping[str, str]] = {
+    "endpoint": "the server's address, such as http://10.0.0.5:9000, if it is not the provider's own",
+    "region": "the bucket's region, such as eu-west-1",
+    "addressing": "`path` (endpoint/bucket) or `virtual` (bucket.endpoint)",
+    "anonymous": "`true`: send requests without credentials, for public buckets",
+    "profile": "the profile of ~/.aws to take credentials from",
+    "account": "the storage account of an az:// container",
+    "encryption": "the provider's encryption at rest: `AES256`, `aws:kms` or `aws:kms:dsse`",
+    "kms_key": "the key for `encryption=aws:kms`",
+    "checksum": "`sha256` or `crc64nvme`: the server checks each upload",
+    "requester_pays": "`true`: this side pays for the requests",
+    "retry_s": f"how many seconds a request is repeated that gets no answer (default {RETRY_S:g})",
+    "request_s": f"how many seconds one request may take (default {REQUEST_S:g})",
+}
+"""The options of a URL's query, with their meanings."""
+_OF: Final[Mapping[str, frozenset[str]]] = {
+    "s3": frozenset(OPTIONS) - {"account"},
+    "gs": frozenset({"endpoint", "anonymous", "retry_s", "request_s"}),
+    "az": frozenset({"endpoint", "account", "anonymous", "retry_s", "request_s"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUrl:
+    """A bucket and the prefix in it, with the options of the URL."""
+
+    scheme: Scheme
+    bucket: str
+    prefix: str
+    options: Mapping[str, str]
+
+    @property
+    def url(self) -> str:
+        """The URL in its one spelling: it opens the same place again."""
+        path = f"/{quote(self.prefix)}" if self.prefix else ""
+        query = f"?{urlencode(sorted(self.options.items()))}" if self.options else ""
+        return f"{self.scheme}://{self.bucket}{path}{query}"
+
+    @property
+    def retry_s(self) -> float:
+        return float(self.options.get("retry_s", RETRY_S))
+
+    @property
+    def request_s(self) -> float:
+        return float(self.options.get("request_s", REQUEST_S))
+
+    def flag(self, name: str) -> bool:
+        """The option `name`, which is `true` or `false`; False if it is not given."""
+        return _BOOLS[self.options.get(name, "false")]
+
+
+def is_bucket_url(text: str) -> bool:
+    """Whether `text` is the URL of a bucket."""
+    return text.partition("://")[0].lower() in SCHEMES and "://" in text
+
+
+def parse(text: str) -> BucketUrl:
+    """The place that the URL `text` names. UsageError says what is wrong with it, without repeating a secret."""
+    url = urlsplit(text)
+    scheme, shown = SCHEMES[url.scheme.lower()], _shown(text)
+    if "@" in url.netloc:
+        raise UsageError(f"{shown}: a URL must not hold credentials, because it stands in logs; {_instead(scheme)}")
+    if url.fragment:
+        raise UsageError(f"{shown}: a '#' ends the URL; write it as %23 if it belongs to the path")
+    if not _BUCKET.match(url.netloc):
+        raise UsageError(
+            f"{shown}: {url.netloc!r} is not the name of a bucket: write {url.scheme}://bucket/path, the name in lower case"
+        )
+    prefix = unquote(url.path).strip("/")
+    if prefix and not is_key(prefix):
+        raise UsageError(f"{shown}: {prefix!r} cannot be the path of a root in a bucket: no part is empty, '.' or '..'")
+    return BucketUrl(scheme, url.netloc, prefix, _options(scheme, url.query, shown))
+
+
+def _options(scheme: Scheme, query: str, shown: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in _OF[scheme]:
+            if _SECRET.search(name):
+                raise UsageError(f"{shown}: {name} does not belong in a URL, because it stands in logs; {_instead(scheme)}")
+            raise UsageError(
+                f"{shown}: there is no option {name!r} for {scheme}:// URLs; there are {', '.join(sorted(_OF[scheme]))}"
+            )
+        if name in found:
+            raise UsageError(f"{shown}: {name} is given twice")
+        fault = _fault(name, value)
+        if fault:
+            raise UsageError(f"{shown}: the value of {name}: {fault}")
+        found[name] = value
+    return found
+
+
+def _fault(name: str, value: str) -> str | None:
+    if name in {"retry_s", "request_s"}:
+        try:
+            return None if 0 < float(value) < 3600 else "give a number of seconds above 0 and below 3600"
+        except ValueError:
+            return "give a number of seconds"
+    if name in {"anonymous", "requester_pays"}:
+        return None if value in _BOOLS else "give true or false"
+    if name == "addressing":
+        return None if value in {"path", "virtual"} else "give path or virtual"
+    if name == "checksum":
+        return None if value in {"sha256", "crc64nvme"} else "give sha256 or crc64nvme"
+    if name == "endpoint":
+        url = urlsplit(value)
+        if url.scheme not in {"http", "https"} or not url.netloc or "@" in url.netloc:
+            return "give a URL such as https://minio.example.com:9000, without credentials"
+    return None if value else "it is empty"
+
+
+def _instead(scheme: Scheme) -> str:
+    """Where credentials come from."""
+    return {
+        "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or a role",
+        "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or use the machine's service account",
+        "az": "set AZURE_STORAGE_ACCOUNT_KEY, or use a managed identity",
+    }[scheme]
+
+
+def _shown(text: str) -> str:
+    """`text` without its query and without credentials, for messages."""
+    url = urlsplit(text)
+    return repr(f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}")
