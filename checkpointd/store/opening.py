@@ -39,7 +39,7 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
         return MemoryStore(url.netloc or "memory")
     if url.scheme != "file":
         raise UsageError(
-            f"{text!r}: there is no store for {url.scheme}:// URLs; give the path of a directory, or a URL of file, s3, gs or az"
+            f"{text!r}: there is no store for {url.scheme}:// URLs; give a directory, or a URL of file, s3, gs or az"
         )
     if url.netloc not in {"", "localhost"} or url.query or url.fragment:
         raise UsageError(f"{text!r}: a file URL has three slashes and nothing after the path, such as file:///mnt/ckpts/run1")

@@ -1,8 +1,8 @@
 """Writes a large object as a multipart upload, out of the caller's memory.
 
 Invariants
-  MULTIPART-1  A part that lies whole in one write goes from the caller's memory to the network. Only bytes around the borders of
-      parts are copied, and writes that come ahead of their turn.
+  MULTIPART-1  A part that lies whole in one write goes from the caller's memory to the network. Only bytes around the borders
+      of parts are copied, and writes that come ahead of their turn.
   MULTIPART-2  `write_at` returns when the server has every part that lies in the caller's memory. So the calls under way bound
       the parts under way, and AHEAD_BYTES_MAX and one part bound the copies.
   MULTIPART-3  The object appears when `finish` returns, all of it at once. A reply that is lost on the way is asked for.
