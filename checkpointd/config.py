@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from checkpointd import arguments, memory_limit
+from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
@@ -177,6 +178,15 @@ class Watched:
     watchdog_pid: int | None = None
 
 
+def credential_places() -> list[str]:
+    """The files and directories in which the clients of object stores look for credentials and certificates."""
+    named = ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CA_BUNDLE", "SSL_CERT_FILE")
+    others = ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_FEDERATED_TOKEN_FILE")
+    usual = (os.path.expanduser(place) for place in ("~/.aws", "~/.config/gcloud", "~/.azure"))
+    secrets = ("/var/run/secrets", "/run/secrets", "/run/systemd/resolve")
+    return [*filter(None, map(os.environ.get, (*named, *others))), *usual, *secrets]
+
+
 def environment_watched() -> Watched:
     """NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, each if it is set and valid."""
     period, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
@@ -271,13 +281,18 @@ class ServeConfig:
         if not self.roots:
             raise UsageError("a sidecar needs at least one root that it may serve: give --root")
         for root in (*self.roots, *self.names):
-            if not os.path.isabs(root):
-                raise UsageError(f"root {root!r} must be an absolute path")
+            if not is_bucket_url(root) and not os.path.isabs(root):
+                raise UsageError(f"root {root!r} must be an absolute path, or the URL of a bucket")
+        if len(set(self.uids)) > 1 and (buckets := [root for root in self.roots if is_bucket_url(root)]):
+            raise UsageError(
+                f"this sidecar may serve {buckets[0]} to one user only, and {len(set(self.uids))} are named: it writes there "
+                "with its own credentials, which do not tell users apart. Run a sidecar for each user"
+            )
         # Only if there are names: a file system that hangs must not keep the daemon from starting.
-        served = [os.path.realpath(root) for root in self.roots] if self.names else []
+        served = [_resolved(root) for root in self.roots] if self.names else []
         for root in self.names:
-            real = os.path.realpath(root)
-            if not any(os.path.commonpath((real, one)) == one for one in served):
+            real = _resolved(root)
+            if not any(real == one or real.startswith(one.rstrip("/") + "/") for one in served):
                 raise UsageError(
                     f"the name {self.names[root]!r} is for {root}, which lies below no --root ({', '.join(self.roots)})"
                 )
@@ -303,6 +318,11 @@ class ServeConfig:
     def user_bytes(self) -> int:
         """Bytes that the clients of one user may make the daemon hold."""
         return share(self.memory_bytes_max, self.user_bytes_max, self.uids)
+
+
+def _resolved(root: str) -> str:
+    """`root` without links, or its URL without options."""
+    return parse(root).place if is_bucket_url(root) else os.path.realpath(root)
 
 
 def share(of_all: int, given: int | None, uids: tuple[int, ...]) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
+from checkpointd.bucket_urls import BucketUrl, directory_of, is_bucket_url, parse
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.layout.keys import LATEST, default_tag, is_tag
+from checkpointd.layout.keys import LATEST, SERVICE, default_tag, is_tag
 from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -35,6 +37,8 @@ def ask_about_tag(root: str, tag: str, question: Callable[[Store, str], Awaitabl
 async def _ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool, read_only: bool) -> T:
     async with open_store(root, read_only=read_only) as store:
         check_root(store, root, unused=unused)
+        if is_bucket_url(store.url) and not unused:
+            await _check_used(store, parse(root))
         return await question(store)
 
 
@@ -45,12 +49,27 @@ def check_root(store: Store, given: str, *, unused: bool = False) -> None:
     path = store.url
     if not store.capabilities.shared:
         raise UsageError(f"{path} exists only in the process that made it: commands cannot see it")
+    if directory_of(path) is None:
+        return
     if not os.path.lexists(path):
         raise NotFoundError(f"there is no directory {path}: {suggestion(path, given)}")
     if not os.path.isdir(path):
         raise UsageError(f"the root {path} is not a directory: {suggestion(path, given)}")
     if not unused and not is_used(path):
         raise NotFoundError(f"{path} is not a root (no job ever saved there): {suggestion(path, given)}")
+
+
+async def _check_used(store: Store, place: BucketUrl) -> None:
+    """The same for the root `place` in a bucket."""
+    epochs = f"{SERVICE}/epochs"
+    if await store.list(epochs) or any(is_tag(entry.name) for entry in await store.list("") if entry.is_prefix):
+        return
+    above, _, name = place.prefix.rpartition("/")
+    if name:
+        async with open_store(replace(place, prefix=above).url, read_only=True) as outer:
+            if await outer.list(epochs):
+                raise UsageError(f"{place.url} lies in the root {outer.url}: give that one, and {name} as the tag")
+    raise NotFoundError(f"{place.url} is not a root (no job ever saved there): give the root that the job was given")
 
 
 async def named_tag(store: Store, tag: str) -> str:

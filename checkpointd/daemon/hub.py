@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from checkpointd.bucket_urls import is_bucket_url
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.accounts import Account
@@ -109,8 +110,11 @@ class Hub:
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self.names = {os.path.realpath(root): name for root, name in config.names.items()}
         self.roots = ServedRoots(config.roots, config.bandwidth_bps, uids=config.uids)
+        self.names = {
+            self.roots.check(root) if is_bucket_url(root) else os.path.realpath(root): name
+            for root, name in config.names.items()
+        }
         self.jobs = SaveJobs()
         self.memory = SlotMappings()
         self.account = Account(config.memory_bytes_max)
@@ -167,6 +171,9 @@ class Hub:
                 self.account,
             )
         return account
+
+    def _root(self, named: str) -> str:
+        return self.roots.check(named) if is_bucket_url(named) else os.path.realpath(named)
 
     def rank(self, root: str, rank: int, *, world_size: int, pid: int, user: User | None = None) -> RankRecord:
         """The record of a rank that process `pid` of `user` joins as. If another trainer is connected, the record keeps its

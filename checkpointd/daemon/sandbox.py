@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Final
 
 import checkpointd
-from checkpointd.config import ServeConfig
+from checkpointd.bucket_urls import is_bucket_url
+from checkpointd.config import ServeConfig, credential_places
 from checkpointd.daemon.served_roots import promptly
 from checkpointd.errors import UsageError
 
@@ -191,9 +192,13 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 _SYSTEM: Final = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", "/dev", "/var/lib/sss")
 
 
-def _readable() -> Iterator[str]:
-    """The system's libraries and tables and the interpreter's, because many modules are imported only when needed."""
+def _readable(config: ServeConfig) -> Iterator[str]:
+    """The system's libraries and tables and the interpreter's, because many modules are imported only when needed. If roots are
+    in buckets, also the places of credentials.
+    """
     yield from _SYSTEM
+    if any(map(is_bucket_url, config.roots)):
+        yield from credential_places()
     yield from (sys.prefix, sys.base_prefix, str(Path(checkpointd.__file__).parents[1]))
     yield from (path for path in sys.path if path and path != _started_in())
 
@@ -284,7 +289,7 @@ def _files(config: ServeConfig) -> tuple[list[Rule], str]:
     """The rules, or the reason why there are none."""
     places = {directory: directory for directory in socket_directories(config)}
     rule_for: Callable[[str], str] = remount_safe if config.sandbox == "auto" else os.path.realpath
-    for root in config.roots:
+    for root in (root for root in config.roots if not is_bucket_url(root)):
         ruled = promptly(partial(rule_for, root), root)
         if ruled is None:
             return [], f"files are not confined, since {root} does not answer; start the daemon again when it does"
@@ -297,7 +302,7 @@ def _files(config: ServeConfig) -> tuple[list[Rule], str]:
     allowed = sorted(set(places.values()))
     # A missing directory gets no rule and cannot be served; the check of the roots reports it.
     rules = [Rule.of(directory, above) for directory, above in places.items() if os.path.isdir(above)]
-    if fault := confine(allowed, _readable()):
+    if fault := confine(allowed, _readable(config)):
         return [], fault
     log.info("sandbox: files can be changed only below %s", ", ".join(allowed))
     return rules, ""

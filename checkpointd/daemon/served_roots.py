@@ -5,6 +5,9 @@ stores follow no symbolic links, so nobody can lead them elsewhere by replacing 
 files beside itself, is served if the directory that contains it is served.
 
 A store has the rights of the user for whom it was opened, so each user of a root has a separate store.
+
+A root in a bucket is reached with the daemon's own credentials, and with the options that the daemon was given for it: a client
+cannot send them to another server. Such roots are served to one user only (`ServeConfig`).
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from checkpointd.bucket_urls import BucketUrl, is_bucket_url, parse
 from checkpointd.daemon.process.process_exit import NO_ROOM
 from checkpointd.daemon.status.history import SpaceSample
 from checkpointd.daemon.users import looks_as, may_look
 from checkpointd.errors import StoreError, UsageError
 from checkpointd.layout.keys import SERVICE
+from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
 from checkpointd.store.posix.anchor import Anchor, LinkMet
@@ -43,6 +49,8 @@ ANSWER_S = 5.0
 """How long a file system may take to answer a question about a path."""
 ASKED_MAX = 64
 """Questions to file systems that may wait for an answer, each on a thread."""
+BUCKET_ROOTS_MAX = 64
+"""The places below a configured bucket that are looked at: each is a request."""
 T = TypeVar("T")
 
 
@@ -52,7 +60,10 @@ class ServedRoots:
     def __init__(
         self, allowed: Iterable[str], bandwidth_bps: float | None = None, *, uids: Collection[int] | None = None
     ) -> None:
-        self._allowed = tuple(promptly(partial(os.path.realpath, path), path) or path for path in allowed)
+        allowed = list(allowed)
+        directories = [root for root in allowed if not is_bucket_url(root)]
+        self._allowed = tuple(promptly(partial(os.path.realpath, path), path) or path for path in directories)
+        self._buckets = tuple(parse(root) for root in allowed if is_bucket_url(root))
         self._bucket = None if bandwidth_bps is None else TokenBucket(bandwidth_bps)
         self._uids = (os.geteuid(),) if uids is None else uids
         self._stores: dict[tuple[str, User | None], Store] = {}
@@ -64,6 +75,8 @@ class ServedRoots:
 
     async def check_writable(self, root: str, user: User | None) -> None:
         """UsageError if `user` may not write at `root`, so that users decide nothing at the roots of others. As `checked`."""
+        if is_bucket_url(root):
+            return  # the server tells, at the first write
         if not await self._ask(f"ask for the rights of {user} at {root}", lambda: _may_write_at(root, user)):
             raise UsageError(
                 f"root {root}: this user may not write there, or in the nearest directory above it that exists. Run as the "
@@ -82,15 +95,30 @@ class ServedRoots:
 
     def _with_owner(self, root: str) -> tuple[str, os.stat_result | None]:
         path = self.check(root)
-        return path, _owner_of(path)
+        return path, None if is_bucket_url(path) else _owner_of(path)
 
     async def room(self, root: str) -> SpaceSample | None:
-        """The free space of the file system of `root`; None if it cannot be read. As `checked`."""
+        """The free space of the file system of `root`; None if it cannot be read, or if it is a bucket. As `checked`."""
+        if is_bucket_url(root):
+            return None
         return await self._ask(f"measure {root}", lambda: room_at(root))
 
     async def seen(self) -> list[str]:
-        """As `found`, with the time limit of `checked`."""
-        return await self._ask("find", self.found)
+        """As `found`, with the time limit of `checked`, and the roots in buckets: those configured, or directly below."""
+        return [*await self._ask("find", self.found), *await self._found_in_buckets()]
+
+    async def _found_in_buckets(self) -> list[str]:
+        found: list[str] = []
+        for allowed in self._buckets:
+            store = self._open(allowed.url, None)
+            with contextlib.suppress(StoreError):  # its own scan, or its trainers, report it
+                if await store.list(f"{SERVICE}/epochs"):
+                    found.append(allowed.url)
+                    continue
+                below = [entry.name for entry in await store.list("") if entry.is_prefix][:BUCKET_ROOTS_MAX]
+                used = [name for name in below if await store.list(f"{name}/{SERVICE}/epochs")]
+                found += [allowed.below(name).url for name in used]
+        return found
 
     async def _ask(self, what: str, call: Callable[[], T]) -> T:
         """Run `call` on a thread. Callers that ask the same question at the same time share the answer."""
@@ -114,7 +142,7 @@ class ServedRoots:
     def _open(self, path: str, user: User | None) -> Store:
         key = (path, user)
         if key not in self._stores:
-            store = PosixStore(path, anchor="/", user=user)
+            store = open_store(path) if is_bucket_url(path) else PosixStore(path, anchor="/", user=user)
             self._stores[key] = store if self._bucket is None else LimitedStore(store, self._bucket)
         return self._stores[key]
 
@@ -124,7 +152,9 @@ class ServedRoots:
             await self._stores.pop(key).close()
 
     def check(self, root: str) -> str:
-        """The normal path of `root`; UsageError, with the reason, if it is not served."""
+        """The normal path or URL of `root`; UsageError, with the reason, if it is not served."""
+        if is_bucket_url(root):
+            return self._check_bucket(parse(root))
         if not os.path.isabs(root) or "\0" in root or not root.isprintable():
             raise UsageError(f"root {root!r} must be an absolute path")
         if ".." in root.split("/"):
@@ -133,7 +163,7 @@ class ServedRoots:
         written = os.path.dirname(path) if can_show(path) else path
         if not any(_within(written, allowed) for allowed in self._allowed):
             raise UsageError(
-                f"this daemon does not serve {written}: it serves {', '.join(self._allowed)} and what lies below; "
+                f"this daemon does not serve {written}: it serves {self._served} and what lies below; "
                 "start it with --root for this one"
             )
         try:
@@ -141,6 +171,24 @@ class ServedRoots:
         except LinkMet as met:
             raise UsageError(f"root {path} has a symbolic link in it ({met.filename}): give the path that it leads to") from met
         return path
+
+    def _check_bucket(self, root: BucketUrl) -> str:
+        allowed = next((one for one in self._buckets if one.holds(root)), None)
+        if allowed is None:
+            raise UsageError(
+                f"this daemon does not serve {root.place}: it serves {self._served} and what lies below; start it with --root "
+                "for this one"
+            )
+        if root.options and root.options != allowed.options:
+            raise UsageError(
+                f"this daemon serves {root.place} as {allowed.url}, and {root.url} has other options: name the root with the "
+                "same options on both sides"
+            )
+        return replace(allowed, prefix=root.prefix).url
+
+    @property
+    def _served(self) -> str:
+        return ", ".join((*self._allowed, *(one.url for one in self._buckets)))
 
     async def usable(self) -> None:
         """UsageError if a configured root is not a directory that this process can use. As `checked`."""

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, get_args
 import msgspec
 
 from checkpointd import arguments
+from checkpointd.bucket_urls import directory_of
 from checkpointd.codec.convert import target_of
 from checkpointd.config import MIB, LoadConfig
 from checkpointd.errors import NotFoundError, UsageError
@@ -169,8 +170,10 @@ async def _tag(store: Store, tag: str | None) -> str:
 
 def check_outside(store: Store, out: str | os.PathLike[str]) -> None:
     """UsageError if `out` lies inside the root, where it could be taken for a checkpoint or be in the way of one."""
+    if directory_of(store.url) is None:
+        return
     root, place = os.path.realpath(store.url), os.path.realpath(out)
-    if store.capabilities.shared and os.path.commonpath([root, place]) == root:
+    if os.path.commonpath([root, place]) == root:
         raise UsageError(f"{place} lies inside the root {root}, which is for checkpoints: give a place outside")
 
 

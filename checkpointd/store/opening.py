@@ -6,9 +6,9 @@ import os
 import re
 from urllib.parse import unquote, urlsplit
 
+from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
-from checkpointd.store.objects.urls import is_bucket_url, parse
 from checkpointd.store.posix.store import PosixStore
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

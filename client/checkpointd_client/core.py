@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd import arguments
 from checkpointd.admin.gc import delete_once
+from checkpointd.bucket_urls import directory_of
 from checkpointd.commands import start_sidecar
 from checkpointd.config import CommitConfig, PersistConfig, check_job
 from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StateError, StoreError, UsageError, WaitTimeoutError
@@ -87,7 +88,7 @@ class Core:
             self._store = open_store(root)
             undo.callback(lambda: self._writer.call(self._store.close(), SLICE_S))
             undo.callback(lambda: end(self._writer, self._started))
-            if self._store.capabilities.shared:
+            if directory_of(self._store.url) is not None:
                 check_apart(self._store.url)
             self._sidecar = self._reach(options.sidecar, options.sidecar_uid, options.on_sidecar_loss)
             beginner = Beginner(

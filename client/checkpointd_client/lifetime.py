@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.errors import UsageError
 from checkpointd.layout.keys import SERVICE, AttemptId, is_tag
 
@@ -17,7 +18,7 @@ _lock = threading.Lock()
 def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
     """Claim `root` for one Checkpointer of this process; call the result to release it. UsageError if another one has it."""
     text = os.fspath(root)
-    name = text if "://" in text else os.path.realpath(text)
+    name = parse(text).place if is_bucket_url(text) else text if "://" in text else os.path.realpath(text)
     with _lock:
         if name in _claimed:
             raise UsageError(

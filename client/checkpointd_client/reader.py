@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from checkpointd import arguments
+from checkpointd.bucket_urls import directory_of
 from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfig, Ranks
 from checkpointd.errors import (
     CheckpointdError,
@@ -113,9 +114,10 @@ class OpenCheckpoint:
         arguments.seconds("absence_s", absence_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         arguments.flag("pickle_client_state", pickle_client_state)
         self._store = open_store(root, read_only=True)
-        if not os.path.isdir(self._store.url):
-            raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
-        check_no_tag(self._store.url)
+        if directory_of(self._store.url) is not None:
+            if not os.path.isdir(self._store.url):
+                raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
+            check_no_tag(self._store.url)
         self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s, pinned_bytes=pinned_bytes)
         parsed = None if attempt is None else _parsed(attempt)
         self._reading = CheckpointFinder(self._store, tag, attempt=parsed, config=self._config)

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from checkpointd import arguments
+from checkpointd.bucket_urls import one_spelling
 from checkpointd.errors import UsageError
 
 MIB = 1 << 20
@@ -30,7 +31,12 @@ class UserId(click.IntRange):
 
 @click.command("serve", short_help="Run the sidecar of this node.")
 @click.option("--socket", help="Unix socket to listen at.  [default: /run/checkpointd/checkpointd.sock]")
-@click.option("--root", "roots", multiple=True, help="Directory at or below which jobs may have their roots; repeatable.")
+@click.option(
+    "--root",
+    "roots",
+    multiple=True,
+    help="Directory or URL of a bucket, at or below which jobs may have roots; repeatable.",
+)
 @click.option(
     "--config", "file", type=click.Path(dir_okay=False), help="TOML file with a table [serve]; options here override it."
 )
@@ -114,7 +120,7 @@ def _settings(given: dict[str, Any]) -> dict[str, object]:
     if "bandwidth_mib" in named:
         named["bandwidth_bps"] = named.pop("bandwidth_mib") * MIB
     if "roots" in named:
-        named["roots"] = tuple(os.path.abspath(root) for root in named["roots"])
+        named["roots"] = tuple(one_spelling(root) for root in named["roots"])
     if "names" in named:
         named["names"] = dict(_name(text) for text in named["names"])
     if "socket" in named:
@@ -126,7 +132,7 @@ def _name(text: str) -> tuple[str, str]:
     root, equals, name = text.rpartition("=")
     if not (root and equals and name):
         raise UsageError(f"--name {text}: write ROOT=NAME, such as /scratch/run-1=llama")
-    return os.path.abspath(root), name
+    return one_spelling(root), name
 
 
 def _say_ready(socket: str, url: str | None) -> None:

@@ -21,13 +21,13 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 from typing_extensions import Buffer
 
+from checkpointd.bucket_urls import BucketUrl
 from checkpointd.errors import NotFoundError
 from checkpointd.store.base import Entry
 from checkpointd.store.objects.bucket import Bucket, ObjectHead, Requests, Version
 from checkpointd.store.objects.credentials import s3_credentials, s3_session
 from checkpointd.store.objects.failures import FAILURES, is_missing, is_past_the_end, missing, store_error
 from checkpointd.store.objects.paths import name_of, path_of
-from checkpointd.store.objects.urls import BucketUrl
 
 if TYPE_CHECKING:
     from obstore import Attributes, UpdateVersion

@@ -19,6 +19,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from checkpointd.bucket_urls import directory_of
 from checkpointd.commit.decide import no_progress_words
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, PersistConfig, Ranks
@@ -62,7 +63,9 @@ class SidecarClient:
 
     def __init__(self, path: str, store: Store, ranks: Ranks, on_loss: OnSidecarLoss, sidecar_uid: int | None = None) -> None:
         self.path, self.on_loss, self._uid = path, on_loss, sidecar_uid
-        self._store, self._root, self._ranks = store, os.path.realpath(store.url), ranks
+        directory = directory_of(store.url)
+        self._store, self._ranks = store, ranks
+        self._root = store.url if directory is None else os.path.realpath(directory)
         self._is_of_root: dict[tuple[int, str], bool] = {}
         """Whether an epoch (number and nonce) of the daemon's attempts belongs to this root."""
         self._begin: wire.Begin | None = None

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from checkpointd import arguments
+from checkpointd.bucket_urls import directory_of
 from checkpointd.config import MIB, CommitConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, StagingError, UsageError
 from checkpointd.layout import tree
@@ -213,7 +214,7 @@ def import_at(root: str | os.PathLike[str], job: ImportJob, *, force: bool) -> t
     claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
 
     async def act(store: Store) -> tuple[str, int, int]:
-        if store.capabilities.shared:
+        if directory_of(store.url) is not None:
             job.check_only_reads(store.url)
         if not force and job.tag in await catalog.tags(store):
             raise UsageError(f"{store.url} has a {job.tag} already: give another tag, or force")

@@ -6,14 +6,14 @@ credentials come from the environment or from the provider's own files and servi
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from checkpointd.errors import UsageError
-from checkpointd.store.names import is_key
 
 Scheme: TypeAlias = Literal["s3", "gs", "az"]
 
@@ -27,6 +27,7 @@ REQUEST_S: Final = 60.0
 
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]\Z")
 _SECRET: Final = re.compile(r"secret|token|password|access_?key|account_?key|sas|credential|signature", re.IGNORECASE)
+_PARTS_REFUSED: Final = frozenset({"", ".", ".."})
 _BOOLS: Final = {"true": True, "false": False}
 
 OPTIONS: Final[Mapping[str, str]] = {
@@ -61,11 +62,14 @@ class BucketUrl:
     options: Mapping[str, str]
 
     @property
+    def place(self) -> str:
+        """The URL without options."""
+        return f"{self.scheme}://{self.bucket}" + (f"/{quote(self.prefix)}" if self.prefix else "")
+
+    @property
     def url(self) -> str:
         """The URL in its one spelling: it opens the same place again."""
-        path = f"/{quote(self.prefix)}" if self.prefix else ""
-        query = f"?{urlencode(sorted(self.options.items()))}" if self.options else ""
-        return f"{self.scheme}://{self.bucket}{path}{query}"
+        return self.place + (f"?{urlencode(sorted(self.options.items()))}" if self.options else "")
 
     @property
     def retry_s(self) -> float:
@@ -75,6 +79,15 @@ class BucketUrl:
     def request_s(self) -> float:
         return float(self.options.get("request_s", REQUEST_S))
 
+    def holds(self, other: BucketUrl) -> bool:
+        """Whether `other` is this place, or lies below it."""
+        same = (self.scheme, self.bucket) == (other.scheme, other.bucket)
+        return same and (not self.prefix or f"{other.prefix}/".startswith(f"{self.prefix}/"))
+
+    def below(self, name: str) -> BucketUrl:
+        """The place `name` in this one."""
+        return replace(self, prefix=f"{self.prefix}/{name}" if self.prefix else name)
+
     def flag(self, name: str) -> bool:
         """The option `name`, which is `true` or `false`; False if it is not given."""
         return _BOOLS[self.options.get(name, "false")]
@@ -83,6 +96,16 @@ class BucketUrl:
 def is_bucket_url(text: str) -> bool:
     """Whether `text` is the URL of a bucket."""
     return text.partition("://")[0].lower() in SCHEMES and "://" in text
+
+
+def one_spelling(root: str) -> str:
+    """`root` as it is shown and compared: the URL of a bucket, or an absolute path."""
+    return parse(root).url if is_bucket_url(root) else os.path.abspath(root)
+
+
+def directory_of(url: str) -> str | None:
+    """The directory of the store at `url`; None if it is not in a file system."""
+    return None if "://" in url else url
 
 
 def parse(text: str) -> BucketUrl:
@@ -98,7 +121,7 @@ def parse(text: str) -> BucketUrl:
             f"{shown}: {url.netloc!r} is not the name of a bucket: write {url.scheme}://bucket/path, the name in lower case"
         )
     prefix = unquote(url.path).strip("/")
-    if prefix and not is_key(prefix):
+    if prefix and not _PARTS_REFUSED.isdisjoint(prefix.split("/")):
         raise UsageError(f"{shown}: {prefix!r} cannot be the path of a root in a bucket: no part is empty, '.' or '..'")
     return BucketUrl(scheme, url.netloc, prefix, _options(scheme, url.query, shown))
 
