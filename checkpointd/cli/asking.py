@@ -12,10 +12,10 @@ from checkpointd.bucket_urls import BucketUrl, directory_of, is_bucket_url, pars
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.layout.keys import LATEST, SERVICE, default_tag, is_tag
+from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, default_tag, is_tag
 from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
-from checkpointd.store.base import Store
+from checkpointd.store.base import Entry, Store
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ def ask_about_tag(root: str, tag: str, question: Callable[[Store, str], Awaitabl
 async def _ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool, read_only: bool) -> T:
     async with open_store(root, read_only=read_only) as store:
         check_root(store, root, unused=unused)
-        if is_bucket_url(store.url) and not unused:
-            await _check_used(store, parse(root))
+        if is_bucket_url(store.url):
+            await _check_used(store, parse(root), unused=unused)
         return await question(store)
 
 
@@ -59,17 +59,22 @@ def check_root(store: Store, given: str, *, unused: bool = False) -> None:
         raise NotFoundError(f"{path} is not a root (no job ever saved there): {suggestion(path, given)}")
 
 
-async def _check_used(store: Store, place: BucketUrl) -> None:
+async def _check_used(store: Store, place: BucketUrl, *, unused: bool) -> None:
     """The same for the root `place` in a bucket."""
     epochs = f"{SERVICE}/epochs"
-    if await store.list(epochs) or any(is_tag(entry.name) for entry in await store.list("") if entry.is_prefix):
+    if await store.list(epochs) or any(map(_is_of_tag, await store.list(""))):
         return
     above, _, name = place.prefix.rpartition("/")
     if name:
         async with open_store(replace(place, prefix=above).url, read_only=True) as outer:
             if await outer.list(epochs):
                 raise UsageError(f"{place.url} lies in the root {outer.url}: give that one, and {name} as the tag")
-    raise NotFoundError(f"{place.url} is not a root (no job ever saved there): give the root that the job was given")
+    if not unused:
+        raise NotFoundError(f"{place.url} is not a root (no job ever saved there): give the root that the job was given")
+
+
+def _is_of_tag(entry: Entry) -> bool:
+    return entry.is_prefix and is_tag(entry.name) and AttemptId.parse(entry.name) is None
 
 
 async def named_tag(store: Store, tag: str) -> str:

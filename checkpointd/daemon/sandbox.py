@@ -192,12 +192,12 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 _SYSTEM: Final = ("/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/sys", "/dev", "/var/lib/sss")
 
 
-def _readable(config: ServeConfig) -> Iterator[str]:
-    """The system's libraries and tables and the interpreter's, because many modules are imported only when needed. If roots are
-    in buckets, also the places of credentials.
+def _readable(roots: Iterable[str] = ()) -> Iterator[str]:
+    """The system's libraries and tables and the interpreter's, because many modules are imported only when needed. If `roots`
+    are in buckets, also the places of credentials.
     """
     yield from _SYSTEM
-    if any(map(is_bucket_url, config.roots)):
+    if any(map(is_bucket_url, roots)):
         yield from credential_places()
     yield from (sys.prefix, sys.base_prefix, str(Path(checkpointd.__file__).parents[1]))
     yield from (path for path in sys.path if path and path != _started_in())
@@ -302,7 +302,7 @@ def _files(config: ServeConfig) -> tuple[list[Rule], str]:
     allowed = sorted(set(places.values()))
     # A missing directory gets no rule and cannot be served; the check of the roots reports it.
     rules = [Rule.of(directory, above) for directory, above in places.items() if os.path.isdir(above)]
-    if fault := confine(allowed, _readable(config)):
+    if fault := confine(allowed, _readable(config.roots)):
         return [], fault
     log.info("sandbox: files can be changed only below %s", ", ".join(allowed))
     return rules, ""

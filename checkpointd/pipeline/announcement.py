@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, StoreError
+from checkpointd.pipeline.pauses import pauses
 from checkpointd.pipeline.root.catalog_log import AnnouncementWatch, CatalogLog, record_of
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 
@@ -66,15 +67,14 @@ class CatalogAnnouncement:
         """
         loop = asyncio.get_running_loop()
         until = min((loop.time() + deadline) / 2, loop.time() + ANNOUNCED_S + self.info.rank * ANNOUNCED_S / 20)
-        delay_s = self.commit.poll_min_s
+        delays = pauses(self.commit, self.known.store.capabilities, self.info.world_size)
         while self.info.rank != COORDINATOR and not self._stands and loop.time() < until:
             try:
                 self._stands = await self.watch.has_announced(self.info.prefix)
             except CheckpointdError as error:
                 log.warning("%s: whether it is announced cannot be told: %s", self.info.prefix, error)
             if not self._stands:
-                await asyncio.sleep(delay_s)
-                delay_s = min(delay_s * 1.5, self.commit.poll_max_s)
+                await asyncio.sleep(next(delays))
         await self.make()
 
     async def check_undecided(self) -> None:

@@ -49,6 +49,7 @@ from checkpointd.pipeline.awaited import Awaited
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.outcome.outlived import outlived
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
+from checkpointd.pipeline.pauses import pauses
 from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog_log import AnnouncementWatch
@@ -379,8 +380,8 @@ class Attempt:
 
     async def _follow(self) -> Outcome:
         """Wait for the outcome. The coordinator puts it when the votes are in; any rank puts an abort after the deadline."""
-        config, loop = self._state.commit, asyncio.get_running_loop()
-        delay = config.poll_min_s
+        loop = asyncio.get_running_loop()
+        delays = pauses(self._state.commit, self._store.capabilities, self.info.world_size)
         while True:
             hopeless = self._hopeless  # a look that began before may have missed the outcome
             outcome = await self._look_in_time()
@@ -391,8 +392,7 @@ class Attempt:
             if loop.time() >= self._deadline and self._hopeless is None:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing)
-            await asyncio.sleep(max(0.0, min(delay, self._deadline - loop.time())))
-            delay = min(delay * 1.5, config.poll_max_s)
+            await asyncio.sleep(max(0.0, min(next(delays), self._deadline - loop.time())))
 
     async def _look_in_time(self) -> Outcome | None:
         """One look, which ends at the deadline even if the store does not answer."""

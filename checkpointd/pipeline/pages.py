@@ -18,8 +18,13 @@ def page_buffer(size: int) -> Bytes:
     return np.frombuffer(mmap.mmap(-1, max(size, PAGE)), dtype=np.uint8)[:size]
 
 
+def up_to(size: int, unit: int) -> int:
+    """`size`, rounded up to a multiple of `unit`."""
+    return -(-size // unit) * unit
+
+
 def page_up(size: int) -> int:
-    return -(-size // PAGE) * PAGE
+    return up_to(size, PAGE)
 
 
 class BufferRange(Protocol):

@@ -63,6 +63,8 @@ class Capabilities:
     """Reading so many bytes that nobody needs costs less than a second read."""
     look_s: float = 0.0
     """Seconds between two looks for what others write. Where each look is charged or limited, it is greater than 0."""
+    can_be_full: bool = True
+    """Whether the room is limited, as on a disk, so that a job should keep some in reserve."""
     piece_bytes: int | None = None
     """The store cuts larger writes into pieces of this many bytes and pauses between them; None: it does not cut them."""
 

@@ -45,6 +45,7 @@ from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
 from checkpointd.layout.keys import LEASE, vote_name
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, retire
+from checkpointd.pipeline.pauses import pauses
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
@@ -191,13 +192,12 @@ class Tidier:
         the size of this rank's shard.
         """
         own = nbytes * info.world_size
-        loop, pause_s = asyncio.get_running_loop(), self._commit.poll_min_s
+        loop, waits = asyncio.get_running_loop(), pauses(self._commit, self._store.capabilities)
         began = loop.time()
         try:
             async with asyncio.timeout_at((began + deadline) / 2):
                 while not await self._has_room(info, own, began):
-                    await self._change(pause_s)
-                    pause_s = min(pause_s * 1.5, self._commit.poll_max_s)
+                    await self._change(next(waits))
         except TimeoutError:
             log.warning("%s is written although other saves and their leftovers take more room than they should", info.prefix)
         self._waiting.pop(info.prefix, None)

@@ -39,8 +39,8 @@ from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
 
-GAP_BYTES_MAX = 64 << 10
-"""Chunks at most this far apart are read together."""
+GAP_BYTES_MAX = 1 << 20
+"""Chunks this far apart are never read together, whatever the store says that a read costs."""
 IN_PLACE_BYTES_MIN = 16 << 10
 """Smaller chunks are read into a buffer and copied: a place of its own costs as much processor time as such a copy."""
 NAMED = 3
@@ -113,7 +113,7 @@ async def read_chunks(
     if the storage fails. A missing object counts as damage, so use a store that raises NotFoundError only if that is proved
     (`store/patient.py`).
     """
-    groups = group_chunks(wanted, config.block_bytes)
+    groups = group_chunks(wanted, config.block_bytes, store.capabilities.gap_bytes)
     damage: dict[int, list[DamagedError]] = {}
     circle = None if sharing is None else await sharing.join(_print(groups))
     if circle is not None:
@@ -203,13 +203,13 @@ def _print(groups: Iterable[ReadGroup]) -> bytes:
     return xxh3_128(msgspec.msgpack.encode(reads))
 
 
-def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int) -> list[ReadGroup]:
-    """Neighbouring chunks that are read together, at most `block_bytes`; a larger chunk is read alone."""
+def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int, gap_bytes: int) -> list[ReadGroup]:
+    """Chunks at most `gap_bytes` apart that are read together, at most `block_bytes`; a larger chunk is read alone."""
     groups: list[ReadGroup] = []
     for item in sorted(wanted, key=lambda w: (w.key, w.chunk.offset)):
         start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
         last = groups[-1] if groups else None
-        is_near = last is not None and last.key == item.key and start - last.stop <= GAP_BYTES_MAX
+        is_near = last is not None and last.key == item.key and start - last.stop <= min(gap_bytes, GAP_BYTES_MAX)
         if last is None or not is_near or stop - last.start > block_bytes:
             last = ReadGroup(item.key, start, stop, [])
             groups.append(last)

@@ -242,7 +242,7 @@ class BackgroundReadBack:
             nbytes += read
             self._bytes_read += read
 
-        for group in group_chunks(rank_reads(checkpoint.prefix, index), BLOCK.block_bytes):
+        for group in group_chunks(rank_reads(checkpoint.prefix, index), BLOCK.block_bytes, uncached.capabilities.gap_bytes):
             await self._turn()
             began = asyncio.get_running_loop().time()
             # Read twice, since a bit that flips during the transfer proves nothing about the stored bytes.

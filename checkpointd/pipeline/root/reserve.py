@@ -26,7 +26,9 @@ async def drop(store: Store) -> None:
 
 
 async def take_aboard(store: Store) -> None:
-    """Put the ballast if it is missing. A disk without room for it is not an error."""
+    """Put the ballast if it is missing and the store can be full. A disk without room for it is not an error."""
+    if not store.capabilities.can_be_full:
+        return
     try:
         if await store.stat(KEY) is None:
             await store.put_if_absent(KEY, bytes(BALLAST_BYTES))

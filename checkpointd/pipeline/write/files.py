@@ -27,7 +27,7 @@ from checkpointd.layout.indexes import Chunk, Index
 from checkpointd.layout.keys import file_name
 from checkpointd.layout.manifest import ObjectRef
 from checkpointd.layout.tree import FilesNode, StoredFileNode
-from checkpointd.pipeline.pages import page_buffer, page_up
+from checkpointd.pipeline.pages import page_buffer, page_up, up_to
 from checkpointd.pipeline.shard import Bytes, Share
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.pipeline.write.build_index import index_of
@@ -228,7 +228,8 @@ async def _write_block(
 ) -> None:
     await layout.hashed.wait()
     job.check_stop()
-    block = page_buffer(page_up(nbytes))  # whole pages; `finish` cuts the file to its size
+    # Whole pages where they are needed; `finish` cuts the file to its size.
+    block = page_buffer(page_up(nbytes))[: up_to(nbytes, job.store.capabilities.alignment)]
     await asyncio.get_running_loop().run_in_executor(None, layout.fill, block[:nbytes], start)
     with job.spent.disk.busy(nbytes):
         await target.write_at(start, block.data)

@@ -10,13 +10,14 @@ import numpy as np
 
 from checkpointd.config import PersistConfig
 from checkpointd.pipeline.meter import Meter
-from checkpointd.pipeline.pages import page_buffer, page_up
+from checkpointd.pipeline.pages import page_buffer, up_to
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.store.base import ObjectWriter
 
 
 class Packer:
-    """Gathers bytes into blocks and writes each full block. At most `writes` blocks exist at once.
+    """Gathers bytes into blocks and writes each full block; the last one is filled up to `alignment`. At most `writes` blocks
+    exist at once.
 
     `on_written` is called with the raw and the stored bytes of each written block.
     """
@@ -25,10 +26,12 @@ class Packer:
         self,
         target: ObjectWriter,
         config: PersistConfig,
+        alignment: int,
         meter: Meter,
         on_written: Callable[[int, int], None] = lambda _, __: None,
     ) -> None:
         self._target = target
+        self._alignment = alignment
         self._meter = meter
         self._on_written = on_written
         self._block_bytes = config.block_bytes
@@ -64,7 +67,7 @@ class Packer:
         size = self._base + self._filled
         if self._filled and self._block is not None:
             self._block[self._filled :] = 0
-            self._send(page_up(self._filled))
+            self._send(up_to(self._filled, self._alignment))
         await self.drain()
         if self._error:
             raise self._error

@@ -64,17 +64,19 @@ async def write_objects(
     job, written = job.in_small_writes(), WrittenObjects()
     async with discarded_on_error() as opened:
         if placement.raw.spans:
-            opened.append(await _open(job, RAW_OBJECT, placement.raw.nbytes))
+            opened.append(await _open(job, RAW_OBJECT, size_hint=placement.raw.nbytes))
             await _write_raw(job, placement.raw, digests, opened[-1], written)
         if placement.encoded:
-            opened.append(await _open(job, ENCODED_OBJECT, 0))
+            # No chunk is stored in more bytes than it has raw.
+            opened.append(await _open(job, ENCODED_OBJECT, size_max=sum(span.nbytes for span in placement.encoded)))
             await _write_encoded(job, placement.encoded, codecs, digests, deltas, opened[-1], written)
     job.rates.measured_disk(job.spent.disk.nbytes, job.spent.disk.seconds)
     return written
 
 
-async def _open(job: PersistJob, part: int, size_hint: int) -> ObjectWriter:
-    return await job.store.open_writer(job.info.key(chunks_name(job.info.rank, part, job.info.takeover)), size_hint=size_hint)
+async def _open(job: PersistJob, part: int, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+    key = job.info.key(chunks_name(job.info.rank, part, job.info.takeover))
+    return await job.store.open_writer(key, size_hint=size_hint, size_max=size_max)
 
 
 async def _finish(job: PersistJob, part: int, target: ObjectWriter, size: int, written: WrittenObjects) -> None:
@@ -142,7 +144,7 @@ async def _write_encoded(
 ) -> None:
     """Encode `spans` on threads, and write them back to back in the order in which they are ready."""
     loop, buffer, number = asyncio.get_running_loop(), job.shard.buffer, len(written.objects)
-    packer = Packer(target, job.config, job.spent.disk, job.progress.add)
+    packer = Packer(target, job.config, job.store.capabilities.alignment, job.spent.disk, job.progress.add)
     seconds: list[float] = []
     useless: set[str] = set()
 

@@ -68,7 +68,7 @@ def _reason(error: BaseException) -> tuple[str, str]:
     if not code and any(one in text for one in _NO_BUCKET):
         code = "NoSuchBucket"
     if not status:
-        last = text.rpartition("\n")[2] or text
+        last = text.rpartition("\n")[2].rpartition(" - ")[2]
         return last[-_REASON_MAX:] or type(error).__name__, "" if isinstance(error, ValueError) else _NO_ANSWER
     words = " ".join(one for one in (status.strip(), code and f"({code})") if one) + (f" {message}" if message else "")
     return words[:_REASON_MAX], _ADVICE.get(code, "")

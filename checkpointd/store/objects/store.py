@@ -34,7 +34,7 @@ RANGE_BYTES: Final = 8 * 1024 * 1024
 RANGES_AT_ONCE: Final = 8
 ON_THREAD_BYTES_MIN: Final = 256 * 1024
 """So many bytes are copied on a thread, since that takes the loop's time."""
-LOOK_S: Final = 0.5
+LOOK_S: Final = 0.2
 """Ranks that wait for each other look this often at most: each look is a request."""
 GAP_BYTES: Final = 1024 * 1024
 """Reading this many bytes takes about as long as another request."""
@@ -54,7 +54,7 @@ class ObjectStore(Store):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(alignment=1, shared=True)
+        return Capabilities(alignment=1, shared=True, can_be_full=False, gap_bytes=GAP_BYTES, look_s=LOOK_S)
 
     @property
     def requests(self) -> Requests:

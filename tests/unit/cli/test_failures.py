@@ -47,7 +47,8 @@ def test_a_root_that_is_a_file(tmp_path: Path, cli: Cli, command: str) -> None:
         (("status", "--interval", "0"), "Invalid value for '--interval'"),
         (("list",), "which root? Give its path"),
         (("list", "a", "b"), "2 arguments are more than this command takes"),
-        (("list", "s3://bucket/run"), "there is no store for s3:// URLs"),
+        (("list", "hf://bucket/run"), "there is no store for hf:// URLs"),
+        (("list", "s3://bucket/run?acces=x"), "there is no option 'acces'"),
         (("list", "memory://x"), "exists only in the process that made it"),
     ],
 )

@@ -19,7 +19,7 @@ from checkpointd.errors import CodecError, FormatError
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.manifest import ObjectRef
-from checkpointd.pipeline.read.chunks import GAP_BYTES_MAX, Budget, group_chunks
+from checkpointd.pipeline.read.chunks import Budget, group_chunks
 from checkpointd.pipeline.read.decode import decoded
 from checkpointd.pipeline.read.index import entries_by_fqn
 from checkpointd.pipeline.read.load import read_tensors
@@ -28,6 +28,7 @@ from checkpointd.pipeline.shard import Bytes
 from checkpointd.store.memory import MemoryStore
 
 PREFIX, NAME = "tag/00000001-0", "00000-0.chunks"
+GAP_BYTES = 64 << 10
 
 
 def entry(fqn: str, *chunks: Chunk) -> TensorEntry:
@@ -76,7 +77,7 @@ def wanted(draw: st.DrawFn) -> list[ChunkRead]:
     for number in range(2):
         offset = 0
         for _ in range(draw(st.integers(0, 8))):
-            offset += draw(st.sampled_from([0, 0, 100, GAP_BYTES_MAX, GAP_BYTES_MAX + 1]))
+            offset += draw(st.sampled_from([0, 0, 100, GAP_BYTES, GAP_BYTES + 1]))
             size = draw(st.integers(1, 300_000))
             found += [Chunk(number, offset, size, size, "raw", None, bytes(16))] * draw(st.sampled_from([1, 1, 1, 2]))
             offset += size
@@ -85,7 +86,7 @@ def wanted(draw: st.DrawFn) -> list[ChunkRead]:
 
 @given(wanted(), st.sampled_from([1, 100_000, 1 << 20]))
 def test_every_chunk_is_read_once_inside_its_group(items: list[ChunkRead], block_bytes: int) -> None:
-    groups = group_chunks(items, block_bytes)
+    groups = group_chunks(items, block_bytes, GAP_BYTES)
     assert sorted(item.start for group in groups for item in group.wanted) == list(range(len(items)))
     for group in groups:
         chunks = [item.chunk for item in group.wanted]
@@ -95,24 +96,24 @@ def test_every_chunk_is_read_once_inside_its_group(items: list[ChunkRead], block
 
 @given(wanted(), st.sampled_from([1, 100_000, 1 << 20]))
 def test_no_group_is_larger_than_a_block_unless_it_is_one_chunk(items: list[ChunkRead], block_bytes: int) -> None:
-    for group in group_chunks(items, block_bytes):
+    for group in group_chunks(items, block_bytes, GAP_BYTES):
         places = {(item.chunk.offset, item.chunk.stored) for item in group.wanted}
         assert group.stop - group.start <= block_bytes or len(places) == 1
 
 
 @given(wanted(), st.sampled_from([1, 100_000, 1 << 20]))
 def test_no_group_reads_across_a_wide_gap(items: list[ChunkRead], block_bytes: int) -> None:
-    for group in group_chunks(items, block_bytes):
+    for group in group_chunks(items, block_bytes, GAP_BYTES):
         spans = sorted((item.chunk.offset, item.chunk.offset + item.chunk.stored) for item in group.wanted)
         for (_, stop), (start, _) in pairwise(spans):
-            assert start - stop <= GAP_BYTES_MAX
+            assert start - stop <= GAP_BYTES
 
 
 @given(wanted())
 def test_neighbours_share_a_read_as_far_as_a_block_goes(items: list[ChunkRead]) -> None:
-    groups = group_chunks(items, 1 << 20)
+    groups = group_chunks(items, 1 << 20, GAP_BYTES)
     for one, two in pairwise(groups):
-        near = one.key == two.key and two.start - one.stop <= GAP_BYTES_MAX
+        near = one.key == two.key and two.start - one.stop <= GAP_BYTES
         first = min(item.chunk.stored for item in two.wanted if item.chunk.offset == two.start)
         assert not near or two.start + first - one.start > 1 << 20
 

@@ -57,7 +57,7 @@ class Target:
 @given(st.lists(st.integers(0, 5 * BLOCK) | st.integers(0, 300), max_size=12), st.booleans())
 async def test_every_chunk_lies_at_the_offset_returned_and_nothing_between(sizes: list[int], one_by_one: bool) -> None:
     target = Target()
-    packer = Packer(target, config(), Meter())
+    packer = Packer(target, config(), PAGE, Meter())
     chunks = [np.random.default_rng(n).bytes(size) for n, size in enumerate(sizes)]
     if one_by_one:
         offsets = [await packer.add(memoryview(chunk), 0) for chunk in chunks]
@@ -74,7 +74,7 @@ async def test_every_chunk_lies_at_the_offset_returned_and_nothing_between(sizes
 @given(st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=8))
 async def test_every_write_is_whole_aligned_pages_of_at_most_a_block(sizes: list[int]) -> None:
     target = Target()
-    packer = Packer(target, config(), Meter())
+    packer = Packer(target, config(), PAGE, Meter())
     for size in sizes:
         await packer.add(memoryview(bytes(size)), 0)
     await packer.flush()
@@ -84,7 +84,7 @@ async def test_every_write_is_whole_aligned_pages_of_at_most_a_block(sizes: list
 
 async def test_the_padding_of_the_last_page_is_zero_although_blocks_are_used_again() -> None:
     target = Target()
-    packer = Packer(target, config(writes=2), Meter())
+    packer = Packer(target, config(writes=2), PAGE, Meter())
     await packer.add(memoryview(b"\xff" * (4 * BLOCK + 10)), 0)
     assert await packer.flush() == 4 * BLOCK + 10
     assert bytes(target.data[4 * BLOCK + 10 :]) == bytes(PAGE - 10)
@@ -94,7 +94,7 @@ async def test_the_padding_of_the_last_page_is_zero_although_blocks_are_used_aga
 async def test_no_more_blocks_than_writes_are_under_way_and_adding_waits_for_one(writes: int) -> None:
     target = Target()
     target.gate.clear()
-    packer = Packer(target, config(writes=writes), Meter())
+    packer = Packer(target, config(writes=writes), PAGE, Meter())
     adding = asyncio.ensure_future(packer.add(memoryview(bytes(10 * BLOCK)), 0))
     for _ in range(100):
         await asyncio.sleep(0)
@@ -109,7 +109,7 @@ async def test_no_more_blocks_than_writes_are_under_way_and_adding_waits_for_one
 async def test_a_small_budget_makes_fewer_blocks() -> None:
     target = Target()
     target.gate.clear()
-    packer = Packer(target, config(writes=8, budget_bytes=6 * BLOCK), Meter())
+    packer = Packer(target, config(writes=8, budget_bytes=6 * BLOCK), PAGE, Meter())
     adding = asyncio.ensure_future(packer.add(memoryview(bytes(20 * BLOCK)), 0))
     for _ in range(100):
         await asyncio.sleep(0)
@@ -121,7 +121,7 @@ async def test_a_small_budget_makes_fewer_blocks() -> None:
 
 async def test_a_failed_write_is_raised_to_the_next_who_add_and_to_flush() -> None:
     target = Target(fail_at=BLOCK)
-    packer = Packer(target, config(), Meter())
+    packer = Packer(target, config(), PAGE, Meter())
     with pytest.raises(StoreError, match="the disk is gone"):
         await packer.add(memoryview(bytes(20 * BLOCK)), 0)
     with pytest.raises(StoreError, match="the disk is gone"):
@@ -133,7 +133,7 @@ async def test_a_failed_write_is_raised_to_the_next_who_add_and_to_flush() -> No
 async def test_those_who_wait_for_a_block_hear_of_the_failure_too() -> None:
     target = Target(fail_at=0)
     target.gate.clear()
-    packer = Packer(target, config(writes=2), Meter())
+    packer = Packer(target, config(writes=2), PAGE, Meter())
     adding = [asyncio.ensure_future(packer.add(memoryview(bytes(3 * BLOCK)), 0)) for _ in range(3)]
     for _ in range(50):
         await asyncio.sleep(0)
@@ -145,7 +145,7 @@ async def test_those_who_wait_for_a_block_hear_of_the_failure_too() -> None:
 async def test_drain_waits_for_every_write_and_raises_nothing() -> None:
     target = Target(fail_at=0)
     target.gate.clear()
-    packer = Packer(target, config(), Meter())
+    packer = Packer(target, config(), PAGE, Meter())
     await packer.add(memoryview(bytes(2 * BLOCK)), 0)
     draining = asyncio.ensure_future(packer.drain())
     for _ in range(50):
@@ -158,6 +158,6 @@ async def test_drain_waits_for_every_write_and_raises_nothing() -> None:
 
 async def test_nothing_added_is_nothing_written() -> None:
     target = Target()
-    packer = Packer(target, config(), Meter())
+    packer = Packer(target, config(), PAGE, Meter())
     assert await packer.flush() == 0
     assert target.writes == []
