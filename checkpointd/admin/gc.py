@@ -13,6 +13,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, UsageError
 from checkpointd.pipeline.gc.collect import Removal, collect, survey
 from checkpointd.pipeline.gc.retire import chosen_by
+from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.root import catalog, epochs, reserve
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
@@ -35,6 +36,8 @@ class CollectionReport(msgspec.Struct, frozen=True, kw_only=True):
     """For a deletion: the tags of newer checkpoints that refer to objects of the deleted one, so that these objects stay."""
     unproved: tuple[str, ...] = ()
     """Tags that no rule keeps, but that stay, since no checkpoint that the rules keep could be read back whole."""
+    uploads: tuple[str, ...] = ()
+    """The objects whose uploads killed writers had left unfinished, and that were aborted."""
 
 
 async def collection(store: Store, rules: Retention, *, dry_run: bool) -> CollectionReport:
@@ -50,7 +53,8 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
     report = await _done(store, views, choice.going, dry_run=dry_run)
     if not dry_run:
         await _forget_old(store)
-    return report
+    uploads = await abort_dead_uploads(store, CatalogLog(store), dry_run=dry_run)
+    return msgspec.structs.replace(report, uploads=tuple(upload.key for upload in uploads))
 
 
 async def _forget_old(store: Store) -> None:

@@ -24,6 +24,8 @@ def page(found: CollectionReport) -> Iterator[Block]:
         facts.append(("stays", f"{size(found.kept_bytes)} that {who} refer{'s' if len(found.needed_by) == 1 else ''} to"))
     if found.latest_moved_to:
         facts.append(("latest", f"moved to {found.latest_moved_to}"))
+    if found.uploads:
+        facts.append(("aborted" if not found.dry_run else "would be aborted", count(len(found.uploads), "unfinished upload")))
     if found.unproved:
         why = "since no checkpoint that was to stay could be read back whole"
         facts.append(("kept nevertheless", Cell(f"{count(len(found.unproved), 'checkpoint')}, {why}", "bad")))

@@ -10,6 +10,7 @@ from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectW
 from checkpointd.store.identity import Identity, forget_synced, identity_of
 from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.showing import plain_files_of
+from checkpointd.store.uploads import UnfinishedUpload, abort_upload_of, unfinished_uploads_of
 
 T = TypeVar("T")
 
@@ -77,6 +78,12 @@ class PassingStore(Store):
 
     def forget_synced(self) -> None:
         forget_synced(self._store)
+
+    async def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
+        return await unfinished_uploads_of(self._store)
+
+    async def abort_upload(self, upload: UnfinishedUpload) -> None:
+        await abort_upload_of(self._store, upload)
 
     async def settle(self, key: str) -> None:
         await self._store.settle(key)

@@ -32,6 +32,7 @@ from checkpointd.layout.keys import OUTCOME, AttemptId
 from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.pipeline.gc.collect import collect
+from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, check_together, draft_of, put_outcome, unequal_boxes
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import lost_newest
@@ -121,7 +122,7 @@ async def recover(
         await known.refresh()
         await known.compact(every=COMPACT_EVERY)
         if not surviving:
-            done.strays = await store.sweep()
+            done.strays = await store.sweep() + len(await abort_dead_uploads(store, known))
         await mend(store, 0 if surviving else epoch, known)
     except (StoreError, DamagedError, NotFoundError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)

@@ -17,6 +17,7 @@ import msgspec
 from typing_extensions import Buffer
 
 from checkpointd.store.base import Entry
+from checkpointd.store.uploads import UnfinishedUpload
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,14 @@ class Bucket(Protocol):
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Remove these objects; it is no error if one is not there. If one fails, others may stay."""
+        ...
+
+    async def unfinished(self) -> Sequence[UnfinishedUpload]:
+        """The uploads that were neither completed nor aborted, those under way included."""
+        ...
+
+    async def abort(self, upload: UnfinishedUpload) -> None:
+        """Give up `upload`; no error if it is not there any more."""
         ...
 
     async def close(self) -> None: ...

@@ -18,3 +18,8 @@ def path_of(prefix: str, key: str) -> str:
 def name_of(path: str) -> str:
     """The last part of the key of the object, or of the prefix, that is called `path` in the bucket."""
     return unquote(path.rstrip("/").rpartition("/")[2])
+
+
+def key_of(prefix: str, path: str) -> str:
+    """The key of the object that is called `path` in the bucket, below `prefix`."""
+    return unquote(path.removeprefix(f"{path_of(prefix, '')}/") if prefix else path)

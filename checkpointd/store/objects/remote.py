@@ -28,6 +28,8 @@ from checkpointd.store.objects.bucket import Bucket, ObjectHead, Requests, Versi
 from checkpointd.store.objects.credentials import s3_credentials, s3_session
 from checkpointd.store.objects.failures import FAILURES, is_missing, is_past_the_end, missing, store_error
 from checkpointd.store.objects.paths import name_of, path_of
+from checkpointd.store.objects.unfinished import S3Uploads
+from checkpointd.store.uploads import UnfinishedUpload
 
 if TYPE_CHECKING:
     from obstore import Attributes, UpdateVersion
@@ -63,6 +65,7 @@ class RemoteBucket(Bucket):
         self._location = location
         self._client = _client(location)
         self._requests = Requests()
+        self._uploads = S3Uploads(location) if location.scheme == "s3" else None
 
     @property
     def url(self) -> str:
@@ -189,6 +192,17 @@ class RemoteBucket(Bucket):
         except FAILURES as error:
             if not is_missing(error):
                 raise store_error("removing", keys[0], self.url, error, reads=False) from error
+
+    async def unfinished(self) -> Sequence[UnfinishedUpload]:
+        if self._uploads is None:
+            return []
+        self._requests.lists += 1
+        return await self._uploads.found()
+
+    async def abort(self, upload: UnfinishedUpload) -> None:
+        assert self._uploads is not None
+        self._requests.deletes += 1
+        await self._uploads.abort(upload)
 
     async def close(self) -> None:
         """Nothing to release: the client has no state but its connections."""

@@ -25,6 +25,7 @@ from checkpointd.store.names import check_key, check_prefix, is_key
 from checkpointd.store.objects.bucket import Bucket, Requests
 from checkpointd.store.objects.failures import missing
 from checkpointd.store.objects.multipart import MultipartUpload, part_bytes_for
+from checkpointd.store.uploads import UnfinishedUpload
 from checkpointd.waits import to_the_end
 
 T = TypeVar("T")
@@ -166,6 +167,14 @@ class ObjectStore(Store):
     async def settle(self, key: str) -> None:
         if await self.stat(key) is None:
             raise missing(key, self.url)
+
+    async def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
+        self._check_open()
+        return await self._bucket.unfinished()
+
+    async def abort_upload(self, upload: UnfinishedUpload) -> None:
+        self._check_write("aborting the upload of", upload.key)
+        await self._bucket.abort(upload)
 
     async def sweep(self) -> int:
         self._check_open()
