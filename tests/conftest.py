@@ -14,6 +14,8 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.servers.fixtures"]
+
 # Tests with one of these markers share the two cores and the loop devices badly: under `--dist loadgroup` those of one folder
 # all go to one worker, one after another. A test's own `xdist_group` wins.
 ONE_AT_A_TIME = ("e2e", "power_cut")
