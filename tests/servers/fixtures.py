@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlencode
 
 import pytest
 
 from tests.servers.moto_server import MotoServer, why_no_moto
+from tests.servers.s3_requests import REGION
 from tests.servers.s3_server import S3Server
 from tests.servers.seaweed import SeaweedFS, why_no_seaweed
 
 GROUP = "object-store"
-SERVERS = {"seaweed", "own_seaweed", "moto", "s3_place"}
+SERVERS = {"seaweed", "own_seaweed", "moto", "s3_place", "s3_root"}
 SHARED = "shared"
 COUNT = itertools.count(1)
 
@@ -91,3 +93,24 @@ def s3_place(request: pytest.FixtureRequest) -> Place:
     """A place on each of the servers in turn."""
     found: Place = request.getfixturevalue(f"{request.param}_place")
     return found
+
+
+@pytest.fixture
+def s3_root(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a root on each of the servers in turn. The environment has the credentials."""
+    return root_at(s3_place, monkeypatch)
+
+
+@pytest.fixture
+def seaweed_root(seaweed_place: Place, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same on SeaweedFS alone."""
+    return root_at(seaweed_place, monkeypatch)
+
+
+def root_at(place: Place, monkeypatch: pytest.MonkeyPatch, *, endpoint: str = "", **options: str) -> str:
+    """The URL of `place`, perhaps through another `endpoint`, with `options`. The environment gets the credentials."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", place.server.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", place.server.secret_key)
+    monkeypatch.setenv("AWS_REGION", REGION)
+    query = urlencode({"endpoint": endpoint or place.server.endpoint, **options})
+    return f"s3://{place.bucket}/{place.prefix}?{query}"
