@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable
-from typing import Final
+from collections.abc import Callable
+from copy import copy
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,10 @@ class _Discarded(Exception):
 
 
 class MultipartUpload:
-    """The ObjectWriter of a bucket. `on_end` is called once the key is free or taken for good."""
+    """The ObjectWriter of a bucket. `on_end` is called once the key is free or taken for good.
+
+    It is also the iterator of the parts, which the bucket takes one by one.
+    """
 
     def __init__(self, bucket: Bucket, key: str, part_bytes: int, on_end: Callable[[], None]) -> None:
         self._bucket, self._key, self._part_bytes, self._on_end = bucket, key, part_bytes, on_end
@@ -55,7 +59,7 @@ class MultipartUpload:
         self._filled = 0
         self._parts: asyncio.Queue[Bytes | None] = asyncio.Queue()
         self._sending: asyncio.Task[None] | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._finishing = self._ended = False
 
     async def write_at(self, offset: int, data: Buffer) -> None:
@@ -105,24 +109,40 @@ class MultipartUpload:
     def _send(self, data: Bytes) -> asyncio.Event:
         """Queue a part. The event is set once nobody refers to the part any more, so once the server has it, or never will."""
         if self._sending is None:
-            self._sending = asyncio.ensure_future(self._bucket.upload(self._key, self._queued(), self._part_bytes))
-            self._sending.add_done_callback(self._sent)
+            self._sending = asyncio.ensure_future(self._upload())
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
         part = np.frombuffer(data.data, np.uint8)  # an array of its own, whose end is seen
         weakref.finalize(part, _tell, loop, gone).atexit = False
         self._parts.put_nowait(part)
         return gone
 
-    async def _queued(self) -> AsyncIterator[Buffer]:
-        while (part := await self._parts.get()) is not None:
-            yield part.data
-            del part
-        if not self._finishing:
-            raise _Discarded
+    def __aiter__(self) -> Self:
+        return self
 
-    def _sent(self, sending: asyncio.Task[None]) -> None:
-        self._error = asyncio.CancelledError() if sending.cancelled() else sending.exception()
-        while not self._parts.empty():  # whoever waits for these parts wakes up
+    async def __anext__(self) -> Buffer:
+        """The next part. This is no generator, whose frame would go on referring to the part."""
+        part = await self._parts.get()
+        if part is not None:
+            return part.data
+        if self._finishing:
+            raise StopAsyncIteration
+        raise _Discarded
+
+    async def _upload(self) -> None:
+        """Upload the parts as they come; an error is kept for all who write."""
+        try:
+            await self._bucket.upload(self._key, self, self._part_bytes)
+        except Exception as error:
+            self._error = error.with_traceback(None)  # its frames may refer to parts
+        except BaseException:
+            self._error = self._failure("it was cancelled")
+            raise
+        finally:
+            self._drop_queued()
+
+    def _drop_queued(self) -> None:
+        """Whoever waits for parts that are queued wakes up."""
+        while not self._parts.empty():
             self._parts.get_nowait()
 
     async def finish(self, size: int) -> None:
@@ -142,6 +162,7 @@ class MultipartUpload:
                     self._send(tail)
                 self._parts.put_nowait(None)
                 await to_the_end(self._sending)
+                self._check()
         except StoreError as error:
             if not await self._is_there(size):
                 self._error = error
@@ -162,6 +183,7 @@ class MultipartUpload:
         finishing, self._finishing = self._finishing, False
         self._ended = True
         if self._sending is not None:
+            self._drop_queued()
             self._parts.put_nowait(None)
             await asyncio.wait([self._sending])
         if finishing:
@@ -177,7 +199,7 @@ class MultipartUpload:
         if self._ended:
             raise self._failure("it was finished or discarded before")
         if self._error is not None:
-            raise self._error
+            raise copy(self._error) from self._error.__cause__  # many calls may raise it, each with its own traceback
 
     def _failure(self, why: str) -> StoreError:
         return StoreError(f"writing {self._key!r} in {self._bucket.url} failed: {why}")

@@ -13,7 +13,7 @@ import time
 from asyncio import Future
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 from weakref import WeakSet
 
 import obstore
@@ -126,7 +126,7 @@ class RemoteBucket(Bucket):
                 obstore.put_async(
                     self._client,
                     self._path(key),
-                    self._counted(parts),
+                    cast(Any, _Counted(parts, self._requests)),
                     use_multipart=True,
                     chunk_size=part_bytes,
                     max_concurrency=PARTS_AT_ONCE,
@@ -134,12 +134,6 @@ class RemoteBucket(Bucket):
             )
         except FAILURES as error:
             raise store_error("writing", key, self.url, error, reads=False) from error
-
-    async def _counted(self, parts: AsyncIterator[Buffer]) -> AsyncIterator[Any]:
-        async for part in parts:
-            self._requests.parts += 1
-            yield part
-            del part
 
     async def get(self, key: str, size_max: int) -> tuple[bytes, Version] | int:
         self._requests.gets += 1
@@ -214,6 +208,21 @@ class RemoteBucket(Bucket):
         if is_missing(error):
             return missing(key, self.url)
         return store_error(doing, key, self.url, error, reads=True)
+
+
+class _Counted:
+    """`parts`, counted. No frame of it goes on referring to a part, as that of a generator would."""
+
+    def __init__(self, parts: AsyncIterator[Buffer], requests: Requests) -> None:
+        self._parts, self._requests = parts, requests
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Buffer:
+        part = await anext(self._parts)
+        self._requests.parts += 1
+        return part
 
 
 async def _answer(request: Awaitable[T]) -> T:
