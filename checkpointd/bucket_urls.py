@@ -103,6 +103,13 @@ def one_spelling(root: str) -> str:
     return parse(root).url if is_bucket_url(root) else os.path.abspath(root)
 
 
+def is_same_root(one: str, other: str) -> bool:
+    """Whether both are the same path, or the same place in a bucket, perhaps with different options."""
+    if is_bucket_url(one) and is_bucket_url(other):
+        return parse(one).place == parse(other).place
+    return one == other
+
+
 def directory_of(url: str) -> str | None:
     """The directory of the store at `url`; None if it is not in a file system."""
     return None if "://" in url else url

@@ -90,6 +90,7 @@ def _root(hub: Hub, root: str) -> RootStatus:
         problem_advice=for_root(look.problem) if look and look.problem else "",
         history=look.history if look else (),
         space=look.space if look else None,
+        requests=hub.roots.requests(root),
     )
 
 

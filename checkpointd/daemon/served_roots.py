@@ -39,6 +39,7 @@ from checkpointd.store.posix.anchor import Anchor, LinkMet
 from checkpointd.store.posix.plain import can_show
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.posix.users import User, become, may_write
+from checkpointd.store.requests import Requests, requests_of
 
 log = logging.getLogger("checkpointd")
 
@@ -205,6 +206,11 @@ class ServedRoots:
             here = dict.fromkeys(path for place in (allowed, *below) for path in (place, f"{place}/{SERVICE}"))
             places += [path for path in here if os.path.isdir(f"{path}/{SERVICE}/epochs")]
         return [path for path in places if may_look(_owner_of(path), self._uids)]
+
+    def requests(self, root: str) -> Requests | None:
+        """The requests that this daemon has sent for a root in a bucket, since it opened it; None for other roots."""
+        store = self._stores.get((root, None)) if is_bucket_url(root) else None
+        return None if store is None else requests_of(store)
 
     def lift_limit(self) -> None:
         """Lift the bandwidth limit: the daemon is leaving, and its saves in flight should become durable first."""

@@ -9,6 +9,7 @@ from checkpointd.errors import CheckpointdError
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
 from checkpointd.store.identity import Identity, forget_synced, identity_of
 from checkpointd.store.posix.plain import PlainFiles
+from checkpointd.store.requests import Requests, requests_of
 from checkpointd.store.showing import plain_files_of
 from checkpointd.store.uploads import UnfinishedUpload, abort_upload_of, unfinished_uploads_of
 
@@ -32,6 +33,10 @@ class PassingStore(Store):
     @property
     def plain_files(self) -> PlainFiles | None:
         return plain_files_of(self._store)
+
+    @property
+    def requests(self) -> Requests | None:
+        return requests_of(self._store)
 
     @property
     def uncached(self) -> Store:

@@ -37,6 +37,7 @@ from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.root.tag_directories import abandoned
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store import open_store
+from checkpointd.store.requests import requests_of
 from checkpointd.store.showing import plain_files_of
 from checkpointd_client.examining import Examination, Nobody, Taker
 from checkpointd_client.lifetime import at_exit, check_apart, claim_root
@@ -296,6 +297,7 @@ class Core:
             read_back=self._saver.read_back,
             overhead=self._saver.governor.overhead,
             pace=self._saver.governor.share,
+            requests=requests_of(self._store),
         )
 
     def latest(self) -> str | None:

@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from checkpointd.bucket_urls import is_bucket_url, is_same_root
 from checkpointd.cli.arguments import only_root
 from checkpointd.cli.formatting import ABSENT, count, duration, size, speed
 from checkpointd.cli.render import Bar, Bars, Block, Cell, Facts, Heading, Mood, Note, Table, show_answer
@@ -22,6 +23,7 @@ from checkpointd.daemon.status.save_groups import SHOWN, SaveGroup, attempts_of,
 from checkpointd.daemon.status.verdict import attention, members_of
 from checkpointd.errors import NotFoundError
 from checkpointd.phrases import rank_runs
+from checkpointd.store.requests import Requests
 
 BARS_SHOWN = 16
 """If there are more ranks, only those that are furthest behind are shown."""
@@ -35,7 +37,8 @@ def tell(socket: str, places: Sequence[str], *, sidecar_uid: int | None, interva
     SidecarError if the daemon does not answer.
     """
     # The daemon knows a root by its path without symbolic links.
-    root = os.path.realpath(only_root(tuple(places), "status")) if places else None
+    given = only_root(tuple(places), "status") if places else None
+    root = given if given is None or is_bucket_url(given) else os.path.realpath(given)
     client = AsyncStatusClient(socket, sidecar_uid=sidecar_uid)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_once(client, root, as_json) if interval_s is None else _watch(client, root, interval_s, as_json))
@@ -59,7 +62,7 @@ async def _status(client: AsyncStatusClient, root: str | None) -> DaemonStatus:
     found = await client.status()
     if root is None:
         return found
-    return msgspec.structs.replace(found, roots=tuple(r for r in found.roots if r.root == root))
+    return msgspec.structs.replace(found, roots=tuple(one for one in found.roots if is_same_root(one.root, root)))
 
 
 def _is_same(before: DaemonStatus, after: DaemonStatus) -> bool:
@@ -151,6 +154,7 @@ def _root_blocks(root: RootStatus, now: float) -> Iterator[Block]:
             ("latest", _latest_cell(root, now)),
             ("trainers", _trainers_cell(root)),
             ("in memory", _held_text(root)),
+            *([("requests", _requests_text(root.requests))] if root.requests is not None else []),
         ]
     )
     inline = [save for save in root.recent if save.inline is not None]
@@ -191,6 +195,11 @@ def _held_text(root: RootStatus) -> str:
     for held in root.held:
         tags.setdefault(held.tag, []).append(held.rank)
     return "; ".join(f"{tag} of {rank_runs(ranks)}" for tag, ranks in tags.items()) or "nothing"
+
+
+def _requests_text(requests: Requests) -> str:
+    kinds = ", ".join(f"{number} {kind}" for kind, number in requests.by_kind().items() if number)
+    return f"{requests.total} to the bucket ({kinds})" if kinds else "none to the bucket"
 
 
 def _flight_blocks(attempt: SaveGroup, now: float) -> Iterator[Block]:

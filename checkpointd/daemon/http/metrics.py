@@ -49,6 +49,7 @@ class HubCollector(Collector):
         at_roots = [((root.root, root.name), self._hub.tallies[root.root]) for root in told if root.root in self._hub.tallies]
         yield _commits(at_roots)
         yield _spent(at_roots)
+        yield _requests(told)
         if self._hub.config.metrics_per_rank:
             names = {root.root: root.name for root in told}
             records = [record for record in self._hub if record.root in names]
@@ -252,6 +253,13 @@ def _spent(tallies: Tallies) -> Metric:
 
 def _bound(bound: float) -> str:
     return "+Inf" if bound == float("inf") else repr(bound)
+
+
+def _requests(roots: Sequence[RootStatus]) -> Metric:
+    counted = [((root.root, root.name), root.requests.by_kind()) for root in roots if root.requests is not None]
+    rows = [((*labels, kind), float(count)) for labels, counts in counted for kind, count in counts.items()]
+    text = "Requests to the bucket of a root, without repetitions, by kind: puts, parts, gets, heads, lists (pages), deletes."
+    return _counter("checkpointd_requests", text, rows, (*OF_ROOT, "kind"))
 
 
 # --- counters, by root or by rank ---------------------------------------------------------------------------

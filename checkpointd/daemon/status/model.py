@@ -13,6 +13,7 @@ from checkpointd.commands import command
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.root.catalog import ReadBackState
+from checkpointd.store.requests import Requests
 
 JSON_BYTES_MAX = 4 << 20
 ELSEWHERE = f"Let another daemon serve some of the roots. {command('status', 'ROOT')} looks at one by itself."
@@ -189,6 +190,8 @@ class RootStatus(msgspec.Struct, frozen=True, kw_only=True):
     history: tuple[PastSave, ...] = ()
     """Decided attempts, oldest first. If there are many, one of each group in a row: see `history.thinned`."""
     space: SpaceStatus | None = None
+    requests: Requests | None = None
+    """The requests to the bucket since the daemon opened it; None if the root is not in a bucket."""
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 from typing_extensions import Buffer
 
 from checkpointd.store.base import Entry
+from checkpointd.store.requests import Requests
 from checkpointd.store.uploads import UnfinishedUpload
 
 
@@ -35,27 +35,6 @@ class ObjectHead:
     size: int
     version: Version
     mark: str = ""
-
-
-class Requests(msgspec.Struct, kw_only=True):
-    """The requests that one store has sent, without those that were repeated after a failure.
-
-    Most providers charge `puts`, `parts` and `lists` alike, a tenth of that for `gets` and `heads`, and nothing for `deletes`.
-    """
-
-    puts: int = 0
-    """Small objects, and the beginnings and ends of multipart uploads."""
-    parts: int = 0
-    """The parts of multipart uploads."""
-    gets: int = 0
-    heads: int = 0
-    lists: int = 0
-    """Pages of listings, each of up to 1,000 names."""
-    deletes: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.puts + self.parts + self.gets + self.heads + self.lists + self.deletes
 
 
 class Bucket(Protocol):

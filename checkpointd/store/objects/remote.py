@@ -24,11 +24,12 @@ from typing_extensions import Buffer
 from checkpointd.bucket_urls import BucketUrl
 from checkpointd.errors import NotFoundError
 from checkpointd.store.base import Entry
-from checkpointd.store.objects.bucket import Bucket, ObjectHead, Requests, Version
+from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
 from checkpointd.store.objects.credentials import s3_credentials, s3_session
 from checkpointd.store.objects.failures import FAILURES, is_missing, is_past_the_end, missing, store_error
 from checkpointd.store.objects.paths import name_of, path_of
 from checkpointd.store.objects.unfinished import S3Uploads
+from checkpointd.store.requests import Requests
 from checkpointd.store.uploads import UnfinishedUpload
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from typing_extensions import Buffer
 from checkpointd.errors import ClosedError, DamagedError, NotFoundError, StoreError
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store, each
 from checkpointd.store.names import check_key, check_prefix, is_key
-from checkpointd.store.objects.bucket import Bucket, Requests
+from checkpointd.store.objects.bucket import Bucket
 from checkpointd.store.objects.failures import missing
 from checkpointd.store.objects.multipart import MultipartUpload, part_bytes_for
+from checkpointd.store.requests import Requests
 from checkpointd.store.uploads import UnfinishedUpload
 from checkpointd.waits import to_the_end
 

@@ -11,6 +11,7 @@ from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.pace import PaceReason
 from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.store.requests import Requests
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +97,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """How much longer steps take while a save is in flight, as a part of a step; None while too few steps are known."""
     pace: float = 1.0
     """The part of the time in which saves work, so that steps stay below `max_overhead`; 1 is full speed."""
+
+    requests: Requests | None = None
+    """The requests that this rank has sent to the bucket; a sidecar reports its own. None if the root is not in a bucket."""
 
     def to_json(self) -> str:
         """The same as JSON."""

@@ -29,6 +29,7 @@ WITHOUT_UNIT = {
     *(
         "checkpointd_ranks_connected",
         "checkpointd_held_snapshots",
+        "checkpointd_requests",
         "checkpointd_root_unreadable",
         "checkpointd_checkpoints_damaged",
         "checkpointd_newest_read_back_step",

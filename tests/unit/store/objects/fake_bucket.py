@@ -10,7 +10,8 @@ from typing_extensions import Buffer
 
 from checkpointd.errors import NotFoundError
 from checkpointd.store.base import Entry
-from checkpointd.store.objects.bucket import Bucket, ObjectHead, Requests, Version
+from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
+from checkpointd.store.requests import Requests
 from checkpointd.store.uploads import UnfinishedUpload
 
 
