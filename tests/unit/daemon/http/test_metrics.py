@@ -19,6 +19,7 @@ from checkpointd.daemon.status.model import DaemonStatus, SpaceStatus
 from checkpointd.daemon.status.tally import BOUNDS_S, RESULTS, Durations
 from checkpointd.errors import UsageError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.store.requests import Requests
 from tests.unit.daemon.example_statuses import BUSY_ROOT, busy, checkpoints, failing
 
 SERIES_A_ROOT = 65
@@ -57,6 +58,7 @@ def hub(tmp_path: Path) -> Hub:
         hub.tallies["/r"].commits.add(seconds)
     hub.root_scans["/r"] = RootScan(latest="t", newest_step=70, newest_committed_at=hub.started_at - 100)
     hub.refuse(UsageError("no"))
+    hub.roots.requests = lambda _: Requests(puts=7, lists=3)  # type: ignore[method-assign]  # as if the root were in a bucket
     return hub
 
 
@@ -87,6 +89,13 @@ def test_names_units_and_help(hub: Hub) -> None:
         if family.type == "counter":
             assert {sample.name for sample in family.samples} == {f"{name}_total"}
     assert set(own) >= WITHOUT_UNIT
+
+
+def test_requests_are_counted_by_kind(hub: Hub) -> None:
+    found = families(hub)
+    assert value(found, "checkpointd_requests_total", root="/r", kind="puts") == 7
+    assert value(found, "checkpointd_requests_total", root="/r", kind="lists") == 3
+    assert value(found, "checkpointd_requests_total", root="/r", kind="gets") == 0
 
 
 def test_every_metric_is_described(hub: Hub) -> None:
