@@ -75,6 +75,7 @@ LAYERS = {
     "checkpointd.cli.commands": 25,
     "checkpointd.__main__": 26,
     "checkpointd.testing": 26,
+    "checkpointd.testing.job": 27,
     "checkpointd_client.errors": 30,
     "checkpointd_client.devices": 30,
     "checkpointd_client.ranks": 31,
@@ -569,8 +570,8 @@ ROOMS_TESTED_ELSEWHERE = {
         "tests/simulation/test_simdisk.py",
         "tests/simulation/test_simfs.py",
         "tests/simulation/test_simloop.py",
-        "tests/simulation/test_job_mutations.py",
     ),
+    "checkpointd/testing/job": ("tests/simulation/test_job.py", "tests/simulation/test_job_mutations.py"),
 }
 """Rooms without a test at their path, and the tests that cover them."""
 

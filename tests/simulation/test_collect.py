@@ -33,11 +33,11 @@ from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
 from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
+from checkpointd.testing.job.simjob import run_schedule
+from checkpointd.testing.job.simledger import Contents
+from checkpointd.testing.job.simrank import JobConfig, frozen_tensors, make_shard, read_contents, tensors_of
+from checkpointd.testing.job.simschedule import Kill, PowerCut, Schedule
 from checkpointd.testing.simdisk import FarDisk, ProcessDisk, SimDisk
-from checkpointd.testing.simjob import run_schedule
-from checkpointd.testing.simledger import Contents
-from checkpointd.testing.simrank import JobConfig, frozen_tensors, make_shard, read_contents, tensors_of
-from checkpointd.testing.simschedule import Kill, PowerCut, Schedule
 
 # Thousands of runs in virtual time: a busy machine needs minutes for the largest.
 pytestmark = pytest.mark.timeout(600)

@@ -1,4 +1,4 @@
-"""A simulated job keeps the invariants of `checkpointd/testing/simledger.py` whatever happens to it.
+"""A simulated job keeps the invariants of `checkpointd/testing/job/simledger.py` whatever happens to it.
 
 Crash points of a save of three ranks, all of them by `--sim-stride=1`, and random schedules, as many as
 `--sim-schedules=20000` says. A failure's notes name the seed and the schedule; `run_schedule` of that schedule replays it.
@@ -19,9 +19,9 @@ import pytest
 from checkpointd.layout import keys
 from checkpointd.pipeline.write import choose_codec, encode
 from checkpointd.testing import simloop
-from checkpointd.testing.simjob import SimJob, run_schedule
-from checkpointd.testing.simrank import JobConfig
-from checkpointd.testing.simschedule import (
+from checkpointd.testing.job.simjob import SimJob, run_schedule
+from checkpointd.testing.job.simrank import JobConfig
+from checkpointd.testing.job.simschedule import (
     ACTOR,
     Fault,
     Kill,

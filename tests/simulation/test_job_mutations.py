@@ -41,13 +41,11 @@ from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist, vote, write_objects
 from checkpointd.store.base import Store
-from checkpointd.testing import simrank
-from checkpointd.testing.simdisk import ProcessDisk
-from checkpointd.testing.simfs import SimFile
-from checkpointd.testing.simjob import run_schedule
-from checkpointd.testing.simledger import InvariantError
-from checkpointd.testing.simrank import JobConfig
-from checkpointd.testing.simschedule import (
+from checkpointd.testing.job import simrank
+from checkpointd.testing.job.simjob import run_schedule
+from checkpointd.testing.job.simledger import InvariantError
+from checkpointd.testing.job.simrank import JobConfig
+from checkpointd.testing.job.simschedule import (
     ACTOR,
     Fault,
     Kill,
@@ -59,6 +57,8 @@ from checkpointd.testing.simschedule import (
     Schedule,
     SecondJob,
 )
+from checkpointd.testing.simdisk import ProcessDisk
+from checkpointd.testing.simfs import SimFile
 
 # Thousands of runs in virtual time: a busy machine needs minutes for the largest.
 pytestmark = pytest.mark.timeout(600)

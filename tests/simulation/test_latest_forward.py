@@ -14,10 +14,10 @@ from checkpointd.pipeline.root.latest import _Mover, move_latest
 from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
+from checkpointd.testing.job.simjob import ROOT
+from checkpointd.testing.job.simlatest import RACE_S
+from checkpointd.testing.job.simledger import InvariantError, Ledger
 from checkpointd.testing.simdisk import Effect, SimDisk
-from checkpointd.testing.simjob import ROOT
-from checkpointd.testing.simlatest import RACE_S
-from checkpointd.testing.simledger import InvariantError, Ledger
 from tests.builders import begin_epoch, save_checkpoint
 
 AGAIN, LATE, OTHER = "again", "late", "other"

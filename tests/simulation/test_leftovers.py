@@ -17,10 +17,10 @@ from checkpointd.pipeline.announcement import CatalogAnnouncement
 from checkpointd.pipeline.gc import collect
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.store.base import Store
-from checkpointd.testing.simjob import run_schedule
-from checkpointd.testing.simledger import InvariantError
-from checkpointd.testing.simrank import JobConfig
-from checkpointd.testing.simschedule import (
+from checkpointd.testing.job.simjob import run_schedule
+from checkpointd.testing.job.simledger import InvariantError
+from checkpointd.testing.job.simrank import JobConfig
+from checkpointd.testing.job.simschedule import (
     ACTOR,
     Kill,
     LoseSidecar,

@@ -19,10 +19,10 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store.posix import store
 from checkpointd.store.posix.disk import Disk
-from checkpointd.testing.simjob import run_schedule
-from checkpointd.testing.simledger import InvariantError
-from checkpointd.testing.simrank import JobConfig
-from checkpointd.testing.simschedule import Kill, PowerCut, Schedule, SecondJob
+from checkpointd.testing.job.simjob import run_schedule
+from checkpointd.testing.job.simledger import InvariantError
+from checkpointd.testing.job.simrank import JobConfig
+from checkpointd.testing.job.simschedule import Kill, PowerCut, Schedule, SecondJob
 
 Patch = pytest.MonkeyPatch
 RUNS_MAX = 40

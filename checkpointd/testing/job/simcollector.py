@@ -10,7 +10,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
-from checkpointd.testing.simledger import Ledger
+from checkpointd.testing.job.simledger import Ledger
 
 ROUNDS = 12
 PAUSE_S_MAX = 2.0

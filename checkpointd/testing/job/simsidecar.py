@@ -19,7 +19,7 @@ from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import catalog, leases
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
-from checkpointd.testing.simledger import InvariantError, Ledger
+from checkpointd.testing.job.simledger import InvariantError, Ledger
 from checkpointd.testing.simloop import Process
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from checkpointd.testing.job.simrank import JobConfig
 from checkpointd.testing.simdisk import ProcessDisk
-from checkpointd.testing.simrank import JobConfig
 
 ACTOR = -1
 """In place of a rank: the process of the effect after which the fault strikes."""

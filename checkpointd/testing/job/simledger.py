@@ -40,9 +40,9 @@ from checkpointd.layout.manifest import Epoch, Outcome, Vote, decode
 from checkpointd.pipeline.outcome.publish import RECOVERY
 from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
-from checkpointd.testing.simcatalog import CatalogWatch
+from checkpointd.testing.job.simcatalog import CatalogWatch
+from checkpointd.testing.job.simlatest import LatestWatch, outcome_in
 from checkpointd.testing.simdisk import Effect, SimDisk
-from checkpointd.testing.simlatest import LatestWatch, outcome_in
 
 Contents: TypeAlias = Mapping[str, bytes]
 """The tensors of one rank: FQN to raw bytes."""

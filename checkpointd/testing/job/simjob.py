@@ -31,13 +31,12 @@ from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
-from checkpointd.testing.simcatalog import DAMAGER, damage_now_and_then
-from checkpointd.testing.simcollector import collect_now_and_then
-from checkpointd.testing.simdisk import Effect, FarDisk, SimDisk
-from checkpointd.testing.simledger import InvariantError, Key, Ledger
-from checkpointd.testing.simrank import JobConfig, Rank, SimBoard, read_contents
-from checkpointd.testing.simreader import read_now_and_then
-from checkpointd.testing.simschedule import (
+from checkpointd.testing.job.simcatalog import DAMAGER, damage_now_and_then
+from checkpointd.testing.job.simcollector import collect_now_and_then
+from checkpointd.testing.job.simledger import InvariantError, Key, Ledger
+from checkpointd.testing.job.simrank import JobConfig, Rank, SimBoard, read_contents
+from checkpointd.testing.job.simreader import read_now_and_then
+from checkpointd.testing.job.simschedule import (
     NAMES,
     Fault,
     Kill,
@@ -49,7 +48,8 @@ from checkpointd.testing.simschedule import (
     Schedule,
     SecondJob,
 )
-from checkpointd.testing.simsidecar import SimRunner, SimSidecar, look_after
+from checkpointd.testing.job.simsidecar import SimRunner, SimSidecar, look_after
+from checkpointd.testing.simdisk import Effect, FarDisk, SimDisk
 
 ROOT = "/root/run"
 INCARNATIONS_MAX = 30

@@ -36,9 +36,9 @@ from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
 from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardTensor, aligned
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
-from checkpointd.testing.simledger import Contents, InvariantError, Ledger
+from checkpointd.testing.job.simledger import Contents, InvariantError, Ledger
+from checkpointd.testing.job.simsidecar import SimRunner, SimSidecar, snapshot_of
 from checkpointd.testing.simloop import Process
-from checkpointd.testing.simsidecar import SimRunner, SimSidecar, snapshot_of
 
 IN_FLIGHT_MAX = 2
 COMPUTE_S_MAX = 2.0

@@ -18,8 +18,8 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store.base import Store
-from checkpointd.testing.simledger import Contents, InvariantError, Ledger
-from checkpointd.testing.simrank import read_contents
+from checkpointd.testing.job.simledger import Contents, InvariantError, Ledger
+from checkpointd.testing.job.simrank import read_contents
 
 ROUNDS = 6
 PAUSE_S_MAX = 4.0
