@@ -567,6 +567,7 @@ ROOMS_TESTED_ELSEWHERE = {
     "checkpointd/admin": ("tests/unit/cli/commands/test_gc.py", "tests/unit/cli/commands/test_recover.py"),
     "checkpointd/testing": (
         "tests/contract/test_suite.py",
+        "tests/simulation/test_simbucket.py",
         "tests/simulation/test_simdisk.py",
         "tests/simulation/test_simfs.py",
         "tests/simulation/test_simloop.py",

@@ -1,1 +1,1 @@
-"""Test tools that ship with checkpointd: the contract suite for stores, and a simulated clock, disk and job."""
+"""Test tools that ship with checkpointd: the contract suite for stores, and a simulated clock, disk, bucket and job."""

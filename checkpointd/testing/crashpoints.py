@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from checkpointd.testing import simloop
-from checkpointd.testing.simdisk import Effect, SimDisk
+from checkpointd.testing.simdisk import SimDisk
+from checkpointd.testing.simstorage import Effect
 
 POINTS_MAX = 20_000
 

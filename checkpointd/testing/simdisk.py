@@ -18,16 +18,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from typing_extensions import Buffer
 
 from checkpointd.store.posix.disk import Child, FileStatus
 from checkpointd.testing.simfs import Node, SimDirectory, SimFile, SimFs
-from checkpointd.testing.simloop import Process, ProcessState, SimLoop, current_process
+from checkpointd.testing.simloop import Process, ProcessState, current_process
+from checkpointd.testing.simstorage import Effect, SimStorage
 
 T = TypeVar("T")
 
@@ -35,94 +34,31 @@ PAGE_BYTES = 4096
 ALIGNMENT = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """One change of the disk: number from 1, virtual time in seconds, process, kind, path, and `size` in bytes."""
-
-    number: int
-    time_s: float
-    process: str
-    kind: str
-    path: str
-    size: int = 0
-
-    def __str__(self) -> str:
-        size = f" {self.size} B" if self.size else ""
-        return f"{self.number:5d} {self.time_s:11.6f} s  {self.process:12} {self.kind:9} {self.path}{size}"
-
-
-class SimDisk:
+class SimDisk(SimStorage):
     """The disk of one simulated run, shared by its processes. Make it inside the run, on its SimLoop."""
 
     def __init__(
         self, *, root: str = "/root", alignment: int = ALIGNMENT, clones: bool = False, exchanges: bool = True
     ) -> None:
-        loop = asyncio.get_running_loop()
-        if not isinstance(loop, SimLoop):
-            raise RuntimeError("a SimDisk lives on a SimLoop: use simloop.run")
-        self.loop = loop
-        self.rng = random.Random(f"disk {loop.seed}")
+        super().__init__("disk")
         self.fs = SimFs()
         self.alignment = alignment
         self.clones, self.exchanges = clones, exchanges
         """Whether the file system can clone files and exchange two names in one step."""
         self.root = root
-        self.trace: list[Effect | str] = []
-        self.effects = 0
         self.before: Callable[[Effect], int | None] = lambda _: None
         """Called just before each effect; if it returns an errno, the effect fails (SIMDISK-5)."""
-        self.after: Callable[[Effect, bool], None] = lambda _effect, _done: None
-        """Called just after each effect (SIMDISK-1) with the effect and whether it succeeded."""
-        self._alive: dict[str, ProcessDisk] = {}
         self.fs.make_directory(root)
         self.fs.make_all_durable()
 
     def process(self, name: str, kind: type[ProcessDisk] | None = None) -> ProcessDisk:
         """A new process, and its view of the disk, of class `kind`. It may take the name of a dead process."""
-        view = (kind or ProcessDisk)(self, self.loop.process(name))
-        self._alive[name] = view
-        return view
-
-    def kill(self, name: str) -> None:
-        """SIGKILL (SIMDISK-2)."""
-        self.note(f"kill {name}")
-        self._alive.pop(name).process.kill()
-
-    def pause(self, name: str) -> None:
-        """SIGSTOP (SIMDISK-3)."""
-        self.note(f"pause {name}")
-        self._alive[name].process.pause()
-
-    def resume(self, name: str) -> None:
-        """SIGCONT."""
-        self.note(f"resume {name}")
-        self._alive[name].process.resume()
-
-    def alive(self) -> list[str]:
-        """The processes that were not killed, in the order of their start."""
-        return list(self._alive)
+        return (kind or ProcessDisk)(self, self._new_process(name))
 
     def power_cut(self) -> None:
         """Kill all processes, and leave a state of the disk that SIMFS-1 to SIMFS-4 allow."""
-        self.note("power cut")
-        for view in self._alive.values():
-            view.process.kill()
-        self._alive.clear()
+        super().power_cut()
         self.fs.power_cut(self.rng)
-
-    def note(self, text: str) -> None:
-        """Add a line to the trace."""
-        self.trace.append(f"      {self.loop.time():11.6f} s  -- {text}")
-
-    def story(self, lines_max: int = 200) -> str:
-        """The end of the trace, for the message of a failure."""
-        return "\n".join(str(line) for line in self.trace[-lines_max:])
-
-    def record(self, process: str, kind: str, path: str, size: int) -> Effect:
-        self.effects += 1
-        effect = Effect(self.effects, self.loop.time(), process, kind, path, size)
-        self.trace.append(effect)
-        return effect
 
     def delay_s(self) -> float:
         """Mostly below 2 ms, now and then up to 50 ms, rarely up to 2 s."""

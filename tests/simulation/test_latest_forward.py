@@ -17,7 +17,8 @@ from checkpointd.testing import simloop
 from checkpointd.testing.job.simjob import ROOT
 from checkpointd.testing.job.simlatest import RACE_S
 from checkpointd.testing.job.simledger import InvariantError, Ledger
-from checkpointd.testing.simdisk import Effect, SimDisk
+from checkpointd.testing.simdisk import SimDisk
+from checkpointd.testing.simstorage import Effect
 from tests.builders import begin_epoch, save_checkpoint
 
 AGAIN, LATE, OTHER = "again", "late", "other"

@@ -7,8 +7,9 @@ import errno
 
 import pytest
 
-from checkpointd.testing.simdisk import PAGE_BYTES, Effect, ProcessDisk, SimDisk, SimLock
+from checkpointd.testing.simdisk import PAGE_BYTES, ProcessDisk, SimDisk, SimLock
 from checkpointd.testing.simloop import run
+from checkpointd.testing.simstorage import Effect
 
 
 async def write_file(view: ProcessDisk, path: str, data: bytes) -> None:

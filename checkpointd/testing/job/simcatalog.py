@@ -27,8 +27,9 @@ from checkpointd.layout.keys import OUTCOME, AttemptId
 from checkpointd.layout.manifest import digest
 from checkpointd.pipeline.root.catalog_mending import rebuild
 from checkpointd.store.base import Store
-from checkpointd.testing.simdisk import Effect, SimDisk
+from checkpointd.testing.simdisk import SimDisk
 from checkpointd.testing.simfs import SimDirectory, SimFile
+from checkpointd.testing.simstorage import Effect
 
 DAMAGER = "damager"
 """The names of processes that damage the catalog begin with this."""

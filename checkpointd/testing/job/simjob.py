@@ -49,7 +49,8 @@ from checkpointd.testing.job.simschedule import (
     SecondJob,
 )
 from checkpointd.testing.job.simsidecar import SimRunner, SimSidecar, look_after
-from checkpointd.testing.simdisk import Effect, FarDisk, SimDisk
+from checkpointd.testing.simdisk import FarDisk, SimDisk
+from checkpointd.testing.simstorage import Effect
 
 ROOT = "/root/run"
 INCARNATIONS_MAX = 30

@@ -42,7 +42,8 @@ from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.job.simcatalog import CatalogWatch
 from checkpointd.testing.job.simlatest import LatestWatch, outcome_in
-from checkpointd.testing.simdisk import Effect, SimDisk
+from checkpointd.testing.simdisk import SimDisk
+from checkpointd.testing.simstorage import Effect
 
 Contents: TypeAlias = Mapping[str, bytes]
 """The tensors of one rank: FQN to raw bytes."""
