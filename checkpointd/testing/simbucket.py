@@ -274,14 +274,14 @@ class SimClient(Bucket):
         except StoreError as error:
             self.bucket.note(f"{self._name} leaves an upload of {key} unfinished: {error}")
 
-    async def get(self, key: str, size_max: int) -> tuple[bytes, Version] | int:
-        found = await self._get("reading", key)
-        return len(found.data) if len(found.data) > size_max else (found.data, found.version)
+    async def get(self, key: str, size_max: int) -> tuple[bytes, ObjectHead] | int:
+        found = await self._get(key)
+        return len(found.data) if len(found.data) > size_max else (found.data, found.head)
 
     async def get_range(self, key: str, offset: int, nbytes: int) -> Buffer:
-        return (await self._get("reading", key)).data[offset : offset + nbytes]
+        return (await self._get(key)).data[offset : offset + nbytes]
 
-    async def _get(self, doing: str, key: str) -> SimObject:
+    async def _get(self, key: str) -> SimObject:
         self._requests.gets += 1
         found = await self._request("get", key, lambda _: self._state.objects.get(key))
         if found is None:
@@ -291,7 +291,7 @@ class SimClient(Bucket):
     async def look(self, key: str) -> ObjectHead | None:
         self._requests.heads += 1
         found = await self._request("look", key, lambda _: self._state.objects.get(key))
-        return None if found is None else ObjectHead(len(found.data), found.version, found.mark)
+        return None if found is None else found.head
 
     async def list(self, prefix: str) -> list[Entry]:
         found: list[Entry] = []

@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from checkpointd.store.base import Entry
-from checkpointd.store.objects.bucket import Version
+from checkpointd.store.objects.bucket import ObjectHead, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,10 @@ class SimObject:
     data: bytes
     version: Version
     mark: str = ""
+
+    @property
+    def head(self) -> ObjectHead:
+        return ObjectHead(len(self.data), self.version, self.mark)
 
 
 @dataclass(frozen=True, slots=True)

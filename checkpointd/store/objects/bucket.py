@@ -72,7 +72,7 @@ class Bucket(Protocol):
         """
         ...
 
-    async def get(self, key: str, size_max: int) -> tuple[bytes, Version] | int:
+    async def get(self, key: str, size_max: int) -> tuple[bytes, ObjectHead] | int:
         """The object, or only its size if that is more than `size_max`."""
         ...
 

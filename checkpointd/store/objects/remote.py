@@ -33,7 +33,7 @@ from checkpointd.store.requests import Requests
 from checkpointd.store.uploads import UnfinishedUpload
 
 if TYPE_CHECKING:
-    from obstore import Attributes, UpdateVersion
+    from obstore import Attributes, GetResult, UpdateVersion
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
 T = TypeVar("T")
@@ -136,13 +136,13 @@ class RemoteBucket(Bucket):
         except FAILURES as error:
             raise store_error("writing", key, self.url, error, reads=False) from error
 
-    async def get(self, key: str, size_max: int) -> tuple[bytes, Version] | int:
+    async def get(self, key: str, size_max: int) -> tuple[bytes, ObjectHead] | int:
         self._requests.gets += 1
         try:
             found = await _answer(obstore.get_async(self._client, self._path(key)))
             if found.meta["size"] > size_max:
                 return found.meta["size"]
-            return (await _answer(found.bytes_async())).to_bytes(), _version(found.meta)
+            return (await _answer(found.bytes_async())).to_bytes(), _head(found)
         except FAILURES as error:
             raise self._unreadable("reading", key, error) from error
 
@@ -164,7 +164,7 @@ class RemoteBucket(Bucket):
             if isinstance(unreadable, NotFoundError):
                 return None
             raise unreadable from error
-        return ObjectHead(found.meta["size"], _version(found.meta), found.attributes.get(_MARK, ""))
+        return _head(found)
 
     async def list(self, prefix: str) -> list[Entry]:
         path = self._path(prefix)
@@ -232,8 +232,9 @@ async def _answer(request: Awaitable[T]) -> T:
     return await request
 
 
-def _version(meta: Any) -> Version:
-    return Version(meta["e_tag"], meta["version"])
+def _head(found: GetResult) -> ObjectHead:
+    version = Version(found.meta["e_tag"], found.meta["version"])
+    return ObjectHead(found.meta["size"], version, found.attributes.get(_MARK, ""))
 
 
 def _client(location: BucketUrl) -> ObjectStore:

@@ -4,7 +4,8 @@ Invariants
   OBJECT-1  Votes, outcomes, epochs, marks and all other small objects are one request each, whose condition the server checks.
       A large object is a multipart upload without a condition, to a name that only one writer ever uses.
   OBJECT-2  If a conditional request is told that it lost, the object itself is asked who wrote it: each request leaves a mark
-      of its own. So a reply that was lost, or a request that arrived twice, never turns a win into a loss (STORE-1).
+      of its own. So a reply that was lost, or a request that arrived twice, never turns a win into a loss (STORE-1). An
+      object keeps the marks of the last MARKS_MAX requests, since others may have replaced it by the time it is asked.
   OBJECT-3  A request that did not come through raises, and may have had its effect.
   OBJECT-4  Nothing is durable later than it is visible, so `settle` only looks, and `durable=False` saves nothing.
 """
@@ -38,6 +39,8 @@ ON_THREAD_BYTES_MIN: Final = 256 * 1024
 """So many bytes are copied on a thread, since that takes the loop's time."""
 LOOK_S: Final = 0.2
 """Ranks that wait for each other look this often at most: each look is a request."""
+MARKS_MAX: Final = 32
+"""S3 takes 2 KiB beside an object."""
 GAP_BYTES: Final = 1024 * 1024
 """Reading this many bytes takes about as long as another request."""
 
@@ -70,7 +73,7 @@ class ObjectStore(Store):
     async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         self._check_write("creating", key)
         mark = secrets.token_hex(8)
-        return await self._bucket.create(key, data, mark) or await self._is_marked(key, mark)
+        return await self._bucket.create(key, data, mark) or await self._has_marked(key, mark)
 
     async def put(self, key: str, data: bytes) -> None:
         self._check_write("writing", key)
@@ -86,13 +89,14 @@ class ObjectStore(Store):
             return False
         if isinstance(found, int) or found[0] != expected:
             return False
-        mark = secrets.token_hex(8)
-        return await self._bucket.replace(key, data, found[1], mark) or await self._is_marked(key, mark)
+        head, mark = found[1], secrets.token_hex(8)
+        marks = ".".join([mark, *filter(None, head.mark.split("."))][:MARKS_MAX])
+        return await self._bucket.replace(key, data, head.version, marks) or await self._has_marked(key, mark)
 
-    async def _is_marked(self, key: str, mark: str) -> bool:
+    async def _has_marked(self, key: str, mark: str) -> bool:
         """Whether the object carries `mark`: the request that was told that it lost has won after all (OBJECT-2)."""
         found = await self._bucket.look(key)
-        return found is not None and found.mark == mark
+        return found is not None and mark in found.mark.split(".")
 
     async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         self._check_write("creating", key)

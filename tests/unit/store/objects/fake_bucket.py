@@ -21,6 +21,10 @@ class Stored:
     version: int
     mark: str = ""
 
+    @property
+    def head(self) -> ObjectHead:
+        return ObjectHead(len(self.data), Version(str(self.version), None), self.mark)
+
 
 class FakeBucket(Bucket):
     """Objects in a dict. `answer`: called with the request's name and key after it has had its effect; may raise, or return
@@ -83,10 +87,10 @@ class FakeBucket(Bucket):
         self.store(key, body)
         await self._answered("complete", key, None)
 
-    async def get(self, key: str, size_max: int) -> tuple[bytes, Version] | int:
+    async def get(self, key: str, size_max: int) -> tuple[bytes, ObjectHead] | int:
         found = self._found(key)
         await self._answered("get", key, None)
-        return (found.data, Version(str(found.version), None)) if len(found.data) <= size_max else len(found.data)
+        return (found.data, found.head) if len(found.data) <= size_max else len(found.data)
 
     async def get_range(self, key: str, offset: int, nbytes: int) -> Buffer:
         found = self._found(key)
@@ -96,7 +100,7 @@ class FakeBucket(Bucket):
     async def look(self, key: str) -> ObjectHead | None:
         await self._answered("look", key, None)
         found = self.objects.get(key)
-        return None if found is None else ObjectHead(len(found.data), Version(str(found.version), None), found.mark)
+        return None if found is None else found.head
 
     async def list(self, prefix: str) -> list[Entry]:
         raise NotImplementedError
