@@ -39,6 +39,7 @@ from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.store.base import Entry
 from checkpointd.store.objects.bucket import Bucket, ObjectHead, Requests, Version
 from checkpointd.store.objects.failures import missing
+from checkpointd.store.uploads import UnfinishedUpload
 from checkpointd.testing.simloop import Process, ProcessState, current_process
 from checkpointd.testing.simobjects import SimObject, SimObjects
 from checkpointd.testing.simstorage import SimStorage
@@ -50,7 +51,7 @@ Fate: TypeAlias = Literal["served", "lost", "unanswered", "late", "repeated", "o
 AGAIN: Final[frozenset[Fate]] = frozenset({"repeated", "overtaken", "slow down"})
 """After these, the client tries again. After the others, the caller is told that the request has failed."""
 LATE: Final[frozenset[Fate]] = frozenset({"late", "overtaken"})
-READS: Final = frozenset({"get", "look", "list"})
+READS: Final = frozenset({"get", "look", "list", "uploads"})
 
 ANSWER_S_MAX: Final = 1.0
 """How long a client waits for an answer that does not come."""
@@ -186,6 +187,13 @@ _REASONS: Final[dict[Fate, str]] = {
     "slow down": "503 Service Unavailable (SlowDown)",
     "denied": "403 Forbidden (AccessDenied)",
 }
+_DOING: Final = {
+    "get": "reading",
+    "look": "looking for",
+    "list": "listing",
+    "uploads": "listing the uploads below",
+    "delete": "removing",
+}
 _NO_ANSWER: Final = "the server has not answered in time"
 
 
@@ -236,7 +244,7 @@ class SimClient(Bucket):
             if not await self._request("complete", key, lambda _: self._state.complete(upload, count)):
                 raise self._error("complete", key, "404 Not Found (NoSuchUpload)")
         except Exception:
-            await self._abort(upload, key)
+            await self._give_up(upload, key)
             raise
 
     async def _send_parts(self, upload: int, key: str, parts: AsyncIterator[Buffer], part_bytes: int) -> int:
@@ -267,10 +275,10 @@ class SimClient(Bucket):
         if not await self._request("part", key, lambda body: act(upload, number, body), part.pop()):
             raise self._error("part", key, "404 Not Found (NoSuchUpload)")
 
-    async def _abort(self, upload: int, key: str) -> None:
+    async def _give_up(self, upload: int, key: str) -> None:
         """If this fails as well, the upload stays unfinished (SIMBUCKET-6)."""
         try:
-            await self._request("abort", key, lambda _: self._state.abort(upload))
+            await self.abort(UnfinishedUpload(key, str(upload)))
         except StoreError as error:
             self.bucket.note(f"{self._name} leaves an upload of {key} unfinished: {error}")
 
@@ -309,6 +317,15 @@ class SimClient(Bucket):
         failed = [one for one in await asyncio.gather(*removed, return_exceptions=True) if isinstance(one, BaseException)]
         if failed:
             raise failed[0]
+
+    async def unfinished(self) -> Sequence[UnfinishedUpload]:
+        self._requests.lists += 1
+        found = await self._request("uploads", "", _empty(self._state.uploads.copy))
+        return [UnfinishedUpload(upload.key, str(number)) for number, upload in found.items()]
+
+    async def abort(self, upload: UnfinishedUpload) -> None:
+        self._requests.deletes += 1
+        await self._request("abort", upload.key, _empty(partial(self._state.abort, int(upload.number))))
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -361,7 +378,7 @@ class SimClient(Bucket):
             sent.seal()
 
     def _error(self, kind: str, key: str, reason: str) -> StoreError:
-        doing = {"get": "reading", "look": "looking for", "list": "listing", "delete": "removing"}.get(kind, "writing")
+        doing = _DOING.get(kind, "writing")
         words = f"{doing} {key!r} in {self.url} failed: {reason}"
         return UnreadableError(words) if kind in READS else StoreError(words)
 

@@ -364,6 +364,22 @@ def test_a_killed_process_leaves_its_upload_unfinished() -> None:  # SIMBUCKET-6
     assert data(bucket) == {}
 
 
+def test_an_upload_that_somebody_aborts_fails_and_is_listed_until_then() -> None:  # SIMBUCKET-6
+    async def work(client: SimClient) -> None:
+        async def aborting() -> AsyncIterator[Buffer]:
+            yield b"ab"
+            (upload,) = await client.unfinished()
+            assert upload.key == "x"
+            for _ in range(2):
+                await client.abort(upload)
+            assert await client.unfinished() == []
+
+        with pytest.raises(StoreError, match="NoSuchUpload"):
+            await client.upload("x", aborting(), 2)
+
+    assert data(in_process(work)) == {}
+
+
 def test_a_part_is_released_once_the_server_has_it() -> None:  # BUCKET: `upload` keeps no part
     released: list[int] = []
 
