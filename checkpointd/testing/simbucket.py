@@ -387,3 +387,14 @@ class SimClient(Bucket):
             raise asyncio.CancelledError
         if current_process() is not self._process:
             raise RuntimeError(f"a task outside process {self._name!r} uses its client: start it with spawn")
+
+
+FAR_S_MAX: Final = 0.3
+
+
+class FarClient(SimClient):
+    """The bucket as a distant process sees it: every try takes up to FAR_S_MAX longer, so much happens between two calls."""
+
+    async def _try(self, request: Request, act: Callable[[bytes], T]) -> T:
+        await asyncio.sleep(self.bucket.rng.random() * FAR_S_MAX)
+        return await super()._try(request, act)

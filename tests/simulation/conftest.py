@@ -1,22 +1,26 @@
-"""How much is simulated: `pytest tests/simulation --sim-schedules=20000 --sim-first=0 --sim-stride=1`."""
+"""How much is simulated: `pytest tests/simulation --sim-schedules=20000 --sim-first=0 --sim-stride=1 --sim-store=bucket`."""
 
 from __future__ import annotations
 
 import pytest
 
 from checkpointd.pipeline.root import catalog, catalog_log
+from checkpointd.store.objects import store as objects
 
 SCHEDULES_IN_CI = 25
 FIRST_IN_CI = 60
 """Those before it are run for what they reach."""
 STRIDE_IN_CI = 12
 SEEDS_PER_TEST = 25
+STORAGES = {"disk": ("disk",), "bucket": ("bucket",), "both": ("disk", "bucket")}
+PART_BYTES = 4096
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("simulation")
     group.addoption("--sim-schedules", type=int, default=SCHEDULES_IN_CI, help="random schedules to run (%(default)s)")
     group.addoption("--sim-first", type=int, default=FIRST_IN_CI, help="the first one's seed (%(default)s)")
+    group.addoption("--sim-store", choices=STORAGES, default="both", help="where the jobs' roots lie (%(default)s)")
     group.addoption("--sim-stride", type=int, default=STRIDE_IN_CI, help="only every so manieth effect is struck (%(default)s)")
 
 
@@ -33,14 +37,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     last = first + metafunc.config.getoption("--sim-schedules", default=SCHEDULES_IN_CI)
     parts = [range(at, min(at + SEEDS_PER_TEST, last)) for at in range(first, last, SEEDS_PER_TEST)]
     metafunc.parametrize("seeds", parts, ids=lambda part: f"{part.start}-{part.stop - 1}")
+    metafunc.parametrize("storage", STORAGES[metafunc.config.getoption("--sim-store", default="both")])
 
 
 @pytest.fixture(autouse=True)
-def _log_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    believe_the_log(monkeypatch)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale_down(monkeypatch)
 
 
-def believe_the_log(patch: pytest.MonkeyPatch) -> None:
-    """Simulated roots have few attempts: look at the objects of the newest alone, as roots with many attempts do."""
+def scale_down(patch: pytest.MonkeyPatch) -> None:
+    """Simulated roots have few attempts: look at the objects of the newest alone, as roots with many attempts do. Their objects
+    are small: upload them in several parts.
+    """
     patch.setattr(catalog, "NEWEST_LOOKED", 2)
     patch.setattr(catalog_log, "SUMMARY_EVERY", 8)
+    patch.setattr(objects, "part_bytes_for", lambda _: PART_BYTES)

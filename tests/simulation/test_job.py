@@ -32,6 +32,7 @@ from checkpointd.testing.job.simschedule import (
     Refuse,
     Schedule,
     SecondJob,
+    Storage,
     random_schedule,
 )
 
@@ -170,39 +171,41 @@ def test_faults_at_effects_of_a_job_that_reads_back(fault: Fault) -> None:
     assert seen > 10
 
 
-def test_random_schedules(seeds: range) -> None:
+def test_random_schedules(seeds: range, storage: Storage) -> None:
     for seed in seeds:
-        run_schedule(random_schedule(seed))
+        run_schedule(random_schedule(seed, storage))
 
 
 # --- the simulation itself ----------------------------------------------------------------------------------------
 
 
-def story(seed: int) -> str:
+def story(seed: int, storage: Storage) -> str:
     """Every effect of a run, without sizes: those of small objects hang on the digits of this process's id."""
 
     async def main() -> str:
-        job = SimJob(random_schedule(seed))
+        job = SimJob(random_schedule(seed, storage))
         await job.run()
-        return "\n".join(str(line).partition(" B")[0].rstrip("0123456789") for line in job.disk.trace)
+        return "\n".join(str(line).partition(" B")[0].rstrip("0123456789") for line in job.storage.trace)
 
     return simloop.run(seed, main())
 
 
-def test_a_seed_replays() -> None:
+@pytest.mark.parametrize("storage", ["disk", "bucket"])
+def test_a_seed_replays(storage: Storage) -> None:
     for seed in range(5):
-        assert story(seed) == story(seed)
+        assert story(seed, storage) == story(seed, storage)
 
 
-def test_a_seed_replays_in_another_process() -> None:
+@pytest.mark.parametrize("storage", ["disk", "bucket"])
+def test_a_seed_replays_in_another_process(storage: Storage) -> None:
     # No fixture of pytest reaches the other process.
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import pytest; from conftest import believe_the_log; "
-        "from test_job import story; believe_the_log(pytest.MonkeyPatch()); print(story(11))"
+        "import sys; sys.path.insert(0, sys.argv[1]); import pytest; from conftest import scale_down; "
+        "from test_job import story; scale_down(pytest.MonkeyPatch()); print(story(11, sys.argv[2]))"
     )
     told = [
         subprocess.run(
-            [sys.executable, "-c", code, os.path.dirname(__file__)],
+            [sys.executable, "-c", code, os.path.dirname(__file__), storage],
             env={**os.environ, "PYTHONHASHSEED": hashseed, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             check=True,
@@ -211,7 +214,7 @@ def test_a_seed_replays_in_another_process() -> None:
         for hashseed in ("1", "2")
     ]
     assert told[0] == told[1]
-    assert told[0].strip("\n") == story(11)
+    assert told[0].strip("\n") == story(11, storage)
 
 
 def test_schedules_reach_what_they_are_for() -> None:

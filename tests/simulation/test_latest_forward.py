@@ -14,9 +14,9 @@ from checkpointd.pipeline.root.latest import _Mover, move_latest
 from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
-from checkpointd.testing.job.simjob import ROOT
 from checkpointd.testing.job.simlatest import RACE_S
 from checkpointd.testing.job.simledger import InvariantError, Ledger
+from checkpointd.testing.job.simroot import ROOT, DiskRoot
 from checkpointd.testing.simdisk import SimDisk
 from checkpointd.testing.simstorage import Effect
 from tests.builders import begin_epoch, save_checkpoint
@@ -34,7 +34,7 @@ class Race:
 
     def __init__(self, patch: pytest.MonkeyPatch, saved: tuple[str, ...] = (OTHER, AGAIN), late_s: float = 0.0) -> None:
         self.disk = SimDisk(root="/root")
-        self.ledger = Ledger(self.disk, ROOT)
+        self.ledger = Ledger(DiskRoot(self.disk, lambda one: one in self.disk.alive()))
         self.disk.after = self._after
         self.view = self.disk.process("mover")
         self.store = PosixStore(ROOT, self.view, writer="mover", is_alive=lambda one: one in self.disk.alive())

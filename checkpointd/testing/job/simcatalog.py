@@ -1,4 +1,4 @@
-"""The catalog of a simulated job: damages it beside the job, and checks it after every effect on the disk.
+"""The catalog of a simulated job: damages it beside the job, and checks it after every effect on the storage.
 
 The invariant `catalog-tells` of `simledger.py` is CATALOG-1 to CATALOG-4 of `pipeline/root/catalog_log.py`.
 """
@@ -23,13 +23,11 @@ from checkpointd.layout.catalog_records import (
     numbers,
     summary_key,
 )
-from checkpointd.layout.keys import OUTCOME, AttemptId
+from checkpointd.layout.keys import LEASE, OUTCOME, AttemptId
 from checkpointd.layout.manifest import digest
 from checkpointd.pipeline.root.catalog_mending import rebuild
 from checkpointd.store.base import Store
-from checkpointd.testing.simdisk import SimDisk
-from checkpointd.testing.simfs import SimDirectory, SimFile
-from checkpointd.testing.simstorage import Effect
+from checkpointd.testing.job.simroot import Change, SimRoot
 
 DAMAGER = "damager"
 """The names of processes that damage the catalog begin with this."""
@@ -39,14 +37,13 @@ PAUSE_S_MAX = 4.0
 
 @dataclass(slots=True)
 class CatalogWatch:
-    """The catalog at `root` as the effects on `disk` show it."""
+    """The catalog at `root` as the effects on its storage show it."""
 
-    disk: SimDisk
-    root: str
+    root: SimRoot
     _records: dict[int, CatalogRecord] = field(default_factory=dict)
     _summaries: dict[int, dict[str, CatalogEntry]] = field(default_factory=dict)
     _intents: dict[str, list[str]] = field(default_factory=dict)
-    """The paths of the records that announce an attempt."""
+    """The keys of the records that announce an attempt."""
     _intent_at: dict[str, float] = field(default_factory=dict)
     """When the first of these records was put."""
     _announced: set[str] = field(default_factory=set)
@@ -56,57 +53,58 @@ class CatalogWatch:
         """When the catalog first announced the attempt; infinite if it never did."""
         return self._intent_at.get(prefix, math.inf)
 
-    def fault_after(self, effect: Effect, target: str) -> str:
-        """What `effect` broke, in words; empty if it broke nothing."""
-        folder, _, name = target.rpartition("/")
-        if effect.process.startswith(DAMAGER) and effect.kind in ("rename", "unlink"):
+    def fault_after(self, change: Change) -> str:
+        """What `change` broke, in words; empty if it broke nothing."""
+        folder, _, name = change.key.rpartition("/")
+        if change.process.startswith(DAMAGER) and change.what in ("replaced", "removed"):
             return ""
-        if folder == f"{self.root}/{CATALOG}" and name.endswith((".record", ".summary")):
-            return self._touched(effect, target, name)
-        if effect.kind in ("link", "create"):
-            return self._object_put(target)
+        if folder == CATALOG and name.endswith((".record", ".summary")):
+            return self._touched(change, name)
+        if change.what in ("made", "begun") and name != LEASE:
+            return self._object_put(change.key)
         return ""
 
-    def _touched(self, effect: Effect, path: str, name: str) -> str:
-        if effect.kind in ("rename", "write", "truncate"):
-            return f"{effect.process} replaced {path}"
+    def _touched(self, change: Change, name: str) -> str:
+        process, what, key = change
+        if what in ("replaced", "written"):
+            return f"{process} replaced {key}"
         summaries, records = numbers([name])
-        if effect.kind == "unlink":
-            return self._removed(path, [n - 1 for n in records] + summaries)
-        if effect.kind == "link" and summaries:
-            return self._summed_up(path, summaries[0])
-        return self._recorded(path, records[0]) if effect.kind == "link" else ""
+        if what == "removed":
+            return self._removed(key, [n - 1 for n in records] + summaries)
+        if what == "made" and summaries:
+            return self._summed_up(key, summaries[0])
+        return self._recorded(key, records[0]) if what == "made" else ""
 
-    def _object_put(self, path: str) -> str:
+    def _object_put(self, key: str) -> str:
         """CATALOG-1."""
-        tag, _, rest = path.removeprefix(f"{self.root}/").partition("/")
+        tag, _, rest = key.partition("/")
         name = rest.partition("/")[0]
         prefix = f"{tag}/{name}"
         if AttemptId.parse(name) is None or prefix in self._announced:
             return ""
-        summed_up = [f"{self.root}/{summary_key(number)}" for number, known in self._summaries.items() if prefix in known]
+        summed_up = [summary_key(number) for number, known in self._summaries.items() if prefix in known]
         if not any(map(self._is_durable, (*self._intents.get(prefix, ()), *summed_up))):
-            return f"{path} came before a durable record announced {prefix}"
+            return f"{key} came before a durable record announced {prefix}"
         self._announced.add(prefix)
         return ""
 
-    def _recorded(self, path: str, number: int) -> str:
+    def _recorded(self, key: str, number: int) -> str:
         """CATALOG-2."""
-        record = decode_record(bytes(self.disk.fs.file(path).data), number)
+        record = decode_record(self.root.visible(key) or b"", number)
         if number > max(self._summaries, default=0):
             self._records[number] = record
         if record.kind == "intent":
-            self._intents.setdefault(record.prefix, []).append(path)
-            self._intent_at.setdefault(record.prefix, self.disk.loop.time())
+            self._intents.setdefault(record.prefix, []).append(key)
+            self._intent_at.setdefault(record.prefix, self.root.storage.loop.time())
         if record.kind == "close":
-            outcome = self.disk.fs.durable_node(f"{self.root}/{record.prefix}/{OUTCOME}")
-            if not isinstance(outcome, SimFile) or digest(outcome.durable) != record.digest:
-                return f"{path} closes {record.prefix}, whose outcome is not durable, or another one"
+            outcome = self.root.durable(f"{record.prefix}/{OUTCOME}")
+            if outcome is None or digest(outcome) != record.digest:
+                return f"{key} closes {record.prefix}, whose outcome is not durable, or another one"
         return ""
 
-    def _summed_up(self, path: str, number: int) -> str:
+    def _summed_up(self, key: str, number: int) -> str:
         """CATALOG-4: the summary has the state after all records up to its number."""
-        found = CatalogState.read(bytes(self.disk.fs.file(path).data), number).entries
+        found = CatalogState.read(self.root.visible(key) or b"", number).entries
         before = max((n for n in self._summaries if n < number), default=0)
         records = [self._records.get(n) for n in range(before + 1, number + 1)]
         self._summaries[number] = found
@@ -115,20 +113,19 @@ class CatalogWatch:
         state = CatalogState(before, dict(self._summaries.get(before, {})))
         for record in records:
             if record is None:
-                return f"{path} covers a record that nobody put"
+                return f"{key} covers a record that nobody put"
             state.apply(record)
-        return "" if _shown(state.entries) == _shown(found) else f"{path} is not the state after the records up to it"
+        return "" if _shown(state.entries) == _shown(found) else f"{key} is not the state after the records up to it"
 
-    def _removed(self, path: str, covered: list[int]) -> str:
+    def _removed(self, key: str, covered: list[int]) -> str:
         """CATALOG-4: a summary that is not the newest covers what goes, and both are durable."""
-        durable = self.disk.fs.durable_node(f"{self.root}/{CATALOG}")
-        summaries = numbers(durable.durable)[0] if isinstance(durable, SimDirectory) else []
+        summaries = numbers(self.root.durable_names(CATALOG))[0]
         return (
-            "" if summaries[-2:-1] > covered else f"{path} is gone, and of the durable summaries {summaries} two must cover it"
+            "" if summaries[-2:-1] > covered else f"{key} is gone, and of the durable summaries {summaries} two must cover it"
         )
 
-    def _is_durable(self, path: str) -> bool:
-        return isinstance(self.disk.fs.durable_node(path), SimFile)
+    def _is_durable(self, key: str) -> bool:
+        return self.root.durable(key) is not None
 
 
 def _shown(entries: dict[str, CatalogEntry]) -> list[bytes]:

@@ -1,10 +1,10 @@
-"""A simulated training job on a simulated disk, with faults, and the checks at its end.
+"""A simulated training job on a simulated disk or in a simulated bucket, with faults, and the checks at its end.
 
 A job is a series of incarnations, each with `world_size` ranks in processes of their own. The seed decides the faults: ranks
-are killed, or stopped for a while; the power fails; the disk refuses one rank's calls for a while; a new incarnation starts
-while ranks of the old one still run; sidecars, if the job has them, are lost and their saves taken over. After the faults, one
-more incarnation must load and commit. `simledger.py` has the invariants; a run that breaks one raises an error with schedule
-and trace as notes.
+are killed, or stopped for a while; the power fails; the disk refuses one rank's calls for a while, or requests to the bucket
+are lost, late, repeated or refused; a new incarnation starts while ranks of the old one still run; sidecars, if the job has
+them, are lost and their saves taken over. After the faults, one more incarnation must load and commit. `simledger.py` has the
+invariants; a run that breaks one raises an error with schedule and trace as notes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, RootInUseError
-from checkpointd.layout.keys import LEASE
+from checkpointd.layout.keys import LEASE, AttemptId, holder_of
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import catalog
@@ -28,7 +28,7 @@ from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.latest import PATIENCE_S
 from checkpointd.pipeline.root.leases import Sight
-from checkpointd.store.posix.store import PosixStore
+from checkpointd.store.base import Store
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
 from checkpointd.testing.job.simcatalog import DAMAGER, damage_now_and_then
@@ -36,12 +36,16 @@ from checkpointd.testing.job.simcollector import collect_now_and_then
 from checkpointd.testing.job.simledger import InvariantError, Key, Ledger
 from checkpointd.testing.job.simrank import JobConfig, Rank, SimBoard, read_contents
 from checkpointd.testing.job.simreader import read_now_and_then
+from checkpointd.testing.job.simroot import BucketRoot, DiskRoot, SimRoot
 from checkpointd.testing.job.simschedule import (
     NAMES,
+    BucketConfig,
+    Fail,
     Fault,
     Kill,
     LoseSidecar,
     Moment,
+    Outage,
     Pause,
     PowerCut,
     Refuse,
@@ -49,10 +53,10 @@ from checkpointd.testing.job.simschedule import (
     SecondJob,
 )
 from checkpointd.testing.job.simsidecar import SimRunner, SimSidecar, look_after
-from checkpointd.testing.simdisk import FarDisk, SimDisk
-from checkpointd.testing.simstorage import Effect
+from checkpointd.testing.simbucket import Fate, Request, SimBucket, Trouble
+from checkpointd.testing.simdisk import SimDisk
+from checkpointd.testing.simstorage import Effect, SimStorage
 
-ROOT = "/root/run"
 INCARNATIONS_MAX = 30
 ZOMBIES_END_S = 500.0
 
@@ -106,12 +110,12 @@ class SimJob:
     """One run of a schedule. Made inside the run."""
 
     schedule: Schedule
-    disk: SimDisk = field(default_factory=lambda: SimDisk(root="/root"))
+    root: SimRoot = field(init=False)
     report: SimReport = field(default_factory=SimReport)
     ledger: Ledger = field(init=False)
     _faults: dict[int | Moment, Fault] = field(init=False)
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _refusals: dict[str, Refuse] = field(default_factory=dict)
+    _refusals: dict[str, Refuse | Fail] = field(default_factory=dict)
     _newest: Incarnation | None = None
     _sidecars: dict[int, SimSidecar] = field(default_factory=dict)
     _restarted: list[SimSidecar] = field(default_factory=list)
@@ -120,19 +124,36 @@ class SimJob:
     def __post_init__(self) -> None:
         job = self.schedule.job
         retires = job.keeps is not None or job.supersedes
-        self.ledger = Ledger(self.disk, ROOT, hindered=self.schedule.sweeps_foreign, retires=retires)
+        self.root = self._bucket_root(self.schedule.bucket) if self.schedule.bucket is not None else self._disk_root()
+        self.ledger = Ledger(self.root, hindered=self.schedule.sweeps_foreign, retires=retires)
         self._faults = dict(self.schedule.faults)
         self._rng = random.Random(f"job {self.schedule.seed}")
-        self.disk.after = self._after
-        self.disk.before = self._refusal
+        self.storage.after = self._after
+
+    def _disk_root(self) -> DiskRoot:
+        disk = SimDisk(root="/root")
+        disk.before = self._refusal
+        return DiskRoot(disk, self._is_alive, self.schedule.view)
+
+    def _bucket_root(self, config: BucketConfig) -> BucketRoot:
+        bucket = SimBucket(numbered=config.numbered, page=config.page, weather=dict(config.weather))
+        bucket.before = self._fate
+        bucket.hindered = lambda process: self.ledger.refused.add(process)
+        return BucketRoot(bucket, config.client)
+
+    @property
+    def storage(self) -> SimStorage:
+        return self.root.storage
 
     async def run(self) -> SimReport:
         """Run incarnations until one ends by itself, then check the store."""
         await self._until_done()
         await self._end_zombies()
-        self.report.effects = self.disk.effects
+        self.report.effects = self.storage.effects
         self._faults.clear()
         self._refusals.clear()
+        if isinstance(self.storage, SimBucket):
+            self.storage.troubles.clear()
         if self.schedule.cut_at_end:
             self._cut_power()
         await self._last_incarnation()
@@ -170,12 +191,11 @@ class SimJob:
 
     def _start(self, config: JobConfig, *, take_over: bool = False) -> Incarnation:
         self.report.incarnations += 1
-        number, board = self.report.incarnations, SimBoard(self.disk.loop)
+        number, board = self.report.incarnations, SimBoard(self.storage.loop)
         ranks, tasks = [], []
         for rank in range(config.world_size):
             name = f"{rank}.{number}"
-            view = self.disk.process(name, self.schedule.view)
-            store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
+            process, store = self.root.store(name)
             made = Rank(
                 config=config,
                 incarnation=number,
@@ -185,43 +205,40 @@ class SimJob:
                 board=board,
                 ledger=self.ledger,
                 rng=random.Random(f"rank {config.seed} {name}"),
-                process=view.process,
+                process=process,
                 sight=self._sight(name, config),
                 take_over=take_over,
                 sidecar=partial(self._sidecar, config, rank) if config.sidecars else None,
             )
             ranks.append(made)
-            tasks.append(view.process.spawn(self._watched(made), name=name))
+            tasks.append(process.spawn(self._watched(made), name=name))
         for collector in range(config.collectors):
             self._collect(config, f"gc{collector}.{number}")
         for reader in range(config.readers):
             self._read(config, f"reader{reader}.{number}")
         if config.damages_catalog:
             self._damage(config, f"{DAMAGER}.{number}")
-        self._newest = Incarnation(number, ranks, tasks, self.disk.loop.create_future())
+        self._newest = Incarnation(number, ranks, tasks, self.storage.loop.create_future())
         return self._newest
 
     def _collect(self, config: JobConfig, name: str) -> None:
         """Begin a collector beside the job."""
-        view = self.disk.process(name, FarDisk if config.supersedes else self.schedule.view)
-        store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
+        process, store = self.root.store(name, far=config.supersedes)
         rng = random.Random(f"collect {config.seed} {name}")
         work = collect_now_and_then(store, config.retention, rng, self.ledger, deletes=config.supersedes)
-        view.process.spawn(work, name=name)
+        process.spawn(work, name=name)
 
     def _read(self, config: JobConfig, name: str) -> None:
         """Begin a reader beside the job."""
-        view = self.disk.process(name, self.schedule.view)
-        store = PosixStore(ROOT, view, read_only=True, writer=name, is_alive=self._is_alive)
+        process, store = self.root.store(name, read_only=True)
         rng = random.Random(f"read {config.seed} {name}")
-        view.process.spawn(read_now_and_then(store, name, rng, self.ledger), name=name)
+        process.spawn(read_now_and_then(store, name, rng, self.ledger), name=name)
 
     def _damage(self, config: JobConfig, name: str) -> None:
         """Begin a process that damages the catalog, and makes it again."""
-        view = self.disk.process(name, self.schedule.view)
-        store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
+        process, store = self.root.store(name)
         work = damage_now_and_then(store, random.Random(f"damage {config.seed} {name}"), self.ledger.report)
-        view.process.spawn(work, name=name)
+        process.spawn(work, name=name)
 
     def _sidecar(self, config: JobConfig, rank: int) -> SimSidecar:
         """The sidecar of `rank`'s node; a new one if the last one is lost."""
@@ -229,16 +246,15 @@ class SimJob:
         if found is None or found.lost.done():
             self.report.sidecars += 1
             name = f"sidecar{rank}.{self.report.sidecars}"
-            view = self.disk.process(name, self.schedule.view)
-            store = PosixStore(ROOT, view, writer=name, is_alive=self._is_alive)
+            process, store = self.root.store(name)
             sight = self._sight(name, config)
             state = WriterState(store=store, persist=config.persist, commit=config.committing, sight=sight)
-            lost: asyncio.Future[None] = self.disk.loop.create_future()
-            found = SimSidecar(view.process, SimRunner(name, state, self.ledger), lost, sight)
-            view.process.on_death(found.lose)
+            lost: asyncio.Future[None] = self.storage.loop.create_future()
+            found = SimSidecar(process, SimRunner(name, state, self.ledger), lost, sight)
+            process.on_death(found.lose)
             if rank in self._sidecars:
                 care = random.Random(f"care {config.seed} {name}")
-                view.process.spawn(look_after(found, care), name="care")
+                process.spawn(look_after(found, care), name="care")
                 self._restarted.append(found)
             self._sidecars[rank] = found
         return found
@@ -251,7 +267,7 @@ class SimJob:
             await rank.train()
         except CheckpointdError as error:
             # The message names a process, and its id differs when the run is replayed.
-            self.disk.note(f"{rank.name} ends: {error.code if isinstance(error, RootInUseError) else error}")
+            self.storage.note(f"{rank.name} ends: {error.code if isinstance(error, RootInUseError) else error}")
             self.report.refused += isinstance(error, RootInUseError) and rank.rank == 0
             incarnation.interrupt("kill")
         except Exception as error:
@@ -259,7 +275,7 @@ class SimJob:
             incarnation.interrupt("kill")
 
     def _is_alive(self, writer: str) -> bool:
-        return not self.schedule.sweeps_foreign and writer in self.disk.alive()
+        return not self.schedule.sweeps_foreign and writer in self.storage.alive()
 
     def _sight(self, name: str, config: JobConfig) -> Sight:
         return Sight(process=name, life=self._life, length_s=config.lease_s)
@@ -267,12 +283,12 @@ class SimJob:
     def _life(self, process: str) -> Life:
         if not self.schedule.sees_deaths:
             return "unknown"
-        return "running" if process in self.disk.alive() else "ended"
+        return "running" if process in self.storage.alive() else "ended"
 
     def _kill_all(self, incarnation: Incarnation) -> None:
         for rank in incarnation.ranks:
-            if rank.name in self.disk.alive():
-                self.disk.kill(rank.name)
+            if rank.name in self.storage.alive():
+                self.storage.kill(rank.name)
 
     def _raise_if_broken(self) -> None:
         if self.ledger.broken is not None:
@@ -280,14 +296,14 @@ class SimJob:
 
     async def _end_zombies(self) -> None:
         """Let every running process continue to its end."""
-        for name in self.disk.alive():
-            self.disk.resume(name)
+        for name in self.storage.alive():
+            self.storage.resume(name)
         await asyncio.sleep(ZOMBIES_END_S)
         self._raise_if_broken()
         if not self.schedule.sweeps_foreign:  # a put fails if its temporary file is removed
             self.ledger.at_rest()
-        for name in self.disk.alive():
-            self.disk.kill(name)
+        for name in self.storage.alive():
+            self.storage.kill(name)
 
     async def _last_incarnation(self) -> None:
         config = replace(
@@ -308,13 +324,14 @@ class SimJob:
 
     async def _check_all(self) -> None:
         self._cut_power()
-        view = self.disk.process("checker")
-        await view.process.spawn(self._check(PosixStore(ROOT, view, writer="checker", is_alive=self._is_alive)))
+        process, store = self.root.store("checker")
+        await process.spawn(self._check(store))
 
-    async def _check(self, store: PosixStore) -> None:
+    async def _check(self, store: Store) -> None:
         """Everything that was ever seen committed is still there, and every checkpoint loads whole."""
         views = await catalog.look_everywhere(store)
         await self._check_catalog(store, views)
+        self._check_uploads(max(view.attempt.epoch for view in views))
         now: dict[Key, Outcome | None] = {(v.tag, str(v.attempt)): v.outcome for v in views if not v.is_void}
         self.ledger.check_kept(now, {(v.tag, str(v.attempt)) for v in views if v.state == "deleted"})
         for attempt in views:
@@ -326,7 +343,7 @@ class SimJob:
         self.report.read_back = sum(view.read_back == "whole" for view in views if view.state == "committed")
         self.report.committed, self.report.aborted = states.count("committed"), states.count("aborted")
 
-    async def _check_catalog(self, store: PosixStore, views: list[AttemptView]) -> None:
+    async def _check_catalog(self, store: Store, views: list[AttemptView]) -> None:
         """The catalog names every attempt that has objects besides a lease, and no close differs from its outcome."""
         log = CatalogLog(store)
         await log.refresh()
@@ -345,7 +362,13 @@ class SimJob:
             if entry.removed and view.state == "committed":
                 raise InvariantError("catalog-tells", f"{view.prefix} is a checkpoint, and removed in the catalog")
 
-    async def _check_whole(self, store: PosixStore, checkpoint: Checkpoint) -> None:
+    def _check_uploads(self, newest_epoch: int) -> None:
+        for key in self.root.unfinished():
+            attempt = AttemptId.parse(holder_of(key).rpartition("/")[2])
+            if attempt is None or attempt.epoch < newest_epoch:
+                raise InvariantError("uploads-stand", f"the upload of {key} is unfinished after a start")
+
+    async def _check_whole(self, store: Store, checkpoint: Checkpoint) -> None:
         for rank in range(self.schedule.job.world_size):
             try:
                 contents = await read_contents(store, checkpoint, rank)
@@ -368,12 +391,12 @@ class SimJob:
                 self._strike(fault, self._newest, effect.process)
 
     def _moment(self, effect: Effect) -> Moment:
-        name = next((name for name in NAMES if effect.path.endswith(name)), "")
+        name = next((name for name in NAMES if f"/{effect.path}".endswith(name)), "")
         self._counts[effect.kind, name] += 1
         return Moment(effect.kind, name, self._counts[effect.kind, name])
 
     def _strike(self, fault: Fault, incarnation: Incarnation, actor: str) -> None:
-        alive = self.disk.alive()
+        alive = self.storage.alive()
         names = [*(rank.name for rank in incarnation.ranks), actor]
         match fault:
             case PowerCut():
@@ -383,7 +406,7 @@ class SimJob:
                 incarnation.followed_by = fault
                 incarnation.interrupt("leave")
             case Kill(rank, zombies) if (name := names[rank]) in alive:
-                self.disk.kill(name)
+                self.storage.kill(name)
                 incarnation.interrupt("leave" if zombies else "kill")
             case Pause(rank, seconds, replaced) if (name := names[rank]) in alive:
                 self._pause(name, seconds)
@@ -391,42 +414,61 @@ class SimJob:
                     incarnation.interrupt("leave")
             case LoseSidecar(rank, how, seconds) if (sidecar := self._sidecars.get(rank)) and sidecar.name in alive:
                 if how == "killed":
-                    self.disk.kill(sidecar.name)
+                    self.storage.kill(sidecar.name)
                 elif how == "stopped":
                     self._pause(sidecar.name, seconds)
                 sidecar.lose()
-            case Refuse(rank):
+            case Refuse(rank) | Fail(rank):
                 self._refusals[names[rank]] = fault
+            case Outage(seconds, fate, share) if isinstance(self.storage, SimBucket):
+                self.storage.note(f"for {seconds:.3f} s, {share:.0%} of the requests: {fate}")
+                self.storage.troubles.append(Trouble(self.storage.loop.time() + seconds, fate, share))
+                self._moves_may_take(seconds)
 
     def _pause(self, name: str, seconds: float) -> None:
         self.ledger.hindered = True
-        watch = self.ledger.latest
-        watch.hindered_until = max(watch.hindered_until, self.disk.loop.time() + seconds + 2 * PATIENCE_S)
-        self.disk.pause(name)
+        self._moves_may_take(seconds)
+        self.storage.pause(name)
         # The timer belongs to no process: the current process triggered the fault, and may be the paused one.
-        self.disk.loop.call_later(seconds, self._resume, name, context=Context())
+        self.storage.loop.call_later(seconds, self._resume, name, context=Context())
+
+    def _moves_may_take(self, seconds: float) -> None:
+        """A move of `latest` may take so long from now on."""
+        watch = self.ledger.latest
+        watch.hindered_until = max(watch.hindered_until, self.storage.loop.time() + seconds + 2 * PATIENCE_S)
 
     def _resume(self, name: str) -> None:
-        if name in self.disk.alive():
-            self.disk.resume(name)
+        if name in self.storage.alive():
+            self.storage.resume(name)
 
     def _cut_power(self) -> None:
-        self.disk.power_cut()
+        self.storage.power_cut()
         try:
             self.ledger.after_power_cut()
         except InvariantError as error:
             self.ledger.report(error)
 
     def _refusal(self, effect: Effect) -> int | None:
-        fault = self._refusals.get(effect.process)
-        if fault is None or (fault.kind and fault.kind != effect.kind):
+        fault = self._next_fault(effect.process, effect.kind)
+        if not isinstance(fault, Refuse):
             return None
-        if fault.count <= 1:
-            del self._refusals[effect.process]
-        else:
-            self._refusals[effect.process] = replace(fault, count=fault.count - 1)
         self.ledger.refused.add(effect.process)
         return fault.number
+
+    def _fate(self, request: Request) -> Fate | None:
+        fault = self._next_fault(request.process, request.kind)
+        return fault.fate if isinstance(fault, Fail) else None
+
+    def _next_fault(self, process: str, kind: str) -> Refuse | Fail | None:
+        """The fault that the next call of `process` meets; there is one less of it now."""
+        fault = self._refusals.get(process)
+        if fault is None or (fault.kind and fault.kind != kind):
+            return None
+        if fault.count <= 1:
+            del self._refusals[process]
+        else:
+            self._refusals[process] = replace(fault, count=fault.count - 1)
+        return fault
 
 
 def _innermost(error: Exception) -> Exception:
@@ -446,5 +488,5 @@ def run_schedule(schedule: Schedule) -> SimReport:
     except BaseException as error:
         error.add_note(f"replay: run_schedule({schedule!r})")
         if jobs:
-            error.add_note(jobs[0].disk.story())
+            error.add_note(jobs[0].storage.story())
         raise

@@ -14,8 +14,7 @@ from checkpointd.commit.facts import Order
 from checkpointd.errors import FormatError
 from checkpointd.layout.keys import DELETED, LATEST, OUTCOME
 from checkpointd.layout.manifest import Outcome, decode
-from checkpointd.testing.simdisk import SimDisk
-from checkpointd.testing.simfs import Node, SimDirectory, SimFile
+from checkpointd.testing.job.simroot import SimRoot
 
 RACE_S = 6.0
 """How long after its look at a tag a process moves `latest` off it, if nothing hinders it. Few calls take as long as 2 s."""
@@ -33,10 +32,9 @@ class Debt(NamedTuple):
 
 @dataclass(slots=True)
 class LatestWatch:
-    """`latest` at `root` as the effects on `disk` show it. `refused`: processes that met an injected error."""
+    """`latest` at `root` as the effects on its storage show it. `refused`: processes that met an injected error."""
 
-    disk: SimDisk
-    root: str
+    root: SimRoot
     refused: Container[str]
     hindered_until: float = 0.0
     """Until then, a move may take longer than RACE_S, and a mover may fail to give `latest` back."""
@@ -80,12 +78,12 @@ class LatestWatch:
 
     def look(self) -> None:
         """Believe what `latest` names now."""
-        self._tag = self._named(self._pointer())
+        self._tag = _named(self.root.visible(LATEST))
         self._seen = self.order()
 
     def synced(self) -> None:
-        """The root's directory was synced: what was given back is durable."""
-        durable = self._order_of(self.disk.fs.durable_node(f"{self.root}/{LATEST}"))
+        """What was given back is durable."""
+        durable = self._order_of(self.root.durable(LATEST))
         self.debts = [debt for debt in self.debts if durable is None or durable < debt.owed]
 
     def stands(self, order: Order) -> bool:
@@ -96,7 +94,7 @@ class LatestWatch:
 
     def may_be_back_after(self, start: float) -> bool:
         """Whether `latest` may be behind although a start that began at `start` has moved it to the newest commit."""
-        return any(debt.mover in self.disk.alive() or debt.since >= start for debt in self.debts)
+        return any(debt.mover in self.root.storage.alive() or debt.since >= start for debt in self.debts)
 
     def fault_of_debts(self, mover: str | None = None, back: Order | None = None) -> str:
         """What should have been given back by now: by `mover` after its move to the commit of `back`, or by anybody; empty if
@@ -105,7 +103,9 @@ class LatestWatch:
         current = self.order()
         for debt in self.debts:
             there = self._durable_commits(debt.tag).get(debt.owed, True) is False
-            blamed = debt.mover in self.disk.alive() and debt.mover not in self.refused and debt.since >= self.hindered_until
+            blamed = (
+                debt.mover in self.root.storage.alive() and debt.mover not in self.refused and debt.since >= self.hindered_until
+            )
             asked = debt.owed not in self._unasked and (mover is None or (debt.mover, debt.back) == (mover, back))
             if asked and blamed and there and (current is None or current < debt.owed):
                 return f"{debt.mover} moved latest from order {debt.owed} back to {debt.back}, and did not give it back"
@@ -113,41 +113,33 @@ class LatestWatch:
 
     def order(self) -> Order | None:
         """The order of the durable commit that `latest` names."""
-        return self._order_of(self._pointer())
+        return self._order_of(self.root.visible(LATEST))
 
     @property
     def _now(self) -> float:
-        return self.disk.loop.time()
+        return self.root.storage.loop.time()
 
-    def _pointer(self) -> Node | None:
-        try:
-            return self.disk.fs.file(f"{self.root}/{LATEST}")
-        except FileNotFoundError:
-            return None
-
-    def _order_of(self, pointer: Node | None) -> Order | None:
-        return max(self._durable_commits(self._named(pointer)), default=None)
-
-    def _named(self, pointer: Node | None) -> str:
-        return bytes(pointer.data).decode(errors="replace").strip() if isinstance(pointer, SimFile) else ""
+    def _order_of(self, pointer: bytes | None) -> Order | None:
+        return max(self._durable_commits(_named(pointer)), default=None)
 
     def _durable_commits(self, tag: str) -> dict[Order, bool]:
         """The orders of the durable commits of `tag`, and whether each was removed."""
-        directory = self.disk.fs.durable_node(f"{self.root}/{tag}") if tag else None
-        if not isinstance(directory, SimDirectory):
-            return {}
         found = {}
-        for name, attempt in sorted(directory.durable.items()):
-            file = attempt.durable.get(OUTCOME) if isinstance(attempt, SimDirectory) else None
-            outcome = outcome_in(file, name) if isinstance(file, SimFile) else None
-            if outcome is not None and outcome.outcome == "commit" and isinstance(attempt, SimDirectory):
-                found[outcome.order] = DELETED in attempt.live
+        for name in sorted(self.root.durable_names(tag)) if tag else ():
+            key = f"{tag}/{name}/{OUTCOME}"
+            outcome = outcome_in(self.root.durable(key), key)
+            if outcome is not None and outcome.outcome == "commit":
+                found[outcome.order] = self.root.visible(f"{tag}/{name}/{DELETED}") is not None
         return found
 
 
-def outcome_in(file: SimFile, path: str) -> Outcome | None:
-    """The outcome that `file` durably has."""
+def _named(pointer: bytes | None) -> str:
+    return (pointer or b"").decode(errors="replace").strip()
+
+
+def outcome_in(data: bytes | None, key: str) -> Outcome | None:
+    """The outcome that `data`, the content of `key`, is."""
     try:
-        return decode(file.durable, Outcome, path)
+        return None if data is None else decode(data, Outcome, key)
     except FormatError:
         return None

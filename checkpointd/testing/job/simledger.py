@@ -14,6 +14,8 @@
   surviving            A recovery neither decides a surviving attempt nor removes any of its objects, and then removes no
                        temporary file of a living process.
   plan-stands          A vote that is still to be decided names a plan that is there, unless a newer epoch fences the attempt.
+  uploads-stand        Nobody aborts the upload of another process whose attempt is still to be decided, unless a newer epoch
+                       fences it. After a start, no older attempt has an unfinished upload.
   outlived             No recovery aborts an attempt whose lease a living process held, and which the catalog announced, when
                        that start began.
   left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
@@ -35,14 +37,14 @@ from typing import TypeAlias
 from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import FormatError
-from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, PLANS, SERVICE, AttemptId, epoch_of
+from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, PLANS, SERVICE, AttemptId, epoch_of, holder_of
 from checkpointd.layout.manifest import Epoch, Outcome, Vote, decode
 from checkpointd.pipeline.outcome.publish import RECOVERY
 from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.job.simcatalog import CatalogWatch
 from checkpointd.testing.job.simlatest import LatestWatch, outcome_in
-from checkpointd.testing.simdisk import SimDisk
+from checkpointd.testing.job.simroot import Change, SimRoot
 from checkpointd.testing.simstorage import Effect
 
 Contents: TypeAlias = Mapping[str, bytes]
@@ -64,10 +66,9 @@ class InvariantError(AssertionError):
 
 @dataclass(slots=True)
 class Ledger:
-    """The record of one run: saves, reports, and effects on `disk`, whose store lies at `root`."""
+    """The record of one run: saves, reports, and the effects on the storage of `root`."""
 
-    disk: SimDisk
-    root: str
+    root: SimRoot
     saved: dict[tuple[Key, int], Contents] = field(default_factory=dict)
     """The tensors that each rank passed to save()."""
     outcomes: dict[Key, Outcome] = field(default_factory=dict)
@@ -93,11 +94,11 @@ class Ledger:
     forgotten: set[Key] = field(default_factory=set)
     """Aborted attempts whose outcome was removed."""
     _put: dict[str, Outcome] = field(default_factory=dict)
-    """The outcome that was last put at each path."""
+    """The outcome that was last put at each key."""
     _survives_in: dict[str, int] = field(default_factory=dict)
     """The newest epoch in which each attempt survives."""
     _named: dict[str, set[str]] = field(default_factory=dict)
-    """The paths of the plans that the votes of each attempt name."""
+    """The keys of the plans that the votes of each attempt name."""
     _recovering: dict[str, frozenset[str]] = field(default_factory=dict)
     """Processes that recover now, and the surviving attempts of their epochs."""
     _starting: dict[str, tuple[float, bool]] = field(default_factory=dict)
@@ -113,8 +114,8 @@ class Ledger:
     """The order that `latest` durably has, by the reports."""
 
     def __post_init__(self) -> None:
-        self._catalog = CatalogWatch(self.disk, self.root)
-        self.latest = LatestWatch(self.disk, self.root, self.refused)
+        self._catalog = CatalogWatch(self.root)
+        self.latest = LatestWatch(self.root, self.refused)
 
     # --- what the job reports ----------------------------------------------------------------------------------
 
@@ -148,6 +149,13 @@ class Ledger:
         self.learned(key, outcome, process)
         if phase is Phase.COMMITTED and rank == 0 and outcome.save_latest and not self.excuses(process):
             self.latest_stands(outcome.order, process)
+
+    def _alive(self) -> list[str]:
+        return self.root.storage.alive()
+
+    @property
+    def _now(self) -> float:
+        return self.root.storage.loop.time()
 
     def excuses(self, process: str) -> bool:
         """Whether `process` is excused for missing work, so that only the work that it reports as done counts."""
@@ -198,80 +206,83 @@ class Ledger:
         if contents != self.saved.get((key, rank)):
             raise InvariantError("latest-whole", f"rank {rank} of {_shown(key)} loads other bytes than were saved")
 
-    # --- what the disk shows -----------------------------------------------------------------------------------
+    # --- what the storage shows --------------------------------------------------------------------------------
 
     def watch(self, effect: Effect) -> None:
         """Called after every effect that succeeded."""
         if effect.process in self.readers:
             raise InvariantError("reads-only", f"{effect.process} did {effect.kind} on {effect.path}")
-        target = effect.path.rpartition(" -> ")[2]
-        self._recovery_acts(effect, target)
-        if fault := self._catalog.fault_after(effect, target):
+        change = self.root.change(effect)
+        if change is None:
+            return
+        self._recovery_acts(change)
+        if fault := self._catalog.fault_after(change):
             raise InvariantError("catalog-tells", fault)
-        if target.startswith(f"{self.root}/{PLANS}/") and effect.kind == "unlink":
-            self._plan_removed(target, effect.process)
-        elif target.endswith(".vote") and effect.kind == "link":
-            self._vote_put(target, effect.process)
-        if target.endswith(f"/{OUTCOME}"):
-            self._outcome_touched(effect, target)
-        elif target.startswith(f"{self.root}/{SERVICE}/epochs/") and effect.kind == "link":
-            self._epoch_begun(target, effect.process)
-        elif target.startswith(f"{self.root}/{SERVICE}/epochs/") and effect.kind == "unlink":
-            if epoch_of(target.rpartition("/")[2]) == self._newest_epoch:
-                raise InvariantError("epochs-grow", f"{effect.process} removed {target}, the newest epoch")
-        elif target.endswith(f"/{LEASE}"):
-            self._lease_touched(effect, target)
-        elif target == f"{self.root}/{LATEST}" and effect.kind in ("link", "rename"):
-            self._latest_moved(effect)
-        elif effect.kind == "sync-dir" and target == self.root:
+        process, what, key = change
+        if what == "removed" and key.startswith(f"{PLANS}/"):
+            self._plan_removed(key, process)
+        elif what == "made" and key.endswith(".vote"):
+            self._vote_put(key, process)
+        elif what == "given up" and self._may_commit(holder_of(key)):
+            raise InvariantError("uploads-stand", f"{process} aborted the upload of {key}, whose attempt may be committed")
+        if key.endswith(f"/{OUTCOME}"):
+            self._outcome_touched(change)
+        elif key.startswith(f"{SERVICE}/epochs/"):
+            self._epoch_touched(change)
+        elif key.endswith(f"/{LEASE}"):
+            self._lease_touched(change)
+        elif key == LATEST and what in ("made", "replaced"):
+            self._latest_moved(process)
+        elif (what, key) == ("synced", ""):
             self.latest.synced()
 
-    def _outcome_touched(self, effect: Effect, path: str) -> None:
-        if effect.kind == "unlink" and self._was_all(path):
+    def _outcome_touched(self, change: Change) -> None:
+        process, what, key = change
+        if what == "removed" and self._was_all(key):
             return
-        if effect.kind in ("rename", "unlink", "write", "truncate"):
-            raise InvariantError("one-outcome", f"{effect.process} did {effect.kind} on {path}")
-        if effect.kind != "link":
+        if what in ("replaced", "removed", "written"):
+            raise InvariantError("one-outcome", f"{process}: {key} was {what}")
+        if what != "made":
             return
-        outcome = outcome_in(self.disk.fs.file(path), path)
+        outcome = outcome_in(self.root.settled(key), key)
         if outcome is not None:
-            self._put[path] = outcome
+            self._put[key] = outcome
         if outcome is not None and outcome.outcome == "commit":
             self.latest.committed(outcome)
         epoch = AttemptId.parse(outcome.attempt) if outcome else None
         by_rank = outcome is not None and outcome.decided_by != RECOVERY
         if outcome and outcome.outcome == "abort" and not by_rank:
-            self._check_outlived(f"{outcome.tag}/{outcome.attempt}", effect.process)
+            self._check_outlived(f"{outcome.tag}/{outcome.attempt}", process)
         if outcome and epoch and by_rank and outcome.outcome == "commit" and epoch.epoch < self.recovered:
             if self._survives_in.get(f"{outcome.tag}/{outcome.attempt}", 0) < self.recovered:
-                raise InvariantError("fenced", f"{effect.process} committed {path} after epoch {self.recovered} had recovered")
+                raise InvariantError("fenced", f"{process} committed {key} after epoch {self.recovered} had recovered")
             self.surviving_commits += 1
 
-    def _was_all(self, path: str) -> bool:
-        """Whether the outcome at `path`, which has just been removed, was an abort, and the last object of its attempt. Notes
+    def _was_all(self, key: str) -> bool:
+        """Whether the outcome at `key`, which has just been removed, was an abort, and the last object of its attempt. Notes
         that the attempt is forgotten.
         """
-        put = self._put.get(path)
+        put = self._put.get(key)
         if put is None or (put.outcome == "commit" and (put.tag, put.attempt) not in self.forgotten):
             return False
         self.forgotten.add((put.tag, put.attempt))
-        return not any(name.endswith((".vote", ".index")) for name in self.disk.fs.directory(path.rpartition("/")[0]).live)
+        return not any(name.endswith((".vote", ".index")) for name in self.root.names(key.rpartition("/")[0]))
 
-    def _plan_removed(self, path: str, process: str) -> None:
+    def _plan_removed(self, key: str, process: str) -> None:
         for attempt, votes in self._named.items():
-            if path in votes and self._may_commit(attempt):
-                raise InvariantError("plan-stands", f"{process} removed {path}, which a vote of {attempt} names")
+            if key in votes and self._may_commit(attempt):
+                raise InvariantError("plan-stands", f"{process} removed {key}, which a vote of {attempt} names")
 
-    def _vote_put(self, path: str, process: str) -> None:
+    def _vote_put(self, key: str, process: str) -> None:
         try:
-            vote = decode(bytes(self.disk.fs.file(path).data), Vote, path)
+            vote = decode(self.root.visible(key) or b"", Vote, key)
         except FormatError:
             return
         if vote.vote != "yes":
             return
-        plan = f"{self.root}/{key_named_by(vote)}"
+        plan = key_named_by(vote)
         self._named.setdefault(vote.prefix, set()).add(plan)
-        if self._may_commit(vote.prefix) and not self._is_there(plan):
+        if self._may_commit(vote.prefix) and self.root.visible(plan) is None:
             raise InvariantError("plan-stands", f"{process} voted for {vote.prefix} with the plan {plan}, which is gone")
 
     def _may_commit(self, attempt: str) -> bool:
@@ -279,30 +290,23 @@ class Ledger:
         parsed = AttemptId.parse(attempt.rpartition("/")[2])
         runs = parsed is not None and parsed.epoch >= self._newest_epoch
         runs = runs or self._survives_in.get(attempt, 0) >= self._newest_epoch
-        return runs and not self._is_there(f"{self.root}/{attempt}/{OUTCOME}")
+        return runs and self.root.visible(f"{attempt}/{OUTCOME}") is None
 
-    def _is_there(self, path: str) -> bool:
-        try:
-            self.disk.fs.file(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _lease_touched(self, effect: Effect, path: str) -> None:
-        prefix = path.removeprefix(f"{self.root}/").removesuffix(f"/{LEASE}")
-        if effect.kind == "unlink":
+    def _lease_touched(self, change: Change) -> None:
+        prefix = change.key.removesuffix(f"/{LEASE}")
+        if change.what == "removed":
             self._at_work.pop(prefix, None)
-        elif effect.kind in ("link", "rename"):
+        elif change.what in ("made", "replaced"):
             before = self._at_work.get(prefix)
-            same = before is not None and before[0] == effect.process
-            self._at_work[prefix] = before if before and same else (effect.process, self.disk.loop.time())
+            same = before is not None and before[0] == change.process
+            self._at_work[prefix] = before if before and same else (change.process, self._now)
 
     def _check_outlived(self, prefix: str, process: str) -> None:
         """The recovering `process` has aborted the attempt `prefix`."""
         worker, since = self._at_work.get(prefix, ("", 0.0))
         began, _ = self._starting.get(process, (0.0, False))
         since = max(since, self._catalog.announced_at(prefix))
-        if worker in self.disk.alive() and since < began and not self.excuses(worker) and not self.excuses(process):
+        if worker in self._alive() and since < began and not self.excuses(worker) and not self.excuses(process):
             raise InvariantError("outlived", f"{process} aborted {prefix}, at which {worker} was at work")
 
     def _check_left_alone(self, epoch: Epoch, process: str) -> None:
@@ -311,31 +315,39 @@ class Ledger:
         for other, (name, number) in self._living.items():
             is_newest = number == self._newest_epoch
             same = other == process or (name and name == epoch.job)
-            if is_newest and not same and not take_over and other in self.disk.alive() and not self.excuses(other):
+            if is_newest and not same and not take_over and other in self._alive() and not self.excuses(other):
                 raise InvariantError("left-alone", f"{process} began epoch {epoch.epoch}, and {other} is alive in {number}")
 
-    def _epoch_begun(self, path: str, process: str) -> None:
-        epoch = decode(bytes(self.disk.fs.file(path).data), Epoch, path)
+    def _epoch_touched(self, change: Change) -> None:
+        process, what, key = change
+        if what == "removed" and epoch_of(key.rpartition("/")[2]) == self._newest_epoch:
+            raise InvariantError("epochs-grow", f"{process} removed {key}, the newest epoch")
+        if what != "made":
+            return
+        epoch = decode(self.root.visible(key) or b"", Epoch, key)
         if epoch.epoch > self._newest_epoch:  # one that comes late is fenced from its beginning, and fences nobody
             self._check_left_alone(epoch, process)
             self._newest_epoch = epoch.epoch
         self._survives_in.update(dict.fromkeys(epoch.surviving, epoch.epoch))
 
-    def _recovery_acts(self, effect: Effect, target: str) -> None:
-        surviving = self._recovering.get(effect.process)
-        if not surviving or effect.kind not in ("link", "unlink"):
+    def _recovery_acts(self, change: Change) -> None:
+        process, what, key = change
+        surviving = self._recovering.get(process)
+        if not surviving or what not in ("made", "removed"):
             return
-        attempt, _, name = target.removeprefix(f"{self.root}/").rpartition("/")
+        attempt, _, name = key.rpartition("/")
         writer = name.rpartition(".")[0]
-        foreign = attempt == TEMPORARY and writer != effect.process and writer in self.disk.alive()
+        foreign = attempt == TEMPORARY and writer != process and writer in self._alive()
         if attempt in surviving or foreign:
-            raise InvariantError("surviving", f"the recovery by {effect.process} did {effect.kind} on {target}")
+            raise InvariantError("surviving", f"during its recovery by {process}, {key} was {what}")
 
-    def _latest_moved(self, effect: Effect) -> None:
+    def _latest_moved(self, process: str) -> None:
         if self.latest.order() is None:
-            raise InvariantError("latest-whole", f"{effect.process} moved latest to a tag without a durable commit")
-        if fault := self.latest.fault_of_move(effect.process):
+            raise InvariantError("latest-whole", f"{process} moved latest to a tag without a durable commit")
+        if fault := self.latest.fault_of_move(process):
             raise InvariantError("latest-forward", fault)
+        if self.root.is_durable_at_once:
+            self.latest.synced()
 
     def at_rest(self) -> None:
         """Every living process has come to its end."""
@@ -343,7 +355,7 @@ class Ledger:
             raise InvariantError("latest-forward", fault)
 
     def after_power_cut(self) -> None:
-        """After a power cut, the disk must hold everything that was reported."""
+        """After a power cut, the storage must hold everything that was reported."""
         self.latest.look()
         floor = self.latest_floor
         if floor is not None and not self.latest.stands(floor):

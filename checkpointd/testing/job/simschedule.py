@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from checkpointd.testing.job.simrank import JobConfig
+from checkpointd.testing.simbucket import PAGE, Fate, SimClient
 from checkpointd.testing.simdisk import ProcessDisk
 
 ACTOR = -1
@@ -54,6 +55,25 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Fail:
+    """The next `count` tries of requests of kind `kind` (all kinds: empty) by one rank meet `fate` (`simbucket.py`)."""
+
+    rank: int
+    fate: Fate
+    count: int
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """For some virtual seconds, a share of all requests to the bucket meets `fate`."""
+
+    seconds: float
+    fate: Fate
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class SecondJob:
     """A new incarnation starts while all ranks of the old one run: the same job's, a stranger's, or one that takes over."""
 
@@ -71,7 +91,7 @@ class LoseSidecar:
     seconds: float = 0.0
 
 
-Fault: TypeAlias = Kill | Pause | PowerCut | Refuse | SecondJob | LoseSidecar
+Fault: TypeAlias = Kill | Pause | PowerCut | Refuse | Fail | Outage | SecondJob | LoseSidecar
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +101,16 @@ class Moment:
     kind: str
     name: str
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketConfig:
+    """The settings of a simulated bucket, as in SimBucket. `client`: the class of its processes' clients."""
+
+    numbered: bool = False
+    page: int = PAGE
+    weather: tuple[tuple[Fate, float], ...] = ()
+    client: type[SimClient] = SimClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +125,15 @@ class Schedule:
     sees_deaths: bool = False
     """Whether a process can tell that another one has ended, as on one machine."""
     view: type[ProcessDisk] = ProcessDisk
+    bucket: BucketConfig | None = None
+    """The bucket in which the root lies; None: it lies on a disk."""
 
     @property
     def seed(self) -> int:
         return self.job.seed
 
 
+Storage: TypeAlias = Literal["disk", "bucket"]
 EFFECTS_PER_STEP = 120
 ERRORS = (errno.EIO, errno.ENOSPC, errno.ETIMEDOUT)
 KINDS = ("", "", "fsync", "sync-dir", "write", "link", "create")
@@ -116,8 +149,25 @@ MOMENTS = (
 """The effects that the protocol depends on: name of the object, kinds of effects, their number in a save of three ranks."""
 
 
-def random_schedule(seed: int) -> Schedule:
+EFFECTS_PER_STEP_IN_BUCKET = 32
+FATES: tuple[Fate, ...] = ("lost", "unanswered", "late", "late", "repeated", "slow down", "denied")
+KINDS_IN_BUCKET = ("", "", "create", "create", "replace", "put", "part", "complete", "delete", "get", "look", "list")
+MOMENTS_IN_BUCKET = (
+    (".vote", ("create",), 3),
+    ("/outcome", ("create",), 1),
+    ("/latest", ("create", "replace"), 1),
+    (".index", ("create",), 3),
+    (".chunks", ("begin", "part", "complete", "put"), 3),
+)
+
+
+def random_schedule(seed: int, storage: Storage = "disk") -> Schedule:
     """The schedule for `seed`."""
+    schedule = _random_on_disk(seed)
+    return schedule if storage == "disk" else _in_bucket(seed, schedule)
+
+
+def _random_on_disk(seed: int) -> Schedule:
     rng = random.Random(f"schedule {seed}")
     steps = rng.choice((1, 2, 2, 3))
     job = JobConfig(
@@ -142,6 +192,39 @@ def random_schedule(seed: int) -> Schedule:
     )
     schedule = Schedule(job=job, faults=tuple(faults), sweeps_foreign=rng.random() < 0.3, cut_at_end=rng.random() < 0.5)
     return _random_leases(seed, schedule)
+
+
+def _in_bucket(seed: int, schedule: Schedule) -> Schedule:
+    """The same job with its root in a bucket, and faults at other times; those of the disk become faults of the bucket."""
+    rng = random.Random(f"bucket {seed}")
+    job = schedule.job
+    faults: list[tuple[int | Moment, Fault]] = []
+    for _, fault in schedule.faults:
+        changed = _random_failure(rng, job) if isinstance(fault, Refuse) else fault
+        faults.append((_random_time_in_bucket(rng, job.steps), changed))
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        made = _random_failure(rng, job) if rng.random() < 0.6 else _random_outage(rng)
+        faults.append((_random_time_in_bucket(rng, job.steps), made))
+    weather: dict[Fate, float] = {"repeated": rng.choice((0.0, 0.01, 0.05)), "slow down": rng.choice((0.0, 0.0, 0.02))}
+    bucket = BucketConfig(numbered=rng.random() < 0.5, page=rng.choice((3, 8, PAGE)), weather=tuple(weather.items()))
+    return replace(schedule, faults=tuple(faults), sweeps_foreign=False, bucket=bucket)
+
+
+def _random_time_in_bucket(rng: random.Random, steps: int) -> int | Moment:
+    if rng.random() < 0.5:
+        return rng.randrange(1, EFFECTS_PER_STEP_IN_BUCKET * (steps + 1))
+    name, kinds, often = rng.choice(MOMENTS_IN_BUCKET)
+    return Moment(rng.choice(kinds), name, rng.randrange(1, 1 + often * steps))
+
+
+def _random_failure(rng: random.Random, job: JobConfig) -> Fail:
+    rank = ACTOR if rng.random() < 0.2 else rng.randrange(job.world_size)
+    return Fail(rank, rng.choice(FATES), rng.choice((1, 1, 3, 20)), rng.choice(KINDS_IN_BUCKET))
+
+
+def _random_outage(rng: random.Random) -> Outage:
+    fates: tuple[Fate, ...] = ("lost", "unanswered", "late", "slow down")
+    return Outage(rng.choice((1.0, 10.0, 40.0)) * rng.random(), rng.choice(fates), rng.choice((0.1, 0.5, 1.0)))
 
 
 def _random_leases(seed: int, schedule: Schedule) -> Schedule:
