@@ -27,7 +27,7 @@ from checkpointd.layout.keys import LEASE, OUTCOME, AttemptId
 from checkpointd.layout.manifest import digest
 from checkpointd.pipeline.root.catalog_mending import rebuild
 from checkpointd.store.base import Store
-from checkpointd.testing.job.simroot import Change, SimRoot
+from checkpointd.testing.job.simroot import ObjectChange, SimRoot
 
 DAMAGER = "damager"
 """The names of processes that damage the catalog begin with this."""
@@ -53,7 +53,7 @@ class CatalogWatch:
         """When the catalog first announced the attempt; infinite if it never did."""
         return self._intent_at.get(prefix, math.inf)
 
-    def fault_after(self, change: Change) -> str:
+    def fault_after(self, change: ObjectChange) -> str:
         """What `change` broke, in words; empty if it broke nothing."""
         folder, _, name = change.key.rpartition("/")
         if change.process.startswith(DAMAGER) and change.what in ("replaced", "removed"):
@@ -64,7 +64,7 @@ class CatalogWatch:
             return self._object_put(change.key)
         return ""
 
-    def _touched(self, change: Change, name: str) -> str:
+    def _touched(self, change: ObjectChange, name: str) -> str:
         process, what, key = change
         if what in ("replaced", "written"):
             return f"{process} replaced {key}"

@@ -342,6 +342,8 @@ class SimJob:
         states = [attempt.state for attempt in views]
         self.report.read_back = sum(view.read_back == "whole" for view in views if view.state == "committed")
         self.report.committed, self.report.aborted = states.count("committed"), states.count("aborted")
+        if self.report.aborted and self.schedule.is_calm:
+            raise InvariantError("always-commits", f"{self.report.aborted} saves were aborted, and there was no fault")
 
     async def _check_catalog(self, store: Store, views: list[AttemptView]) -> None:
         """The catalog names every attempt that has objects besides a lease, and no close differs from its outcome."""

@@ -21,6 +21,7 @@
   left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
   always-starts        A start waits at most the length of one lease for another job.
   always-ends          An attempt ends in a final phase. It may stay in doubt only if a fault hindered it.
+  always-commits       Without a fault, each save commits.
   catalog-tells        An attempt is announced in the catalog before its first object, and closed there after its outcome, both
                        durably. Nothing replaces a record, no summary misses one, and what goes is covered by two summaries.
   next-save-works      After the faults, the next incarnation loads and commits.
@@ -44,7 +45,7 @@ from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.job.simcatalog import CatalogWatch
 from checkpointd.testing.job.simlatest import LatestWatch, outcome_in
-from checkpointd.testing.job.simroot import Change, SimRoot
+from checkpointd.testing.job.simroot import ObjectChange, SimRoot
 from checkpointd.testing.simstorage import Effect
 
 Contents: TypeAlias = Mapping[str, bytes]
@@ -236,7 +237,7 @@ class Ledger:
         elif (what, key) == ("synced", ""):
             self.latest.synced()
 
-    def _outcome_touched(self, change: Change) -> None:
+    def _outcome_touched(self, change: ObjectChange) -> None:
         process, what, key = change
         if what == "removed" and self._was_all(key):
             return
@@ -292,7 +293,7 @@ class Ledger:
         runs = runs or self._survives_in.get(attempt, 0) >= self._newest_epoch
         return runs and self.root.visible(f"{attempt}/{OUTCOME}") is None
 
-    def _lease_touched(self, change: Change) -> None:
+    def _lease_touched(self, change: ObjectChange) -> None:
         prefix = change.key.removesuffix(f"/{LEASE}")
         if change.what == "removed":
             self._at_work.pop(prefix, None)
@@ -318,7 +319,7 @@ class Ledger:
             if is_newest and not same and not take_over and other in self._alive() and not self.excuses(other):
                 raise InvariantError("left-alone", f"{process} began epoch {epoch.epoch}, and {other} is alive in {number}")
 
-    def _epoch_touched(self, change: Change) -> None:
+    def _epoch_touched(self, change: ObjectChange) -> None:
         process, what, key = change
         if what == "removed" and epoch_of(key.rpartition("/")[2]) == self._newest_epoch:
             raise InvariantError("epochs-grow", f"{process} removed {key}, the newest epoch")
@@ -330,7 +331,7 @@ class Ledger:
             self._newest_epoch = epoch.epoch
         self._survives_in.update(dict.fromkeys(epoch.surviving, epoch.epoch))
 
-    def _recovery_acts(self, change: Change) -> None:
+    def _recovery_acts(self, change: ObjectChange) -> None:
         process, what, key = change
         surviving = self._recovering.get(process)
         if not surviving or what not in ("made", "removed"):

@@ -22,7 +22,7 @@ ROOT = "/root/run"
 What: TypeAlias = Literal["made", "replaced", "removed", "begun", "written", "synced", "given up"]
 
 
-class Change(NamedTuple):
+class ObjectChange(NamedTuple):
     """What an effect did to the object `key`.
 
     "made": it appeared, whole. "replaced": its content was, or it appeared. "begun": it appeared, and is still to be written.
@@ -50,7 +50,7 @@ class SimRoot(Protocol):
         """A new process, and its store. With `far`, so much happens between two of its calls."""
         ...
 
-    def change(self, effect: Effect) -> Change | None:
+    def change(self, effect: Effect) -> ObjectChange | None:
         """What `effect`, which has succeeded, did to an object; None if nothing that a ledger checks."""
         ...
 
@@ -103,11 +103,11 @@ class DiskRoot:
         view = self.storage.process(name, FarDisk if far else self._view)
         return view.process, PosixStore(ROOT, view, read_only=read_only, writer=name, is_alive=self._is_alive)
 
-    def change(self, effect: Effect) -> Change | None:
+    def change(self, effect: Effect) -> ObjectChange | None:
         what = _ON_DISK.get(effect.kind)
         path = effect.path.rpartition(" -> ")[2]
         inside = path == ROOT or path.startswith(f"{ROOT}/")
-        return Change(effect.process, what, path[len(ROOT) + 1 :]) if what is not None and inside else None
+        return ObjectChange(effect.process, what, path[len(ROOT) + 1 :]) if what is not None and inside else None
 
     def visible(self, key: str) -> bytes | None:
         file = self._file(key)
@@ -164,19 +164,19 @@ class BucketRoot:
         client = self.storage.process(name, FarClient if far else self._client)
         return client.process, ObjectStore(client, read_only=read_only)
 
-    def change(self, effect: Effect) -> Change | None:
+    def change(self, effect: Effect) -> ObjectChange | None:
         key, was_there, is_there = effect.path, effect.path in self._known, effect.path in self.storage.state.objects
         if effect.kind == "begin":
             self._writers[key] = effect.process
         if effect.kind == "abort" and effect.process != self._writers[key]:
-            return Change(effect.process, "given up", key)
+            return ObjectChange(effect.process, "given up", key)
         if effect.kind in ("begin", "part", "abort"):
             return None
         if not is_there:
             self._known.discard(key)
-            return Change(effect.process, "removed", key) if was_there else None
+            return ObjectChange(effect.process, "removed", key) if was_there else None
         self._known.add(key)
-        return Change(effect.process, "replaced" if was_there else "made", key)
+        return ObjectChange(effect.process, "replaced" if was_there else "made", key)
 
     def visible(self, key: str) -> bytes | None:
         found = self.storage.state.objects.get(key)

@@ -132,6 +132,11 @@ class Schedule:
     def seed(self) -> int:
         return self.job.seed
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing happens for which a save may be aborted."""
+        return not (self.faults or self.job.deviations or self.job.damages_catalog or self.sweeps_foreign)
+
 
 Storage: TypeAlias = Literal["disk", "bucket"]
 EFFECTS_PER_STEP = 120
