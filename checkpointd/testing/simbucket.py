@@ -37,8 +37,9 @@ from typing_extensions import Buffer
 
 from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.store.base import Entry
-from checkpointd.store.objects.bucket import Bucket, ObjectHead, Requests, Version
+from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
 from checkpointd.store.objects.failures import missing
+from checkpointd.store.requests import Requests
 from checkpointd.store.uploads import UnfinishedUpload
 from checkpointd.testing.simloop import Process, ProcessState, current_process
 from checkpointd.testing.simobjects import SimObject, SimObjects

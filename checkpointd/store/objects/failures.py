@@ -29,6 +29,7 @@ _ADVICE: Final = {
     "PermanentRedirect": "the bucket is in another region; name it: ?region=...",
     "AuthorizationHeaderMalformed": "the bucket is in another region; name it: ?region=...",
 }
+_CODES: Final = {"403": "AccessDenied", "429": "SlowDown", "503": "SlowDown"}
 _NO_ANSWER: Final = "the server was not reached, or has not answered in time; the network or the endpoint may be wrong"
 
 
@@ -46,6 +47,11 @@ def missing(key: str, url: str) -> NotFoundError:
 def is_missing(error: BaseException) -> bool:
     """Whether `error` says that the object, and not the bucket, is missing."""
     return isinstance(error, FileNotFoundError) and not any(one in str(error) for one in _NO_BUCKET)
+
+
+def is_answer(error: BaseException) -> bool:
+    """Whether the server has answered with `error`; otherwise nobody knows what became of the request."""
+    return isinstance(error, ValueError) or _STATUS.search(str(error)) is not None
 
 
 def is_past_the_end(error: BaseException) -> bool:
@@ -71,4 +77,5 @@ def _reason(error: BaseException) -> tuple[str, str]:
         last = text.rpartition("\n")[2].rpartition(" - ")[2]
         return last[-_REASON_MAX:] or type(error).__name__, "" if isinstance(error, ValueError) else _NO_ANSWER
     words = " ".join(one for one in (status.strip(), code and f"({code})") if one) + (f" {message}" if message else "")
-    return words[:_REASON_MAX], _ADVICE.get(code, "")
+    # An answer to HEAD has no body, so no code.
+    return words[:_REASON_MAX], _ADVICE.get(code or _CODES.get(status[:3], ""), "")

@@ -7,6 +7,7 @@ sight of every request's future until the client has dropped it, and lets the in
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import threading
 import time
@@ -26,7 +27,7 @@ from checkpointd.errors import NotFoundError
 from checkpointd.store.base import Entry
 from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
 from checkpointd.store.objects.credentials import s3_credentials, s3_session
-from checkpointd.store.objects.failures import FAILURES, is_missing, is_past_the_end, missing, store_error
+from checkpointd.store.objects.failures import FAILURES, is_answer, is_missing, is_past_the_end, missing, store_error
 from checkpointd.store.objects.paths import name_of, path_of
 from checkpointd.store.objects.unfinished import S3Uploads
 from checkpointd.store.requests import Requests
@@ -101,24 +102,24 @@ class RemoteBucket(Bucket):
         lost: type[BaseException] | tuple[type[BaseException], ...],
     ) -> bool:
         self._requests.puts += 1
-        try:
-            await _answer(
-                obstore.put_async(
-                    self._client,
-                    self._path(key),
-                    cast(Any, data),
-                    mode=mode,
-                    attributes=attributes,
-                    use_multipart=False,
+        until, path = asyncio.get_running_loop().time() + self._location.retry_s, self._path(key)
+        while True:
+            try:
+                await _answer(
+                    obstore.put_async(
+                        self._client, path, cast(Any, data), mode=mode, attributes=attributes, use_multipart=False
+                    )
                 )
-            )
-        except lost as error:
-            if isinstance(error, FileNotFoundError) and not is_missing(error):
-                raise store_error("writing", key, self.url, error, reads=False) from error
-            return False
-        except FAILURES as error:
-            raise store_error("writing", key, self.url, error, reads=False) from error
-        return True
+            except lost as error:
+                if isinstance(error, FileNotFoundError) and not is_missing(error):
+                    raise store_error("writing", key, self.url, error, reads=False) from error
+                return False
+            except FAILURES as error:
+                # The client does not repeat a conditional request that got no answer, since it knows nothing of marks.
+                if is_answer(error) or asyncio.get_running_loop().time() >= until:
+                    raise store_error("writing", key, self.url, error, reads=False) from error
+            else:
+                return True
 
     async def upload(self, key: str, parts: AsyncIterator[Buffer], part_bytes: int) -> None:
         self._requests.puts += 2
