@@ -59,6 +59,7 @@ LAYERS = {
     "checkpointd.export": 14,
     "checkpointd.report": 14,
     "checkpointd.admin": 15,
+    "checkpointd.mirror": 15,
     "checkpointd.daemon.accounts": 15,
     "checkpointd.daemon.process": 15,
     "checkpointd.daemon.status": 15,

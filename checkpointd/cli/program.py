@@ -21,10 +21,17 @@ from checkpointd.errors import CheckpointdError
 
 COMMANDS = (
     *("list", "inspect", "verify", "status", "explain", "recover", "gc", "delete", "serve", "doctor"),
-    *("consolidate", "import", "export", "rebuild-catalog", "completion"),
+    *("consolidate", "import", "export", "mirror", "rebuild-catalog", "completion"),
 )
-MODULES = {"import": "importing", "export": "exporting", "rebuild-catalog": "admin.rebuild_catalog"}
-"""Commands whose module has another name: `import` is a keyword of Python, `export` follows it, and names have no hyphen."""
+MODULES = {
+    "import": "importing",
+    "export": "exporting",
+    "mirror": "tiers.mirror",
+    "rebuild-catalog": "admin.rebuild_catalog",
+}
+"""Commands whose module has another name: `import` is a keyword of Python, `export` follows it, names have no hyphen, and some
+modules lie in a room of their own.
+"""
 
 PROGRAM = "checkpointd"
 COMPLETE_VARIABLE = "_CHECKPOINTD_COMPLETE"

@@ -284,6 +284,9 @@ def shown_key(at: str) -> str:
     return f"{SHOWN}/{at}/{_RECORD}"
 
 
+MIRROR = f"{SERVICE}/mirror"
+"""The object that says which root a mirror follows."""
+
 PLANS = f"{SERVICE}/plans"
 PLAN_RANKS = 256
 """So many neighbouring ranks keep their plans in one directory."""

@@ -343,8 +343,24 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
         return f"{self.tag}/{self.attempt}"
 
 
-SmallObject = Epoch | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown
-_T = TypeVar("_T", Epoch, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, Shown)
+class Mirrored(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.mirror"):
+    """The root that a mirror follows, by the epochs of its jobs."""
+
+    version: int = VERSION
+    origin: str
+    """The place of that root, for people."""
+    starts: tuple[tuple[int, str], ...]
+    """The number and the nonce of each epoch that was seen there, in order, at most STARTS_MAX."""
+    reached: tuple[int, int] = (0, 0)
+    """The greatest order of a commit that was mirrored."""
+    writer: WriterIdentity
+
+
+STARTS_MAX = 256
+"""The most epochs in the record of a mirror."""
+
+SmallObject = Epoch | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown | Mirrored
+_T = TypeVar("_T", Epoch, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, Shown, Mirrored)
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 

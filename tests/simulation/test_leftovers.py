@@ -95,7 +95,7 @@ def outcome_goes_first(patch: Patch) -> None:
         for name in sorted(names, key=lambda name: name != OUTCOME):
             await store.delete(object_key(prefix, name))
 
-    patch.setattr(collect, "_remove_records", wrong)
+    patch.setattr(collect, "remove_records", wrong)
 
 
 def commits_forgotten(patch: Patch) -> None:

@@ -258,7 +258,7 @@ async def _forget(store: Store, spent: Sequence[AttemptFacts], known: CatalogLog
     forgotten: list[AttemptFacts] = []
     for facts in spent:
         with _noted(errors):
-            await _remove_records(store, facts.prefix)
+            await remove_records(store, facts.prefix)
             forgotten.append(facts)
     await note(store, *(record_of("forgotten", facts.tag, facts.attempt) for facts in forgotten))
 
@@ -268,7 +268,7 @@ def _may_forget(facts: AttemptFacts, known: CatalogLog) -> bool:
     return not known.fault and (entry is None or not entry.is_open)
 
 
-async def _remove_records(store: Store, prefix: str) -> None:
+async def remove_records(store: Store, prefix: str) -> None:
     """Remove all objects of an attempt: first those that say nothing of it by themselves, then the outcome, then the marks."""
     names = [entry.name for entry in await catalog.objects_of(store, prefix)]
     await store.delete_each([object_key(prefix, name) for name in names if _last_of_all(name) == (0, 0)])

@@ -45,7 +45,7 @@ from checkpointd.layout.keys import (
     vote_name,
     vote_rank,
 )
-from checkpointd.layout.manifest import VOTE_BYTES_MAX, Outcome, Vote, decode, digest
+from checkpointd.layout.manifest import VOTE_BYTES_MAX, IndexRef, Outcome, Vote, decode, digest
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.workers import run_workers, uncollected
@@ -294,7 +294,12 @@ async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
     if ref is None:
         raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
     key = object_key(prefix, ref.name)
-    data = await store.get(key, size_max=ref.size)
+    return index_in(await store.get(key, size_max=ref.size), prefix, vote, ref)
+
+
+def index_in(data: bytes, prefix: str, vote: Vote, ref: IndexRef) -> Index:
+    """The index with the bytes `data`, which `vote` names as `ref`. Raises DamagedError as `index_named_by`."""
+    key = object_key(prefix, ref.name)
     if len(data) != ref.size or digest(data) != ref.digest:
         raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
     index = uncollected(lambda: decode_index(data, key))

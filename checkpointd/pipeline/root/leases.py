@@ -11,7 +11,8 @@ Invariants
       length, on its own monotonic clock. It does not wait for a process that the kernel knows to have ended.
   LEASE-3  A job puts its lease before its epoch, so a process that sees the epoch of a living job also sees its lease.
   LEASE-4  A look at a lease ends at the first renewal, when the lease or its process is gone, or after the lease's length.
-  LEASE-5  A job begins beside a living job only if both have the same name, or if the user says that it takes over the root.
+  LEASE-5  A job begins beside a living job only if both have the same name, or if the user says that it takes over the root. A
+      process that mirrors to the root begins beside none, whatever its name.
   LEASE-6  A lease counts as gone only if its name is not listed either, so a stale directory entry makes no holder look dead.
   LEASE-7  A renewal that fails is logged and tried again; it ends no save. If somebody removes a lease, its holder puts it
       again only while it still matters: the job's epoch is the newest, or the attempt is undecided.
@@ -330,6 +331,8 @@ class Beginner:
     world_size: int
     job: str = ""
     take_over: bool = False
+    alone: bool = False
+    """Whether it is refused beside a living process of the same name, too."""
     commit_timeout_s: float = 0.0
     surviving: tuple[str, ...] = ()
     """Attempts at which its own daemon works."""
@@ -376,7 +379,9 @@ async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = Non
 
 
 async def _refusing(store: Store, beginner: Beginner) -> Lease | None:
-    return None if beginner.take_over else await living_job(store, beginner.job, beginner.sight)
+    if beginner.take_over:
+        return None
+    return await living_job(store, "" if beginner.alone else beginner.job, beginner.sight)
 
 
 def _of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:

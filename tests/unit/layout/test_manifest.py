@@ -25,6 +25,7 @@ from checkpointd.layout.manifest import (
     ErrorReport,
     IndexRef,
     Lease,
+    Mirrored,
     Outcome,
     PassedOver,
     ReadBack,
@@ -170,6 +171,7 @@ def every_object() -> list[SmallObject]:
         ReadBack(rank=1, nbytes=5, writer=WRITER),
         Damaged(faults=("a chunk is damaged",), writer=WRITER),
         Shown(tag="runs--a", attempt="00000001-0", order=(1, 0), save_latest=True, files=("a_states.pt",)),
+        Mirrored(origin="/mnt/a", starts=((1, "ab" * 16),), reached=(1, 7), writer=WRITER),
     ]
 
 

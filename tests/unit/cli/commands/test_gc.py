@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpointd.cli.commands.gc import age_s
-from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
 from tests.builders import Arrays, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
@@ -94,17 +92,6 @@ def test_rules_that_cannot_be_are_refused(cli: Cli, three: Path, arguments: list
     answer = cli("gc", three, *arguments)
     assert (answer.code, answer.out) == (2, "")
     assert words in answer.err
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), ("7d", 604800), ("2w", 1209600)])
-def test_ages(text: str, seconds: float) -> None:
-    assert age_s(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7 d", "7y"])
-def test_what_is_no_age(text: str) -> None:
-    with pytest.raises(UsageError):
-        age_s(text)
 
 
 def test_delete_removes_one_checkpoint(cli: Cli, three: Path) -> None:

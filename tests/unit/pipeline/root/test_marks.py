@@ -67,7 +67,7 @@ async def test_mark_5_the_marks_go_last_the_greatest_first() -> None:
     await marked(store, 12)
     for name in ("outcome", "00000.vote"):
         await store.put(f"{PREFIX}/{name}", b"record")
-    await collect._remove_records(store, PREFIX)
+    await collect.remove_records(store, PREFIX)
     assert [mark_number(name) for name in store.deleted] == [None, None, *reversed(range(12))]
 
 

@@ -1,0 +1,1 @@
+"""Commands for roots on several tiers of storage."""

@@ -1,0 +1,81 @@
+"""A mirror as this process holds it: with an epoch and a lease of its own, so that others notice it.
+
+A job that begins at the mirror, or another process that mirrors, is refused while this one lives. If it begins all the same, it
+takes the next epoch, and this fences the one before it, as it fences a job.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import msgspec
+
+from checkpointd.commands import command
+from checkpointd.commit.facts import Order
+from checkpointd.errors import FencedError
+from checkpointd.layout.keys import MIRROR
+from checkpointd.layout.manifest import Epoch, Mirrored, encode
+from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.leases import Beginner, HeldLease
+from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+NO_RANKS = 0
+"""The world size of an epoch in which no job runs."""
+
+
+@dataclass(slots=True)
+class Hold:
+    """An epoch of this process at the mirror."""
+
+    store: Store
+    epoch: Epoch
+    lease: HeldLease
+    root: OwnRoot
+    record: Mirrored
+
+    async def check(self) -> None:
+        """Raise FencedError if a newer epoch has begun, and RootGoneError if the path leads to another directory."""
+        await self.root.check(self.epoch.epoch)
+        newest = await epochs.newest(self.store)
+        if newest > self.epoch.epoch:
+            who = (await epochs.read(self.store, newest)).writer
+            raise FencedError(
+                f"{self.store.url} has another holder: process {who.pid} on {who.host} began epoch {newest} there at "
+                f"{who.time}. This process copies nothing more there"
+            )
+
+    async def follow(self, record: Mirrored) -> None:
+        """Record durably which root the mirror follows."""
+        self.record = msgspec.structs.replace(record, writer=writer())
+        await self.store.put(MIRROR, encode(self.record))
+
+    async def reach(self, order: Order) -> None:
+        """Record durably that a commit of `order` is about to be mirrored."""
+        if order > self.record.reached:
+            await self.follow(msgspec.structs.replace(self.record, reached=order))
+
+    async def release(self) -> None:
+        """Let others begin there without a wait. Raises nothing."""
+        await self.lease.release()
+
+
+async def hold(store: Store, record: Mirrored) -> Hold:
+    """Begin an epoch at the mirror `store`. Raises RootInUseError if a job, or another process that mirrors, is alive there."""
+    beginner = Beginner(
+        world_size=NO_RANKS,
+        job=f"mirror of {record.origin}"[:200],
+        alone=True,
+        instead=(
+            "If it mirrors, too, let one of the two go on. If it is a job, mirror to another root; "
+            f"{command('status', store.url)} shows what runs there"
+        ),
+    )
+    epoch, lease = await leases.begin(store, beginner)
+    root = OwnRoot(store)
+    await root.begun(epoch.epoch, epoch.nonce)
+    return Hold(store, epoch, lease, root, record)

@@ -1,0 +1,383 @@
+"""Keeps a mirror: copies what the origin commits, checkpoint by checkpoint, and applies the rules of the mirror there.
+
+A mirror is a root like any other, with the checkpoints of another root, its origin, under the same tags, attempts and orders.
+docs/TIERS.md describes it.
+
+Invariants
+  MIRROR-1  Nothing is written at the origin. What is removed there stays at the mirror, which has rules of its own.
+  MIRROR-2  Checkpoints are copied in the order of their commits, each to its end before the next one. `latest` at the mirror
+      moves only once the whole checkpoint is durable there, and never back.
+  MIRROR-3  An attempt at the mirror has the bytes of the origin's, from the outcome to each chunk. So whatever holds for a
+      checkpoint at the origin (references, bases of deltas, orders) holds for it at the mirror.
+  MIRROR-4  A copy that was interrupted is an attempt without an outcome, which is no checkpoint. The next run goes on with it,
+      and copies no object again that is whole. One that is not wanted any more becomes a removed attempt.
+  MIRROR-5  A run begins only if all that lies at the mirror came from the origin, and no job has gone on there. It holds an
+      epoch there, and stops when a newer one begins.
+  MIRROR-6  A checkpoint that is damaged, unreadable or removed at the origin is named, and holds up no other.
+  MIRROR-7  Checkpoints at the mirror are removed only by its rules and by the collection's own (READBACK-3), and none to whose
+      objects a commit of the origin refers that is not mirrored yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.layout.keys import OUTCOME, VERIFIED
+from checkpointd.mirror import bare_holders
+from checkpointd.mirror.copying import CheckpointCopy, LeftOut
+from checkpointd.mirror.hold import Hold, hold
+from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News, RemovalNews
+from checkpointd.mirror.planning import Plan, missing, outcomes_of, planned, spared
+from checkpointd.mirror.provenance import Lineage, check_apart, check_mirror, check_record, lineage_of, looked_again
+from checkpointd.pipeline.gc.collect import collect
+from checkpointd.pipeline.gc.retire import chosen_by
+from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.root import catalog, reserve
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root.catalog_mending import mend
+from checkpointd.pipeline.root.latest import move_latest, move_latest_to_newest
+from checkpointd.store.base import Store
+from checkpointd.store.limited import LimitedStore, TokenBucket
+
+log = logging.getLogger("checkpointd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorConfig:
+    """How a mirror is kept."""
+
+    rules: Retention = field(default_factory=Retention)
+    """Which checkpoints stay at the mirror."""
+    everything: bool = False
+    """Whether checkpoints are copied that the rules would remove again at once."""
+    verify: bool = False
+    """Whether each checkpoint is read back from the mirror after it was copied."""
+    limit_bps: float | None = None
+    """The most bytes per second that are written; None: no limit."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """The attempts of both roots at one look, and what is to be done."""
+
+    theirs: list[AttemptView]
+    ours: list[AttemptView]
+    wanted: list[AttemptView]
+    plan: Plan
+
+
+class Mirroring:
+    """One origin and its mirror. Call `begin`, then `step` as often as there may be something new, then `end`.
+
+    `tell` gets the news; `on_bytes` the bytes of chunks objects that were copied or compared; `on_copy` each checkpoint whose
+    copy begins, with its bytes and how many follow it.
+    """
+
+    def __init__(
+        self,
+        origin: Store,
+        mirror: Store,
+        config: MirrorConfig | None = None,
+        *,
+        tell: Callable[[News], None] = lambda _: None,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        on_copy: Callable[[Checkpoint, int, int], None] = lambda *_: None,
+    ) -> None:
+        self.config = config or MirrorConfig()
+        limit = self.config.limit_bps
+        self.origin = origin
+        self.mirror = mirror if limit is None else LimitedStore(mirror, TokenBucket(limit))
+        self._tell, self._on_bytes, self._on_copy = tell, on_bytes, on_copy
+        self._their_log, self._our_log = CatalogLog(origin), CatalogLog(self.mirror)
+        self._hold: Hold | None = None
+        self._lineage = Lineage(starts=frozenset())
+        self._tried: dict[str, Kind] = {}
+        """The attempts of the origin that could not be copied, with the reason."""
+        self._said: set[str] = set()
+        self._at: tuple[int, str] | None = None
+        """The record of the origin's catalog up to which nothing is left to do, and its fault."""
+
+    # --- beginning and end ----------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Check both roots, and hold the mirror from now on. Raises UsageError, FencedError or RootInUseError if it may not be
+        mirrored there; nothing was written then.
+        """
+        await check_apart(self.origin, self.mirror)
+        self._lineage = await lineage_of(self.origin)
+        theirs, ours = await self._look()
+        record = await check_mirror(self._lineage, self.origin, outcomes_of(theirs), self.mirror, ours)
+        self._hold = await hold(self.mirror, self._lineage.record(self.origin, record))
+        try:
+            # A job may have begun between the look and the epoch.
+            await check_mirror(self._lineage, self.origin, outcomes_of(theirs), self.mirror, await self._ours())
+            await self._hold.follow(self._hold.record)
+            await reserve.on_full_disk(self.mirror, self._settle)
+        except BaseException:
+            await self.end()
+            raise
+
+    async def end(self) -> None:
+        """Let go of the mirror. Raises nothing."""
+        if self._hold is not None:
+            held, self._hold = self._hold, None
+            await held.release()
+
+    async def _settle(self) -> None:
+        """Finish what an earlier run left: make its outcomes durable, mend the catalog, and move `latest`."""
+        views = await self._ours()
+        for view in views:
+            if OUTCOME in view.sizes:
+                with suppress(NotFoundError):
+                    await self.mirror.settle(f"{view.prefix}/{OUTCOME}")
+        await mend(self.mirror, self._our_log, views)
+        await move_latest_to_newest(self.mirror)
+        await self.mirror.sweep()
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    async def _look(self) -> tuple[list[AttemptView], list[AttemptView]]:
+        return await catalog.scan(self.origin, self._their_log), await self._ours()
+
+    async def _ours(self) -> list[AttemptView]:
+        return await catalog.scan(self.mirror, self._our_log)
+
+    async def has_news(self) -> bool:
+        """Whether the catalog of the origin has a record that was not looked at yet: one listing, if there is none. A caller
+        calls `step` now and then all the same, since a catalog may lag behind (CATALOG-5).
+        """
+        await self._their_log.refresh()
+        return self._at is None or bool(self._their_log.fault) or self._at != self._now
+
+    @property
+    def _now(self) -> tuple[int, str]:
+        return self._their_log.state.number, self._their_log.fault
+
+    async def see(self) -> Seen:
+        """Both roots now, and what is to be done."""
+        theirs, ours = await self._look()
+        wanted = missing(theirs, ours)
+        going: set[str] = set()
+        if wanted:
+            stay = [view for view in ours if view.state == "committed"]
+            coming = [_as_unread(view) for view in wanted if view.prefix not in self._tried]
+            choice = await chosen_by(self.mirror, [*stay, *coming], self.config.rules)
+            going = {facts.prefix for facts, _ in choice.going}
+        plan = planned(
+            wanted,
+            ours,
+            going,
+            everything=self.config.everything,
+            reached=self._held.record.reached,
+            tried=self._tried,
+        )
+        return Seen(theirs, ours, wanted, plan)
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    async def step(self) -> int:
+        """Copy all checkpoints that are due, and apply the rules. Returns how many were copied.
+
+        Raises FencedError if the mirror has another holder, and StoreError if a storage fails; the next step goes on then.
+        """
+        copied, last = 0, None
+        await self._follow_starts()
+        while True:
+            seen = await self.see()
+            newest = max((checkpoint.outcome.order for checkpoint in seen.plan.due), default=(0, 0))
+            last = newest if last is None else last
+            due = [checkpoint for checkpoint in seen.plan.due if checkpoint.outcome.order <= last]
+            self._name(seen)
+            for view in seen.plan.leftovers:
+                await self._give_up(view)
+            if not due:
+                break
+            if await self._copy(due[0], seen, len(due) - 1):
+                copied += 1
+                await reserve.on_full_disk(self.mirror, self._retire)
+        if not copied:
+            await reserve.on_full_disk(self.mirror, self._retire)
+        self._at = self._now
+        return copied
+
+    async def _follow_starts(self) -> None:
+        """See that the origin is there and is the same root, and record its new starts."""
+        lineage = await looked_again(self.origin, self._lineage)
+        if lineage is not self._lineage:
+            record = self._held.record
+            check_record(record, lineage, self.origin, self.mirror, is_shared=False)
+            await self._held.check()
+            await self._held.follow(lineage.record(self.origin, record))
+            self._lineage = lineage
+
+    def try_again(self) -> None:
+        """Try checkpoints again that could not be read, or that the mirror stood in the way of."""
+        self._tried = {prefix: kind for prefix, kind in self._tried.items() if kind in ("damaged", "removed")}
+
+    @property
+    def left(self) -> dict[str, Kind]:
+        """The attempts of the origin that could not be copied, with the reason."""
+        return dict(self._tried)
+
+    @property
+    def _held(self) -> Hold:
+        assert self._hold is not None, "begin() comes first"
+        return self._hold
+
+    async def _copy(self, checkpoint: Checkpoint, seen: Seen, behind: int) -> bool:
+        """Copy one checkpoint. Returns whether that was possible; the news says why not."""
+        self._on_copy(checkpoint, _nbytes(checkpoint), behind)
+        proof = next(iter(catalog.commits_of(seen.ours)), None)
+        copy = CheckpointCopy(
+            self.origin, self.mirror, checkpoint, self._held, proof, outcomes_of(seen.theirs), on_bytes=self._on_bytes
+        )
+        try:
+            amount = await copy.run()
+        except LeftOut as left:
+            self._tried[checkpoint.prefix] = left.why
+            self._say(checkpoint, left.why, str(left))
+            return False
+        if checkpoint.outcome.save_latest:
+            await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
+        verdict = await read_back(self.mirror, checkpoint) if self.config.verify else None
+        news = _news(checkpoint, "mirrored", copied=amount.copied, found=amount.found, verified=verdict is not None)
+        if verdict is None or verdict.whole:
+            self._tell(news)
+        else:
+            self._say(checkpoint, "damaged-here", (verdict.damage or verdict.unreadable)[0].message)
+        return True
+
+    async def _give_up(self, view: AttemptView) -> None:
+        """Make an attempt that was begun, and is not wanted any more, a removed one."""
+        await self._held.check()
+        there = await catalog.view(self.origin, view.tag, view.attempt)
+        kept = await bare_holders.kept_at_origin(self.origin, there) if there.sizes else ()
+        outcome = there.outcome if there.outcome is not None and there.outcome.outcome == "commit" else None
+        await bare_holders.mark_bare(self.mirror, view.tag, view.attempt, kept, outcome)
+        log.info("%s: what was copied of it is removed at %s", view.prefix, self.mirror.url)
+
+    # --- the rules of the mirror ------------------------------------------------------------------------------------
+
+    async def _retire(self) -> None:
+        """Remove what no rule keeps at the mirror, and leftovers (MIRROR-7)."""
+        seen = await self.see()
+        views = seen.ours
+        choice = await chosen_by(self.mirror, views, self.config.rules)
+        if choice.surplus or (choice.going and not _has_proof(views, {facts.prefix for facts, _ in choice.going})):
+            # Jobs read back what they save; here, only the newest that is to take the place of older ones is.
+            await self._prove(views)
+            views = await self._ours()
+            choice = await chosen_by(self.mirror, views, self.config.rules)
+        stays = spared(seen.wanted, seen.theirs, views)
+        going = [dead for dead in choice.going if dead[0].prefix not in stays]
+        failed: list[StoreError] = []
+        await self._held.check()
+        removed = await collect(self.mirror, [v.facts for v in views], going, known=self._our_log, failed=failed)
+        await self._our_log.refresh()
+        await self._our_log.compact()
+        if failed:
+            raise failed[0]
+        gone = {(one.tag, one.attempt) for one in removed}
+        retired = tuple(facts.tag for facts, _ in going if (facts.tag, str(facts.attempt)) in gone)
+        if retired:
+            self._tell(RemovalNews(retired=retired, freed_bytes=sum(one.freed_bytes for one in removed)))
+
+    async def _prove(self, views: Sequence[AttemptView]) -> None:
+        """Read the newest checkpoint back from the mirror, unless that was done."""
+        newest = next(iter(catalog.commits_of(views)), None)
+        if newest is None or newest.read_back != "no":
+            return
+        verdict = await read_back(self.mirror, newest)
+        if not verdict.whole:
+            self._say(newest, "damaged-here", (verdict.damage or verdict.unreadable)[0].message)
+
+    # --- news -------------------------------------------------------------------------------------------------------
+
+    def _name(self, seen: Seen) -> None:
+        """Tell of checkpoints that are not copied, each once."""
+        words = "the rules of the mirror would remove it again"
+        for checkpoint in seen.plan.left_out:
+            if checkpoint.outcome.order > self._held.record.reached:  # else a run has said so
+                self._say(checkpoint, "left-out", words)
+        for checkpoint in seen.plan.damaged:
+            self._tried[checkpoint.prefix] = "damaged"
+            self._say(checkpoint, "damaged", f"a record at {self.origin.url} says that it is damaged")
+        for view in seen.theirs:
+            fault = catalog.fault_of(view)
+            if fault is not None and view.prefix not in self._said:
+                self._said.add(view.prefix)
+                kind: Kind = "damaged" if isinstance(fault, DamagedError) else "unreadable"
+                self._tell(CheckpointNews(kind=kind, tag=view.tag, attempt=str(view.attempt), step=-1, why=str(fault)))
+                self._tried[view.prefix] = kind
+
+    def _say(self, checkpoint: Checkpoint, kind: Kind, why: str) -> None:
+        if f"{kind} {checkpoint.prefix}" not in self._said:
+            self._said.add(f"{kind} {checkpoint.prefix}")
+            self._tell(_news(checkpoint, kind, why=why))
+
+
+def _news(
+    checkpoint: Checkpoint, kind: Kind, *, copied: int = 0, found: int = 0, verified: bool = False, why: str = ""
+) -> CheckpointNews:
+    return CheckpointNews(
+        kind=kind,
+        tag=checkpoint.tag,
+        attempt=str(checkpoint.attempt),
+        step=checkpoint.outcome.step,
+        copied_bytes=copied,
+        found_bytes=found,
+        verified=verified,
+        why=why,
+    )
+
+
+def _nbytes(checkpoint: Checkpoint) -> int:
+    cost = checkpoint.outcome.cost
+    return cost.stored_bytes if cost is not None else 0
+
+
+def _as_unread(view: AttemptView) -> AttemptView:
+    """The attempt of the origin as the mirror would have it: nobody has read it back there."""
+    if view.entry is not None:
+        return replace(view, entry=msgspec.structs.replace(view.entry, verified=False))
+    return replace(view, sizes={name: size for name, size in view.sizes.items() if name != VERIFIED})
+
+
+def _has_proof(views: Sequence[AttemptView], going: set[str]) -> bool:
+    """Whether a checkpoint that stays is recorded as read back whole."""
+    return any(v.state == "committed" and v.read_back == "whole" and v.prefix not in going for v in views)
+
+
+async def run_once(mirroring: Mirroring, news: list[News]) -> MirrorReport:
+    """One run: begin, copy what is due, end. `news`: the list to which the mirroring tells its news."""
+    await mirroring.begin()
+    try:
+        await mirroring.step()
+        latest = await catalog.readable_latest(mirroring.mirror)
+    finally:
+        await mirroring.end()
+    checkpoints = tuple(one for one in news if isinstance(one, CheckpointNews))
+    removals = [one for one in news if isinstance(one, RemovalNews)]
+    return MirrorReport(
+        origin=mirroring.origin.url,
+        mirror=mirroring.mirror.url,
+        checkpoints=checkpoints,
+        retired=tuple(tag for one in removals for tag in one.retired),
+        freed_bytes=sum(one.freed_bytes for one in removals),
+        latest=latest,
+    )
+
+
+def error_of(report: MirrorReport) -> type[CheckpointdError] | None:
+    """The class of error that the checkpoints that were not copied amount to; None if all is well."""
+    if report.of("damaged", "damaged-here"):
+        return DamagedError
+    return StoreError if report.of("unreadable", "blocked") else None

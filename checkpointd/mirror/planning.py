@@ -1,0 +1,76 @@
+"""Which checkpoints a mirror copies next, and which of its attempts are left over. Decides only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from checkpointd.commit.facts import Order
+from checkpointd.layout.manifest import Outcome
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+
+SPARED = 4
+"""The newest checkpoints at the mirror that stay while the origin has a save in flight, which may refer to one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The checkpoints to copy, oldest first; those that are left out because the rules of the mirror would remove them again;
+    those that a record of the origin calls damaged; and attempts at the mirror that were begun and are not wanted any more.
+    """
+
+    due: tuple[Checkpoint, ...] = ()
+    left_out: tuple[Checkpoint, ...] = ()
+    damaged: tuple[Checkpoint, ...] = ()
+    leftovers: tuple[AttemptView, ...] = ()
+
+
+def missing(theirs: Sequence[AttemptView], ours: Iterable[AttemptView]) -> list[AttemptView]:
+    """The checkpoints among the attempts `theirs` of the origin that the mirror may still get: it has not committed or removed
+    them.
+    """
+    settled = {view.prefix for view in ours if view.state not in ("in-doubt", "aborted")}
+    return [view for view in theirs if view.state == "committed" and view.prefix not in settled]
+
+
+def planned(
+    wanted: Sequence[AttemptView],
+    ours: Sequence[AttemptView],
+    going: Collection[str],
+    *,
+    everything: bool,
+    reached: Order,
+    tried: Collection[str] = (),
+) -> Plan:
+    """`wanted`: what `missing` found. `going`: those that the rules of the mirror would remove, by prefix (`<tag>/<attempt>`).
+    `everything`: copy those, too, once. `reached`: the greatest order that was mirrored. `tried`: attempts to leave alone now.
+    """
+    oldest_first = [*reversed(catalog.commits_of(wanted))]
+    due, left_out, damaged = list[Checkpoint](), list[Checkpoint](), list[Checkpoint]()
+    for checkpoint in oldest_first:
+        is_new = checkpoint.outcome.order > reached
+        if checkpoint.prefix in going and not (everything and is_new):
+            left_out.append(checkpoint)
+        elif checkpoint.read_back == "damaged":
+            damaged.append(checkpoint)
+        elif checkpoint.prefix not in tried:
+            due.append(checkpoint)
+    still = {checkpoint.prefix for checkpoint in (*due, *damaged)} | set(tried)
+    leftovers = tuple(view for view in ours if view.state == "in-doubt" and view.prefix not in still)
+    return Plan(tuple(due), tuple(left_out), tuple(damaged), leftovers)
+
+
+def outcomes_of(theirs: Iterable[AttemptView]) -> Mapping[str, Outcome]:
+    """The commits among `theirs`, removed ones included, by prefix."""
+    return {v.prefix: v.outcome for v in theirs if v.outcome is not None and v.outcome.outcome == "commit"}
+
+
+def spared(wanted: Iterable[AttemptView], theirs: Iterable[AttemptView], ours: Iterable[AttemptView]) -> set[str]:
+    """The checkpoints at the mirror that no rule removes for now, by prefix: checkpoints that are not mirrored yet refer to
+    their objects, or saves that are in flight at the origin may.
+    """
+    found = {holder for view in wanted if view.outcome is not None for holder in view.outcome.holders}
+    if any(view.state == "in-doubt" for view in theirs):
+        found |= {checkpoint.prefix for checkpoint in catalog.commits_of(ours)[:SPARED]}
+    return found

@@ -1,0 +1,210 @@
+"""Whether one root may be mirrored to another: they are two roots, and all that lies at the mirror came from the origin.
+
+The epochs tell roots apart. Each has a random nonce, so a root is known by the numbers and nonces of its starts. A mirror keeps
+those of its origin in a record of its own, since a root keeps the newest few only.
+
+Nothing here writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from checkpointd.commands import at_tag, command
+from checkpointd.errors import DamagedError, FencedError, NotFoundError, RootGoneError, UsageError
+from checkpointd.layout.keys import MIRROR, SERVICE, epoch_key, epoch_of
+from checkpointd.layout.manifest import STARTS_MAX, Epoch, Mirrored, Outcome, decode
+from checkpointd.phrases import listed
+from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.store.base import Store
+from checkpointd.store.identity import identity_of
+
+NAMED = 3
+"""The most checkpoints that a refusal names."""
+ANOTHER = "Mirror to an empty place instead"
+
+Start = tuple[int, str]
+"""The number and the nonce of an epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """The starts of the jobs whose checkpoints a root holds, by the root's own epochs and by its record if it is a mirror.
+    `newest`: the newest of its own epochs, 0 if it has none.
+    """
+
+    starts: frozenset[Start]
+    newest: int = 0
+
+    def record(self, origin: Store, before: Mirrored | None) -> Mirrored:
+        """The record of a mirror of this root; `before`: the one that it has."""
+        known = self.starts | set(before.starts if before is not None else ())
+        return Mirrored(
+            origin=origin.url,
+            starts=tuple(sorted(known)[-STARTS_MAX:]),
+            reached=before.reached if before is not None else (0, 0),
+            writer=writer(),
+        )
+
+
+async def lineage_of(origin: Store) -> Lineage:
+    """The lineage of the root `origin`."""
+    record, own = await read_record(origin), _starts(await _epochs(origin))
+    followed = record.starts if record is not None else ()
+    return Lineage(starts=frozenset((*own, *followed)), newest=max((number for number, _ in own), default=0))
+
+
+async def looked_again(origin: Store, known: Lineage) -> Lineage:
+    """The lineage of `origin` now; `known` if no job has begun there since. Raises RootGoneError if the origin is not there."""
+    newest = await epochs.newest(origin)
+    if newest < known.newest:
+        raise RootGoneError(f"{origin.url} shows no start of its job any more: was it unmounted, or removed?")
+    if newest == known.newest:
+        with suppress(NotFoundError, DamagedError):
+            if not newest or (newest, (await epochs.read(origin, newest)).nonce) in known.starts:
+                return known
+    return await lineage_of(origin)
+
+
+async def read_record(store: Store) -> Mirrored | None:
+    """The record of the mirror `store`; None if it is none. Raises DamagedError if its bytes are wrong."""
+    try:
+        return decode(await store.get(MIRROR), Mirrored, MIRROR)
+    except NotFoundError:
+        return None
+
+
+async def _epochs(store: Store) -> list[Epoch]:
+    """The epochs whose records are at `store` and whole."""
+    found: list[Epoch] = []
+    for entry in await store.list(f"{SERVICE}/epochs"):
+        number = epoch_of(entry.name)
+        if number is not None:
+            try:
+                found.append(await epochs.read(store, number))
+            except (NotFoundError, DamagedError):
+                continue  # removed meanwhile, or damaged: the commits tell, too
+    return found
+
+
+def _starts(found: Iterable[Epoch]) -> list[Start]:
+    return [(epoch.epoch, epoch.nonce) for epoch in found]
+
+
+async def check_apart(origin: Store, mirror: Store) -> None:
+    """Raise UsageError if the two are one root, or if one lies in the other."""
+    one, two = _place(origin.url), _place(mirror.url)
+    if origin is mirror or one == two:
+        raise UsageError(f"{origin.url} and {mirror.url} are the same root: a mirror is another one")
+    for inner, outer in ((one, two), (two, one)):
+        if inner.startswith(outer.rstrip("/") + "/"):
+            raise UsageError(f"{inner} lies in {outer}: a mirror is a root of its own, beside the other one")
+    if origin.capabilities.shared and mirror.capabilities.shared and await _is_one_directory(origin, mirror):
+        raise UsageError(f"{origin.url} and {mirror.url} lead to the same directory: a mirror is another one")
+
+
+def _place(url: str) -> str:
+    """The place of a store as text that tells whether one lies in another."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/") if parts.scheme else os.path.realpath(url)
+
+
+async def _is_one_directory(origin: Store, mirror: Store) -> bool:
+    newest = await epochs.newest(origin)
+    if not newest or newest != await epochs.newest(mirror):
+        return False
+    try:
+        one, two = await identity_of(origin, epoch_key(newest)), await identity_of(mirror, epoch_key(newest))
+    except NotFoundError:
+        return False
+    return one is not None and two is not None and one.is_same_root(two)
+
+
+async def check_mirror(
+    lineage: Lineage, origin: Store, outcomes: Mapping[str, Outcome], mirror: Store, views: Sequence[AttemptView]
+) -> Mirrored | None:
+    """The record of the mirror; None if it has none yet. `outcomes`: the commits that the origin knows, removed ones included,
+    by attempt (`<tag>/<attempt>`); `views`: the attempts at the mirror.
+
+    Raises FencedError if a job has gone on there, and UsageError if it holds anything else that is not of the origin.
+    """
+    record = await read_record(mirror)
+    known = lineage.starts | set(record.starts if record is not None else ())
+    for epoch in await _epochs(mirror):
+        if epoch.world_size and (epoch.epoch, epoch.nonce) not in known:
+            raise _stranger(epoch, origin, mirror, was_mirror=record is not None)
+    commits = {v.prefix: v for v in views if v.outcome is not None and v.outcome.outcome == "commit"}
+    shared = {prefix for prefix in commits if prefix in outcomes}
+    for prefix in sorted(shared):
+        found = commits[prefix].outcome
+        if found is not None and not is_same(found, outcomes[prefix]):
+            raise UsageError(
+                f"{prefix} at {mirror.url} is another checkpoint than {prefix} at {origin.url}: nothing is copied. {ANOTHER}"
+            )
+    if record is not None:
+        check_record(record, lineage, origin, mirror, is_shared=bool(shared))
+    _check_own(commits, outcomes, record, origin, mirror)
+    return record
+
+
+def is_same(one: Outcome, two: Outcome) -> bool:
+    """Whether two outcomes are the commit of the same bytes. A recovery may have put one of them, with another writer."""
+    return (one.outcome, one.ballot, one.order) == (two.outcome, two.ballot, two.order)
+
+
+def _stranger(epoch: Epoch, origin: Store, mirror: Store, *, was_mirror: bool) -> FencedError | UsageError:
+    who = f"process {epoch.writer.pid} on {epoch.writer.host}"
+    job = f"job {epoch.job!r}" if epoch.job else "a job"
+    began = f"{who} began epoch {epoch.epoch} of {job} there at {epoch.writer.time}"
+    if was_mirror:
+        return FencedError(
+            f"{mirror.url} is no mirror of {origin.url} any more: {began}, and the job goes on there. Nothing is copied. "
+            f"If {origin.url} is to go on instead, mirror it to an empty place; if {mirror.url} goes on, mirror that one"
+        )
+    return UsageError(f"{mirror.url} is the root of another run: {began}, which {origin.url} does not know. {ANOTHER}")
+
+
+def check_record(record: Mirrored, lineage: Lineage, origin: Store, mirror: Store, *, is_shared: bool) -> None:
+    """Raise UsageError if `record` of the mirror speaks of another root. `is_shared`: whether both have a commit in common."""
+    if record.starts and not lineage.starts:
+        raise RootGoneError(f"{origin.url} shows no start of a job, and {mirror.url} mirrors one that had some: is it mounted?")
+    then, now = _by_number(record.starts), _by_number(lineage.starts)
+    other = sorted(number for number in then.keys() & now.keys() if then[number].isdisjoint(now[number]))
+    if other:
+        raise UsageError(
+            f"{mirror.url} mirrors another root than {origin.url}: epoch {other[0]} was begun by another process in each "
+            f"(it followed {record.origin}). {ANOTHER}"
+        )
+    if record.starts and not is_shared and lineage.starts.isdisjoint(record.starts):
+        raise UsageError(
+            f"{mirror.url} is the mirror of {record.origin}, and has neither a start nor a checkpoint in common with "
+            f"{origin.url}. {ANOTHER}"
+        )
+
+
+def _by_number(starts: Iterable[Start]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for number, nonce in starts:
+        found.setdefault(number, set()).add(nonce)
+    return found
+
+
+def _check_own(
+    commits: Mapping[str, AttemptView], known: Collection[str], record: Mirrored | None, origin: Store, mirror: Store
+) -> None:
+    """Refuse checkpoints that the origin never had. It may have forgotten old ones, which the record's `reached` covers."""
+    reached = record.reached if record is not None else (0, 0)
+    own = [v for prefix, v in commits.items() if prefix not in known and v.order is not None and v.order > reached]
+    if own:
+        names = listed([view.tag for view in sorted(own, key=lambda view: view.order or (0, 0))[:NAMED]])
+        says = command("explain", *at_tag(mirror.url, own[0].tag))
+        raise UsageError(
+            f"{mirror.url} holds {len(own)} checkpoint(s) that {origin.url} does not know ({names}): nothing is copied. {says} "
+            f"says more. {ANOTHER}"
+        )
