@@ -38,6 +38,8 @@ def read_back_cell(state: ReadBackState) -> Cell:
 
 def job_text(job: Holder) -> str:
     """The job of an epoch, in words."""
+    if job.mirrors:
+        return f"none: it mirrors {job.mirrors} (epoch {job.epoch}, {job}, {moment(job.since)})"
     if not job.is_job:
         return f"none: epoch {job.epoch} was taken by a recovery ({job}, {moment(job.since)})"
     who = f"{job} since {moment(job.since)}, which {LIVES[job.life]}"

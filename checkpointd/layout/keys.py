@@ -286,6 +286,8 @@ def shown_key(at: str) -> str:
 
 MIRROR = f"{SERVICE}/mirror"
 """The object that says which root a mirror follows."""
+MIRRORS = "mirror of "
+"""How the name of whoever holds a mirror begins; the origin follows."""
 
 PLANS = f"{SERVICE}/plans"
 PLAN_RANKS = 256

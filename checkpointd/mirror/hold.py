@@ -13,8 +13,9 @@ import msgspec
 
 from checkpointd.commands import command
 from checkpointd.commit.facts import Order
+from checkpointd.config import JOB_CHARACTERS_MAX
 from checkpointd.errors import FencedError
-from checkpointd.layout.keys import MIRROR
+from checkpointd.layout.keys import MIRROR, MIRRORS
 from checkpointd.layout.manifest import Epoch, Mirrored, encode
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.identity import writer
@@ -68,7 +69,7 @@ async def hold(store: Store, record: Mirrored) -> Hold:
     """Begin an epoch at the mirror `store`. Raises RootInUseError if a job, or another process that mirrors, is alive there."""
     beginner = Beginner(
         world_size=NO_RANKS,
-        job=f"mirror of {record.origin}"[:200],
+        job=f"{MIRRORS}{record.origin}"[:JOB_CHARACTERS_MAX],
         alone=True,
         instead=(
             "If it mirrors, too, let one of the two go on. If it is a job, mirror to another root; "

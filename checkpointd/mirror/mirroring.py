@@ -34,7 +34,7 @@ from checkpointd.mirror import bare_holders
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
 from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News, RemovalNews
-from checkpointd.mirror.planning import Plan, missing, outcomes_of, planned, spared
+from checkpointd.mirror.planning import Agenda, missing, outcomes_of, planned, spared
 from checkpointd.mirror.provenance import Lineage, check_apart, check_mirror, check_record, lineage_of, looked_again
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.gc.retire import chosen_by
@@ -65,13 +65,13 @@ class MirrorConfig:
 
 
 @dataclass(slots=True)
-class Seen:
+class BothRoots:
     """The attempts of both roots at one look, and what is to be done."""
 
     theirs: list[AttemptView]
     ours: list[AttemptView]
     wanted: list[AttemptView]
-    plan: Plan
+    agenda: Agenda
 
 
 class Mirroring:
@@ -161,7 +161,7 @@ class Mirroring:
     def _now(self) -> tuple[int, str]:
         return self._their_log.state.number, self._their_log.fault
 
-    async def see(self) -> Seen:
+    async def see(self) -> BothRoots:
         """Both roots now, and what is to be done."""
         theirs, ours = await self._look()
         wanted = missing(theirs, ours)
@@ -171,7 +171,7 @@ class Mirroring:
             coming = [_as_unread(view) for view in wanted if view.prefix not in self._tried]
             choice = await chosen_by(self.mirror, [*stay, *coming], self.config.rules)
             going = {facts.prefix for facts, _ in choice.going}
-        plan = planned(
+        agenda = planned(
             wanted,
             ours,
             going,
@@ -179,7 +179,7 @@ class Mirroring:
             reached=self._held.record.reached,
             tried=self._tried,
         )
-        return Seen(theirs, ours, wanted, plan)
+        return BothRoots(theirs, ours, wanted, agenda)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -192,11 +192,11 @@ class Mirroring:
         await self._follow_starts()
         while True:
             seen = await self.see()
-            newest = max((checkpoint.outcome.order for checkpoint in seen.plan.due), default=(0, 0))
+            newest = max((checkpoint.outcome.order for checkpoint in seen.agenda.due), default=(0, 0))
             last = newest if last is None else last
-            due = [checkpoint for checkpoint in seen.plan.due if checkpoint.outcome.order <= last]
+            due = [checkpoint for checkpoint in seen.agenda.due if checkpoint.outcome.order <= last]
             self._name(seen)
-            for view in seen.plan.leftovers:
+            for view in seen.agenda.leftovers:
                 await self._give_up(view)
             if not due:
                 break
@@ -232,7 +232,7 @@ class Mirroring:
         assert self._hold is not None, "begin() comes first"
         return self._hold
 
-    async def _copy(self, checkpoint: Checkpoint, seen: Seen, behind: int) -> bool:
+    async def _copy(self, checkpoint: Checkpoint, seen: BothRoots, behind: int) -> bool:
         """Copy one checkpoint. Returns whether that was possible; the news says why not."""
         self._on_copy(checkpoint, _nbytes(checkpoint), behind)
         proof = next(iter(catalog.commits_of(seen.ours)), None)
@@ -276,7 +276,7 @@ class Mirroring:
             await self._prove(views)
             views = await self._ours()
             choice = await chosen_by(self.mirror, views, self.config.rules)
-        stays = spared(seen.wanted, seen.theirs, views)
+        stays = spared(seen.agenda.due, seen.theirs, views)
         going = [dead for dead in choice.going if dead[0].prefix not in stays]
         failed: list[StoreError] = []
         await self._held.check()
@@ -301,13 +301,13 @@ class Mirroring:
 
     # --- news -------------------------------------------------------------------------------------------------------
 
-    def _name(self, seen: Seen) -> None:
+    def _name(self, seen: BothRoots) -> None:
         """Tell of checkpoints that are not copied, each once."""
         words = "the rules of the mirror would remove it again"
-        for checkpoint in seen.plan.left_out:
+        for checkpoint in seen.agenda.left_out:
             if checkpoint.outcome.order > self._held.record.reached:  # else a run has said so
                 self._say(checkpoint, "left-out", words)
-        for checkpoint in seen.plan.damaged:
+        for checkpoint in seen.agenda.damaged:
             self._tried[checkpoint.prefix] = "damaged"
             self._say(checkpoint, "damaged", f"a record at {self.origin.url} says that it is damaged")
         for view in seen.theirs:

@@ -15,7 +15,7 @@ SPARED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Agenda:
     """The checkpoints to copy, oldest first; those that are left out because the rules of the mirror would remove them again;
     those that a record of the origin calls damaged; and attempts at the mirror that were begun and are not wanted any more.
     """
@@ -42,7 +42,7 @@ def planned(
     everything: bool,
     reached: Order,
     tried: Collection[str] = (),
-) -> Plan:
+) -> Agenda:
     """`wanted`: what `missing` found. `going`: those that the rules of the mirror would remove, by prefix (`<tag>/<attempt>`).
     `everything`: copy those, too, once. `reached`: the greatest order that was mirrored. `tried`: attempts to leave alone now.
     """
@@ -58,7 +58,7 @@ def planned(
             due.append(checkpoint)
     still = {checkpoint.prefix for checkpoint in (*due, *damaged)} | set(tried)
     leftovers = tuple(view for view in ours if view.state == "in-doubt" and view.prefix not in still)
-    return Plan(tuple(due), tuple(left_out), tuple(damaged), leftovers)
+    return Agenda(tuple(due), tuple(left_out), tuple(damaged), leftovers)
 
 
 def outcomes_of(theirs: Iterable[AttemptView]) -> Mapping[str, Outcome]:
@@ -66,11 +66,11 @@ def outcomes_of(theirs: Iterable[AttemptView]) -> Mapping[str, Outcome]:
     return {v.prefix: v.outcome for v in theirs if v.outcome is not None and v.outcome.outcome == "commit"}
 
 
-def spared(wanted: Iterable[AttemptView], theirs: Iterable[AttemptView], ours: Iterable[AttemptView]) -> set[str]:
-    """The checkpoints at the mirror that no rule removes for now, by prefix: checkpoints that are not mirrored yet refer to
-    their objects, or saves that are in flight at the origin may.
+def spared(due: Iterable[Checkpoint], theirs: Iterable[AttemptView], ours: Iterable[AttemptView]) -> set[str]:
+    """The checkpoints at the mirror that no rule removes for now, by prefix: checkpoints that are `due` refer to their objects,
+    or saves that are in flight at the origin may.
     """
-    found = {holder for view in wanted if view.outcome is not None for holder in view.outcome.holders}
+    found = {holder for checkpoint in due for holder in checkpoint.outcome.holders}
     if any(view.state == "in-doubt" for view in theirs):
         found |= {checkpoint.prefix for checkpoint in catalog.commits_of(ours)[:SPARED]}
     return found

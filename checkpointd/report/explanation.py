@@ -117,6 +117,8 @@ async def _explain(
     store: Store, attempt: AttemptView, attempts: list[AttemptView], newest: Holder | None
 ) -> AttemptExplanation:
     job = await _or_none(holder_at(store, attempt.attempt.epoch))
+    if job is not None and not job.is_job:
+        job = None  # an epoch of the same number, at a mirror: the attempt's own is at the origin
     votes = await votes_of(store, attempt)
     words = words_of(attempt, votes, job.world_size if job else None)
     lost = await Wholeness(store, attempts).lost(attempt, votes) if attempt.state == "committed" else ()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from checkpointd.layout.keys import job_lease_key
+from checkpointd.layout.keys import MIRRORS, job_lease_key
 from checkpointd.pipeline.root import epochs
 from checkpointd.store.base import Store
 from checkpointd.store.writers import Life, life_of
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that took an epoch. If `world_size` is 0, it was a recovery from the command line and not a job."""
+    """The process that took an epoch. If `world_size` is 0, it was no job: a recovery from the command line, or a process that
+    mirrors another root to this one.
+    """
 
     epoch: int
     world_size: int
@@ -19,10 +21,17 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     since: str
     life: Life
+    job: str = ""
+    """The job's name, if it has one."""
 
     @property
     def is_job(self) -> bool:
         return self.world_size > 0
+
+    @property
+    def mirrors(self) -> str:
+        """The root that it mirrors to this one; empty if it does not."""
+        return self.job.removeprefix(MIRRORS) if not self.is_job and self.job.startswith(MIRRORS) else ""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -40,4 +49,6 @@ async def holder_at(store: Store, number: int) -> Holder:
     who, life = epoch.writer, life_of(epoch.process)
     if life == "unknown" and await store.stat(job_lease_key(number)) is None:
         life = "ended"  # a job that was not closed leaves its lease behind
-    return Holder(epoch=epoch.epoch, world_size=epoch.world_size, host=who.host, pid=who.pid, since=who.time, life=life)
+    return Holder(
+        epoch=epoch.epoch, world_size=epoch.world_size, host=who.host, pid=who.pid, since=who.time, life=life, job=epoch.job
+    )

@@ -132,7 +132,7 @@ async def _flight(store: Store, attempt: AttemptView, holder: Holder | None) -> 
         tag=attempt.tag,
         attempt=str(attempt.attempt),
         orphaned=holder is not None
-        and (not is_newest or holder.life == "ended")
+        and (not (is_newest or holder.mirrors) or holder.life == "ended")
         and await leases.worker_of(store, attempt.prefix, Sight()) is None,
         world_size=words.world_size,
         object_bytes=sum(attempt.sizes.values()),

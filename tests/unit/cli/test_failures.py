@@ -14,7 +14,7 @@ from checkpointd.pipeline.root import catalog
 from tests.builders import break_file, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
 
-LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "doctor", "import", "completion")]
+LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "doctor", "import", "completion", "mirror")]
 TAKE_A_TAG = ("inspect", "explain", "consolidate", "delete", "export")
 
 

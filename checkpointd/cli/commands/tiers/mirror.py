@@ -53,7 +53,7 @@ MOODS: dict[Kind, Mood] = {
 }
 
 
-@click.command("mirror", short_help="Keep another root in step with a root, by whole checkpoints.")
+@click.command("mirror", short_help="Keep a second root in step with a root.")
 @places("SRC DST")
 @click.option("--once/--follow", default=True, help="Copy what is there and end, or go on until Ctrl-C.  [default: --once]")
 @click.option(

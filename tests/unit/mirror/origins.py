@@ -1,0 +1,106 @@
+"""Origins with checkpoints for the tests of mirrors, and what a mirror must be after each run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from checkpointd.config import LoadConfig
+from checkpointd.layout.keys import OUTCOME
+from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, run_once
+from checkpointd.mirror.news import CheckpointNews, MirrorReport, News
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.testing import simloop
+from tests.builders import Arrays, load_arrays, save_checkpoint
+
+T = TypeVar("T")
+QUICK = LoadConfig(absence_s=0.1, retry_s=0.1)
+
+
+def simulated(work: Awaitable[T], seed: int = 1) -> T:
+    """The result of `work` in virtual time."""
+
+    async def run() -> T:
+        return await work
+
+    return simloop.run(seed, run())
+
+
+def arrays(step: int, rank: int) -> Arrays:
+    """Mostly frozen state, so that later checkpoints refer to the first one."""
+    return {
+        "frozen": np.arange(5000, dtype=np.float32) + rank,
+        "moving": np.random.default_rng(step * 100 + rank).normal(size=700).astype(np.float32),
+    }
+
+
+def _of(step: int, rank: int) -> Arrays:
+    return arrays(step, rank)
+
+
+async def save(store: Store, *steps: int, dedup: bool = True, **options: object) -> None:
+    """Checkpoints global_step<n> at `store`, each referring to the one before."""
+    for step in steps:
+        tag = str(options.get("tag", f"global_step{step}"))
+        others = {name: value for name, value in options.items() if name != "tag"}
+        await save_checkpoint(store, tag=tag, step=step, tensors=partial(_of, step), dedup=dedup, **others)
+
+
+async def origin_with(*steps: int, name: str = "origin", **options: object) -> MemoryStore:
+    store = MemoryStore(name)
+    await save(store, *steps, **options)
+    return store
+
+
+async def mirrored(origin: Store, mirror: Store, **config: object) -> MirrorReport:
+    """One run."""
+    news: list[News] = []
+    return await run_once(Mirroring(origin, mirror, MirrorConfig(**config), tell=news.append), news)  # type: ignore[arg-type]
+
+
+def kinds(report: MirrorReport) -> dict[str, str]:
+    """What became of each tag."""
+    return {one.tag: one.kind for one in report.checkpoints}
+
+
+def told(news: Sequence[News]) -> dict[str, str]:
+    return {one.tag: one.kind for one in news if isinstance(one, CheckpointNews)}
+
+
+async def tags_of(store: Store) -> list[str]:
+    """The tags of the checkpoints, newest first."""
+    return [checkpoint.tag for checkpoint in await catalog.checkpoints(store)]
+
+
+async def check_whole(mirror: Store, origin: Store | None = None) -> None:
+    """Every checkpoint of the mirror is whole, loads as it was saved, and has the origin's own outcome."""
+    for checkpoint in await catalog.checkpoints(mirror):
+        verdict = await verify(mirror, checkpoint, QUICK)
+        assert verdict.whole, (checkpoint.prefix, verdict.damage, verdict.unreadable)
+        for rank in range(checkpoint.outcome.world_size):
+            found = await load_arrays(mirror, checkpoint.tag, rank)
+            assert found == {fqn: value.tobytes() for fqn, value in arrays(checkpoint.outcome.step, rank).items()}
+        if origin is not None and isinstance(origin, MemoryStore):
+            key = f"{checkpoint.prefix}/{OUTCOME}"
+            if await origin.stat(key) is not None:
+                assert await mirror.get(key) == await origin.get(key)
+    latest = await catalog.readable_latest(mirror)
+    newest = await tags_of(mirror)
+    assert latest is None or latest in newest
+
+
+def contents(store: MemoryStore) -> dict[str, bytes]:
+    """Every object, so that a test can say that nothing was written."""
+    return {key: data.tobytes() for key, data in store._objects.items()}
+
+
+async def settled(*works: Awaitable[object]) -> list[object]:
+    """The results of `works`, errors included."""
+    return list(await asyncio.gather(*works, return_exceptions=True))

@@ -1,0 +1,300 @@
+"""Where a mirror may be: not at the origin, not at another run's root, and not where a job has gone on."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpointd.admin.recovery import recovery
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import FencedError, RootGoneError, RootInUseError, UsageError
+from checkpointd.layout.keys import MIRROR, SERVICE
+from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
+from checkpointd.mirror.provenance import check_apart
+from checkpointd.pipeline.root import catalog, epochs, leases
+from checkpointd.pipeline.root.leases import Beginner, Sight
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix.store import PosixStore
+from tests.unit.mirror.origins import check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of
+
+ELSEWHERE = "node7.0123456789ab.4026531836.17.99.cafecafe"
+
+
+async def refused(origin: MemoryStore, mirror: MemoryStore, kind: type[Exception], words: str) -> None:
+    """A run is refused for that reason, and writes nothing."""
+    before = contents(mirror)
+    with pytest.raises(kind, match=words):
+        await mirrored(origin, mirror)
+    assert contents(mirror) == before
+
+
+def test_a_root_of_another_run_is_refused() -> None:
+    """MIRROR-5."""
+
+    async def main() -> None:
+        origin, other = await origin_with(1), await origin_with(2, name="other")
+        await refused(origin, other, UsageError, "the root of another run")
+
+    simulated(main())
+
+
+def test_checkpoints_without_their_epochs_are_foreign_all_the_same() -> None:
+    async def main() -> None:
+        origin, other = await origin_with(1), await origin_with(2, name="other")
+        for key in contents(other):
+            if key.startswith(SERVICE):
+                await other.delete(key)
+        await refused(origin, other, UsageError, "does not know .global_step2.")
+        other = await origin_with(1, name="other")  # the same attempt, and other votes
+        for key in contents(other):
+            if key.startswith(SERVICE):
+                await other.delete(key)
+        await refused(origin, other, UsageError, "is another checkpoint than")
+
+    simulated(main())
+
+
+def test_a_copy_of_the_origin_may_become_its_mirror() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        mirror._objects = dict(origin._objects)
+        await save(origin, 3)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step3": "mirrored"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_mirror_of_one_root_is_not_taken_for_that_of_another() -> None:
+    async def main() -> None:
+        origin, other, mirror = await origin_with(1), await origin_with(7, name="other"), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await refused(other, mirror, UsageError, "mirrors another root")
+        for start in range(2, 20):
+            await epochs.take(other, 2)
+            assert await epochs.newest(other) == start
+        await refused(other, mirror, UsageError, "neither a start nor a checkpoint in common|mirrors another root")
+
+    simulated(main())
+
+
+def test_a_job_that_goes_on_at_the_mirror_ends_the_mirroring_for_good() -> None:
+    """The storage of the origin was lost: a job starts at the mirror. Later the origin is back, and must not be mirrored."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, epoch=3), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        first = await epochs.following(mirror)
+        assert first > 3
+        epoch, lease = await leases.begin(mirror, Beginner(world_size=2))
+        assert epoch.epoch >= first
+        await save(mirror, 3, epoch=epoch.epoch)
+        await lease.release()
+        assert (await tags_of(mirror))[0] == "global_step3"
+        assert (await catalog.find(mirror, "global_step3")).outcome.holders  # it refers to what was mirrored
+        await check_whole(mirror)
+        await save(origin, 3, 4, epoch=4)
+        await refused(origin, mirror, FencedError, "no mirror of memory://origin any more")
+        # Nor if many starts came since, so that the record of that start is gone.
+        for _ in range(20):
+            await recovery(mirror)
+        await refused(origin, mirror, UsageError, "is another checkpoint than|does not know")
+
+    simulated(main())
+
+
+def test_the_mirror_that_went_on_is_mirrored_back() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await save(mirror, 3, epoch=await epochs.newest(mirror) + 1)
+        assert kinds(await mirrored(mirror, origin)) == {"global_step3": "mirrored"}
+        await check_whole(origin)
+        await save(mirror, 4, epoch=await epochs.newest(mirror) + 1)
+        assert kinds(await mirrored(mirror, origin)) == {"global_step4": "mirrored"}
+
+    simulated(main())
+
+
+def test_the_mirror_is_not_mirrored_back_over_what_it_never_got() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await save(origin, 2)
+        await save(mirror, 3, epoch=await epochs.newest(mirror) + 1)
+        await refused(mirror, origin, UsageError, "does not know .global_step2.")
+
+    simulated(main())
+
+
+def test_a_recovery_at_the_mirror_is_no_job() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await recovery(mirror)
+        await save(origin, 2)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step2": "mirrored"}
+
+    simulated(main())
+
+
+def test_what_the_origin_has_forgotten_stays_at_the_mirror() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        for key in contents(origin):
+            if key.startswith(("global_step1/", f"{SERVICE}/catalog")):
+                await origin.delete(key)
+        await save(origin, 3, dedup=False)
+        assert kinds(await mirrored(origin, mirror, rules=Retention())) == {"global_step3": "mirrored"}
+        assert await tags_of(mirror) == ["global_step3", "global_step2", "global_step1"]
+
+    simulated(main())
+
+
+# --- who is at work there ------------------------------------------------------------------------------------------
+
+
+def test_a_living_process_that_mirrors_refuses_a_second_one_and_a_job() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        far = Sight(process=ELSEWHERE, length_s=5.0)
+        beginner = Beginner(world_size=0, job=f"mirror of {origin.url}", alone=True, sight=far)
+        _, lease = await leases.begin(mirror, beginner)
+        with pytest.raises(RootInUseError, match="runs job 'mirror of memory://origin' there"):
+            await mirrored(origin, mirror)
+        with pytest.raises(RootInUseError, match="mirror of memory://origin"):
+            await leases.begin(mirror, Beginner(world_size=2, job="train"))
+        await lease.release()
+        assert kinds(await mirrored(origin, mirror)) == {"global_step1": "mirrored"}
+
+    simulated(main())
+
+
+def test_whoever_begins_later_fences_the_one_before() -> None:
+    """Both run in one process, where no lease keeps the second one away."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        one, two = Mirroring(origin, mirror), Mirroring(origin, mirror)
+        await one.begin()
+        await two.begin()
+        with pytest.raises(FencedError, match="has another holder"):
+            await one.step()
+        assert await tags_of(mirror) == []
+        assert await two.step() == 1
+        await one.end()
+        await two.end()
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_racing_mirrors_leave_whole_checkpoints(seed: int) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
+
+        async def run(delay_s: float) -> None:
+            await asyncio.sleep(delay_s)
+            mirroring = Mirroring(origin, mirror, MirrorConfig(rules=Retention(keep_last=2)))
+            await mirroring.begin()
+            try:
+                await mirroring.step()
+            finally:
+                await mirroring.end()
+
+        found = await asyncio.gather(run(0), run(0.002 * seed), run(0.003 * seed), return_exceptions=True)
+        errors = [one for one in found if isinstance(one, BaseException)]
+        assert all(isinstance(error, FencedError | RootInUseError) or "taken" in str(error) for error in errors), errors
+        mirror._open_writers.clear()
+        await check_whole(mirror, origin)
+        await mirrored(origin, mirror, rules=Retention(keep_last=2))
+        assert await tags_of(mirror) == ["global_step3", "global_step2"]
+        await check_whole(mirror, origin)
+
+    simulated(main(), seed)
+
+
+def test_a_job_that_takes_the_mirror_over_stops_the_mirroring() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        mirroring = Mirroring(origin, mirror)
+        await mirroring.begin()
+        await mirroring.step()
+        _, lease = await leases.begin(mirror, Beginner(world_size=2, take_over=True))
+        await save(origin, 2)
+        with pytest.raises(FencedError):
+            await mirroring.step()
+        assert await tags_of(mirror) == ["global_step1"]
+        await mirroring.end()
+        await lease.release()
+
+    simulated(main())
+
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+async def test_one_root_in_the_other_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for one, two in (("a", "a"), ("a", "a/b"), ("a/b", "a"), ("a", "link"), ("a", "link/b")):
+        async with PosixStore(tmp_path / one) as origin, PosixStore(tmp_path / two) as mirror:
+            with pytest.raises(UsageError):
+                await check_apart(origin, mirror)
+    async with PosixStore(tmp_path / "a") as origin, PosixStore(tmp_path / "ab") as mirror:
+        await check_apart(origin, mirror)
+
+
+async def test_a_directory_that_is_mounted_twice_is_one_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for a bind mount: both paths lead to the same inodes."""
+    async with PosixStore(tmp_path / "a") as origin, PosixStore(tmp_path / "b") as mirror:
+        await save(origin, 1)
+        shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
+        await check_apart(origin, mirror)  # a copy is another directory
+        same = await origin.identity(f"{SERVICE}/epochs/00000001")
+        assert same is not None
+
+        async def identity(self: PosixStore, key: str) -> object:
+            return replace(same)
+
+        monkeypatch.setattr(PosixStore, "identity", identity)
+        with pytest.raises(UsageError, match="same directory"):
+            await check_apart(origin, mirror)
+
+
+def test_an_origin_that_is_not_there_any_more_changes_nothing() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await refused(MemoryStore("origin"), mirror, RootGoneError, "is it mounted")
+        mirroring = Mirroring(origin, mirror)
+        await mirroring.begin()
+        before = contents(mirror)
+        origin._objects.clear()
+        with pytest.raises(RootGoneError, match="unmounted"):
+            await mirroring.step()
+        assert contents(mirror).keys() == before.keys()
+        await mirroring.end()
+
+    simulated(main())
+
+
+def test_another_root_at_the_origins_place_is_noticed_while_it_is_followed() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        mirroring = Mirroring(origin, mirror)
+        await mirroring.begin()
+        await mirroring.step()
+        origin._objects = dict((await origin_with(1, 2))._objects)
+        with pytest.raises(UsageError, match="mirrors another root"):
+            await mirroring.step()
+        await mirroring.end()
+        assert await mirror.stat(MIRROR) is not None
+
+    simulated(main())
