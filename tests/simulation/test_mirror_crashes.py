@@ -1,0 +1,204 @@
+"""A mirror at every crash point: whatever a power cut or a kill leaves there is whole, and the next run finishes the work.
+
+MIRROR-2, MIRROR-4 and MIRRORCOPY-1 to MIRRORCOPY-4 of `mirror/`; each mutation leaves a step out, and must be caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import CheckpointdError
+from checkpointd.mirror import bare_holders, copying, transfer
+from checkpointd.mirror.copying import CheckpointCopy
+from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
+from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix.store import PosixStore
+from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
+from checkpointd.testing.simdisk import Effect, SimDisk
+from tests.unit.mirror.origins import check_whole, origin_with, save, tags_of
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = "/root/run"
+How = Callable[[SimDisk, Effect], None]
+
+
+def kill(disk: SimDisk, effect: Effect) -> None:
+    disk.kill(effect.process)
+
+
+class World:
+    """An origin, and a disk on which its mirror lies."""
+
+    def __init__(self, origin: MemoryStore, rules: Retention) -> None:
+        self.origin, self.rules = origin, rules
+        self.disk = SimDisk(root="/root")
+        self.processes = 0
+
+    def spawn(self, work: Callable[[Store], Any]) -> Any:
+        self.processes += 1
+        name = f"mirror.{self.processes}"
+        disk = self.disk.process(name)
+        store = PosixStore(ROOT, disk, writer=name, is_alive=lambda writer: writer in self.disk.alive())
+        return disk.process.spawn(work(store))
+
+    async def mirror(self, store: Store) -> None:
+        """One run, as the command does it."""
+        mirroring = Mirroring(self.origin, store, MirrorConfig(rules=self.rules))
+        await mirroring.begin()
+        try:
+            await mirroring.step()
+        finally:
+            await mirroring.end()
+
+    async def check(self, store: Store) -> None:
+        await check_whole(store, self.origin)
+
+    async def start(self, store: Store) -> None:
+        """A job starts at the mirror, since the origin is lost."""
+        epoch = await epochs.take(store, 2)
+        await recover(store, epoch.epoch)
+        for view in await catalog.look_everywhere(store):
+            assert view.state not in ("in-doubt", "damaged"), view.prefix
+
+
+def run_at_every_point(*steps: int, rules: Retention, goes_on: bool) -> Scenario:
+    """The mirror has the first checkpoint; the run that copies the others is struck."""
+
+    async def scenario(crash: Crash) -> bool:
+        first = await origin_with(*steps[:1])
+        world = World(first, Retention())
+        await world.spawn(world.mirror)
+        world.disk.kill("mirror.1")
+        world.disk.fs.make_all_durable()
+        for step in steps[1:]:
+            await save(first, step)
+        world.rules = rules
+        struck = await crash.strikes(world.disk, [world.spawn(world.mirror)])
+        world.disk.after = lambda *_: None
+        world.disk.power_cut()
+        await world.spawn(world.check)
+        if goes_on:
+            await world.spawn(world.start)
+            await world.spawn(world.check)
+            return struck
+        await world.spawn(world.mirror)
+        world.disk.power_cut()
+        await world.spawn(world.check)
+
+        async def newest(store: Store) -> None:
+            assert (await tags_of(store))[0] == f"global_step{steps[-1]}"
+            assert await catalog.latest(store) == f"global_step{steps[-1]}"
+
+        await world.spawn(newest)
+        return struck
+
+    return scenario
+
+
+@pytest.mark.parametrize("rules", [Retention(), Retention(keep_last=1)], ids=["all", "last"])
+@pytest.mark.parametrize("how", [None, kill], ids=["power cut", "kill"])
+def test_a_crash_at_every_effect_of_a_run(rules: Retention, how: How | None, stride: int) -> None:
+    scenario = run_at_every_point(1, 2, 3, rules=rules, goes_on=False)
+    assert every_crash_point(scenario, range(1), how, stride=stride) * stride > 100
+
+
+def test_a_job_starts_at_a_mirror_whose_run_was_cut_off_anywhere(stride: int) -> None:
+    scenario = run_at_every_point(1, 2, 3, rules=Retention(keep_last=1), goes_on=True)
+    assert every_crash_point(scenario, range(1), stride=stride) * stride > 100
+
+
+# --- mutations ----------------------------------------------------------------------------------------------------
+
+
+def _without_objects(patch: pytest.MonkeyPatch) -> None:
+    """The outcome does not wait for the objects of older attempts."""
+
+    async def nothing(*_: object) -> None:
+        return
+
+    original = CheckpointCopy._copy_object
+
+    async def own_only(self: CheckpointCopy, named: Any, *others: Any) -> None:
+        if not named.held_by:
+            await original(self, named, *others)
+
+    patch.setattr(CheckpointCopy, "_copy_object", own_only)
+    patch.setattr(CheckpointCopy, "_check_holders", nothing)
+
+
+def _trusting_names(patch: pytest.MonkeyPatch) -> None:
+    """An object of the right size counts as whole."""
+
+    async def whole(*_: object) -> bool:
+        return True
+
+    patch.setattr(copying, "is_whole", whole)
+
+
+def _unfinished(patch: pytest.MonkeyPatch) -> None:
+    """The outcome does not wait until the objects are durable."""
+    original = transfer.copied
+
+    async def hasty(source: Store, destination: Store, key: str, size: int, pieces: Any, **others: Any) -> None:
+        class Hasty:
+            def __init__(self, writer: Any) -> None:
+                self._writer = writer
+
+            async def write_at(self, offset: int, data: Any) -> None:
+                await self._writer.write_at(offset, data)
+
+            async def finish(self, size: int) -> None:
+                return
+
+            async def discard(self) -> None:
+                await self._writer.discard()
+
+        class To:
+            async def open_writer(self, key: str, *, size_hint: int = 0) -> Any:
+                return Hasty(await destination.open_writer(key, size_hint=size_hint))
+
+        await original(source, To(), key, size, pieces, **others)  # type: ignore[arg-type]
+
+    patch.setattr(copying, "copied", hasty)
+
+
+def _bare_late(patch: pytest.MonkeyPatch) -> None:
+    """A holder that is no checkpoint gets no mark: a start takes it for an attempt in doubt."""
+
+    async def nothing(*_: object, **__: object) -> None:
+        return
+
+    patch.setattr(bare_holders, "mark_bare", nothing)
+    patch.setattr(bare_holders, "note_kept", nothing)
+
+
+MUTATIONS = {one.__name__: one for one in (_without_objects, _trusting_names, _unfinished, _bare_late)}
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[name](patch)
+        yield
+
+
+def _many_crashes() -> None:
+    rules = Retention(keep_last=1)
+    for goes_on in (True, False):
+        every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on), range(3), stride=3)
+        every_crash_point(run_at_every_point(2, 3, 4, rules=rules, goes_on=goes_on), range(1), kill, stride=3)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_each_mutation_is_caught(name: str) -> None:
+    with mutated(name), pytest.raises((AssertionError, CheckpointdError)):
+        _many_crashes()

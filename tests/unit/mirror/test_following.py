@@ -1,0 +1,199 @@
+"""A follower in virtual time: it copies what is committed, costs one listing while idle, and comes back after failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from checkpointd.errors import FencedError, RootInUseError, StoreError, UsageError
+from checkpointd.layout.catalog_records import CATALOG
+from checkpointd.mirror import copying
+from checkpointd.mirror.following import Follower, FollowPace
+from checkpointd.mirror.news import News
+from checkpointd.pipeline.root import leases
+from checkpointd.pipeline.root.leases import Beginner, Sight
+from checkpointd.store.base import Entry, Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.passing import PassingStore
+from tests.unit.mirror.origins import check_whole, origin_with, save, simulated, tags_of, told
+from tests.unit.mirror.test_mirroring import Unreadable
+
+PACE = FollowPace(poll_s=5.0, look_s=60.0, pause_max_s=40.0)
+
+
+class Counting(PassingStore):
+    """Counts calls that read, and fails while `fails` is set."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.calls: list[str] = []
+        self.fails = False
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self._count(f"list {prefix}")
+        return await super().list(prefix)
+
+    async def get(self, key: str, *, size_max: int = 1 << 26) -> bytes:
+        self._count(f"get {key}")
+        return await super().get(key, size_max=size_max)
+
+    def _count(self, call: str) -> None:
+        self.calls.append(call)
+        if self.fails:
+            raise StoreError("the storage fails")
+
+
+async def until(true: Callable[[], bool], limit_s: float = 1000.0) -> float:
+    """Wait for a state; returns how long that took."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while not true():
+        assert loop.time() - began < limit_s
+        await asyncio.sleep(0.5)
+    return loop.time() - began
+
+
+async def stopped(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_a_follower_copies_each_new_commit_within_a_look() -> None:
+    async def main() -> None:
+        origin, mirror, news = await origin_with(1), MemoryStore("mirror"), list[News]()
+        follower = Follower(origin, mirror, pace=PACE, tell=news.append)
+        assert follower.progress.state == "beginning"
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.progress.state == "in step")
+        shown = follower.progress
+        assert (shown.mirrored, shown.behind, shown.newest_tag, shown.newest_step) == (1, 0, "global_step1", 1)
+        await save(origin, 2)
+        assert await until(lambda: follower.progress.mirrored == 2) <= PACE.poll_s + 1
+        assert told(news) == {"global_step1": "mirrored", "global_step2": "mirrored"}
+        await stopped(task)
+        await check_whole(mirror, origin)
+        # It has let go of the mirror.
+        _, lease = await leases.begin(mirror, Beginner(world_size=0, alone=True))
+        await lease.release()
+
+    simulated(main())
+
+
+def test_an_idle_follower_lists_the_catalog_and_nothing_else() -> None:
+    async def main() -> None:
+        origin, mirror = Counting(await origin_with(1, 2)), Counting(MemoryStore("mirror"))
+        follower = Follower(origin, mirror, pace=PACE)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.progress.state == "in step")
+        await asyncio.sleep(1)
+        origin.calls.clear()
+        mirror.calls.clear()
+        await asyncio.sleep(PACE.look_s - 10)
+        assert set(origin.calls) == {f"list {CATALOG}"}
+        assert len(origin.calls) <= PACE.look_s / PACE.poll_s
+        assert mirror.calls == []
+        await asyncio.sleep(20)
+        assert "list " in origin.calls  # the look at everything, since a catalog may lag behind
+        await stopped(task)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("which", ["origin", "mirror"])
+def test_failures_are_shown_and_tried_again_with_growing_pauses(which: str) -> None:
+    async def main() -> None:
+        origin, mirror = Counting(await origin_with(1)), Counting(MemoryStore("mirror"))
+        follower = Follower(origin, mirror, pace=PACE)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.progress.state == "in step")
+        failing = {"origin": origin, "mirror": mirror}[which]
+        failing.fails = True
+        await save(origin._store, 2)
+        await until(lambda: follower.progress.state == "failing")
+        assert follower.progress.problem is not None
+        assert "the storage fails" in follower.progress.problem.message
+        await asyncio.sleep(600)
+        failing.calls.clear()
+        await asyncio.sleep(10 * PACE.pause_max_s)
+        assert 5 <= len([c for c in failing.calls if which == "mirror" or c.startswith("list")]) <= 60
+        failing.fails = False
+        assert await until(lambda: follower.progress.state == "in step") <= PACE.pause_max_s + 1
+        assert follower.progress.problem is None
+        assert (await tags_of(mirror))[0] == "global_step2"
+        await stopped(task)
+
+    simulated(main())
+
+
+def test_what_could_not_be_read_is_tried_again_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "RETRY_S", 1.0)
+
+    async def main() -> None:
+        origin = Unreadable(await origin_with(1, 2, dedup=False), "global_step1/00000001-0/00000-0.chunks")
+        mirror, news = MemoryStore("mirror"), list[News]()
+        follower = Follower(origin, mirror, pace=PACE, tell=news.append)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.progress.state == "in step")
+        assert follower.progress.left == {"unreadable": 1}
+        assert follower.progress.behind == 1
+        assert await tags_of(mirror) == ["global_step2"]
+        origin._part = "nothing"
+        assert await until(lambda: follower.progress.mirrored == 2) <= PACE.look_s + 10
+        assert follower.progress.behind == 0
+        await stopped(task)
+
+    simulated(main())
+
+
+def test_a_job_at_the_mirror_ends_a_follower() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        follower = Follower(origin, mirror, pace=PACE, is_patient=True)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.progress.state == "in step")
+        _, lease = await leases.begin(mirror, Beginner(world_size=2, take_over=True))
+        await save(origin, 2)
+        with pytest.raises(FencedError):
+            await task
+        assert follower.progress.state == "over"
+        await lease.release()
+        again = Follower(origin, mirror, pace=PACE, is_patient=True)
+        with pytest.raises(FencedError, match="no mirror of"):
+            await again.run()
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("is_patient", [False, True])
+def test_a_mirror_in_use_is_waited_for_only_by_the_patient(is_patient: bool) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        far = Sight(process="node7.0123456789ab.4026531836.17.99.cafecafe", length_s=5.0)
+        _, lease = await leases.begin(mirror, Beginner(world_size=0, alone=True, sight=far))
+        follower = Follower(origin, mirror, pace=PACE, is_patient=is_patient)
+        task = asyncio.create_task(follower.run())
+        if not is_patient:
+            with pytest.raises(RootInUseError):
+                await task
+            await lease.release()
+            return
+        await until(lambda: follower.progress.state == "failing")
+        await lease.release()
+        await until(lambda: follower.progress.state == "in step")
+        await stopped(task)
+
+    simulated(main())
+
+
+def test_a_wrong_place_ends_a_follower_at_once() -> None:
+    async def main() -> None:
+        origin: Any = await origin_with(1)
+        follower = Follower(origin, origin, pace=PACE, is_patient=True)
+        with pytest.raises(UsageError):
+            await follower.run()
+        assert follower.progress.state == "over"
+
+    simulated(main())
