@@ -213,7 +213,58 @@ def read_serve_file(path: str) -> dict[str, object]:
     strange = sorted(set(table) - known)
     if strange:
         raise UsageError(f"the configuration {path} names {', '.join(strange)}; there are {', '.join(sorted(known))}")
+    for given in table.get("mirrors", []):
+        other = sorted(set(given) - {f.name for f in fields(ServedMirror)}) if isinstance(given, dict) else []
+        if other:
+            raise UsageError(f"the configuration {path} names {', '.join(other)} in mirrors, which there is not")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedMirror:
+    """A root that the daemon mirrors to another one. Each is an absolute path or the URL of a store. The rules are those of
+    `Retention`, for the mirror.
+    """
+
+    origin: str
+    mirror: str
+    keep_last: int | None = None
+    every_steps: int | None = None
+    younger_than_s: float | None = None
+    best: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    everything: bool = False
+    """Whether checkpoints are copied that the rules would remove again at once."""
+    verify: bool = False
+    """Whether each checkpoint is read back from the mirror after it was copied."""
+    limit_bps: float | None = None
+    """The most bytes per second that are written there; None: no limit."""
+    poll_s: float = 5.0
+    """Between two looks for new checkpoints."""
+
+    def __post_init__(self) -> None:
+        for place in (self.origin, self.mirror):
+            if not os.path.isabs(place) and "://" not in place:
+                raise UsageError(f"mirror {self.origin}={self.mirror}: {place!r} must be an absolute path or a URL")
+        if os.path.normpath(self.origin) == os.path.normpath(self.mirror):
+            raise UsageError(f"{self.origin} cannot be its own mirror")
+        if self.limit_bps is not None and not self.limit_bps > 0:
+            raise UsageError(f"limit_bps is {self.limit_bps!r}; it must be greater than 0")
+        arguments.seconds("poll_s", self.poll_s)
+        _ = self.rules
+
+    @property
+    def rules(self) -> Retention:
+        """Which checkpoints stay at the mirror."""
+        return Retention(
+            keep_last=self.keep_last,
+            every_steps=self.every_steps,
+            younger_than_s=self.younger_than_s,
+            best=self.best,
+            metric=self.metric,
+            mode=self.mode,
+        )
 
 
 def _half_of_memory() -> int:
@@ -271,6 +322,8 @@ class ServeConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     """One line of text for each record, or one JSON object."""
+    mirrors: tuple[ServedMirror, ...] = ()
+    """Roots that the daemon mirrors to other places, with its own user's rights."""
     grace_s: float = 60.0
     """How long saves in flight may take after SIGTERM."""
     progress_interval_s: float = 0.2
@@ -296,6 +349,9 @@ class ServeConfig:
                 raise UsageError(
                     f"the name {self.names[root]!r} is for {root}, which lies below no --root ({', '.join(self.roots)})"
                 )
+        targets = [one.mirror for one in self.mirrors]
+        if twice := next((target for target in targets if targets.count(target) > 1), None):
+            raise UsageError(f"two roots are to be mirrored to {twice}: give each a mirror of its own")
         nbytes = len(os.fsencode(self.socket))
         if nbytes > SOCKET_PATH_BYTES_MAX:
             raise UsageError(f"the socket's path has {nbytes} bytes; Linux takes up to {SOCKET_PATH_BYTES_MAX}: {self.socket}")

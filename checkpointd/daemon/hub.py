@@ -17,6 +17,7 @@ from checkpointd.daemon.accounts import Account
 from checkpointd.daemon.jobs import EndedSaveJob, JobKey, SaveJob, SaveJobs, ended_fields, ended_inline
 from checkpointd.daemon.memory.mapped import SlotMappings
 from checkpointd.daemon.memory.tier import Tier
+from checkpointd.daemon.mirrors import Mirrors
 from checkpointd.daemon.process.logs import Rationed, Subject, about, regarding
 from checkpointd.daemon.protocol.channel import LoopTurns
 from checkpointd.daemon.protocol.peers import Peer
@@ -123,6 +124,7 @@ class Hub:
         self.turns = LoopTurns()
         self.said = Rationed(log)
         self.tier = Tier(config.held_bytes_max)
+        self.mirrors = Mirrors(config.mirrors)
         self.started_at = time.time()
         self.clients = 0
         """Connections of ranks, which `clients_max` bounds."""

@@ -42,6 +42,7 @@ def standing(hub: Hub) -> DaemonStatus:
             mapped=hub.account.used, mapped_max=hub.account.limit, held=hub.tier.nbytes, held_max=hub.tier.held_bytes_max
         ),
         bandwidth_bps=config.bandwidth_bps,
+        mirrors=hub.mirrors.progress,
         left_out=_left_out(hub),
         roots=tuple(sorted((judged(_root(hub, root), now) for root in hub.known_roots()), key=attention)),
     )

@@ -87,6 +87,8 @@ async def _serve(
             service.hub.on_news = monitor.look_soon
             service.hub.on_remade = monitor.remade
             service.beside(monitor.run())
+            if config.mirrors:
+                service.beside(service.hub.mirrors.run())
             for rule in rules:
                 service.beside(_watch(rule, service, lost))
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))

@@ -262,6 +262,18 @@ def socket_directories(config: ServeConfig) -> list[str]:
     return [os.path.dirname(path) or "." for path in paths]
 
 
+def mirrored_places(config: ServeConfig) -> list[str]:
+    """The directories that the daemon mirrors, and those that it mirrors to, or the nearest above one that is not there yet."""
+    places = [place for one in config.mirrors for place in (one.origin, one.mirror) if "://" not in place]
+    return [promptly(partial(_nearest, place), place) or place for place in places]
+
+
+def _nearest(path: str) -> str:
+    while not os.path.isdir(path) and path != "/":
+        path = os.path.dirname(path)
+    return path
+
+
 def apply(config: ServeConfig) -> list[Rule]:
     """Enter the sandbox as `config.sandbox` says, and log the result. The sockets' directories must exist.
 
@@ -299,6 +311,11 @@ def _files(config: ServeConfig) -> tuple[list[Rule], str]:
                 f"files are not confined, since {root} could not be mounted again then; if you do not need that, "
                 "`--sandbox require` confines them"
             )
+    for place in mirrored_places(config):
+        ruled = promptly(partial(rule_for, place), place)
+        if ruled is None or (config.sandbox == "auto" and ruled == "/"):
+            return [], f"files are not confined, since {place}, which is mirrored, could not be mounted again then"
+        places[place] = ruled
     allowed = sorted(set(places.values()))
     # A missing directory gets no rule and cannot be served; the check of the roots reports it.
     rules = [Rule.of(directory, above) for directory, above in places.items() if os.path.isdir(above)]

@@ -22,6 +22,7 @@ from checkpointd.daemon.status.model import DaemonStatus, RootStatus, SaveStatus
 from checkpointd.daemon.status.save_groups import SHOWN, SaveGroup, attempts_of, fraction, gather
 from checkpointd.daemon.status.verdict import attention, members_of
 from checkpointd.errors import NotFoundError
+from checkpointd.mirror.news import MirrorProgress
 from checkpointd.phrases import rank_runs
 from checkpointd.store.requests import Requests
 
@@ -84,6 +85,8 @@ def page(found: DaemonStatus) -> Iterator[Block]:
     )
     for words in found.left_out:
         yield Note(words, "doubt")
+    if found.mirrors:
+        yield Facts([("mirror", _mirror_cell(one, found.now)) for one in found.mirrors])
     if not found.roots:
         yield Note("no trainer has come yet", "quiet")
     if len(found.roots) > 1:
@@ -95,6 +98,24 @@ def page(found: DaemonStatus) -> Iterator[Block]:
 
 
 _MOODS: dict[str, Mood] = {"bad": "bad", "doubt": "doubt", "good": "good", "quiet": "quiet"}
+
+
+_MIRROR_MOODS: dict[str, Mood] = {"in step": "good", "failing": "bad", "over": "bad"}
+
+
+def _mirror_cell(one: MirrorProgress, now: float) -> Cell:
+    words = f"{one.origin} -> {one.mirror}: {one.state}"
+    if one.state == "copying":
+        words += f" {one.tag}, {size(one.done_bytes)} of {size(one.total_bytes)}"
+    if one.behind:
+        words += f", {count(one.behind, 'checkpoint')} behind"
+    if one.newest_tag is not None:
+        words += f", newest {one.newest_tag}"
+    if one.in_step_at is not None and one.state != "in step":
+        words += f", in step {duration(now - one.in_step_at)} ago"
+    if one.problem is not None:
+        words += f": {one.problem.message}"
+    return Cell(words, _MIRROR_MOODS.get(one.state, ""))
 
 
 def _roots_table(found: DaemonStatus) -> Table:

@@ -52,6 +52,7 @@ class UserId(click.IntRange):
 @click.option("--http-public", is_flag=True, default=None, help="Allow a HOST that other machines reach.")
 @click.option("--metrics-per-rank", is_flag=True, default=None, help="Count metrics for each rank, not only for each root.")
 @click.option("--name", "names", multiple=True, metavar="ROOT=NAME", help="A name for a root, shown with it; repeatable.")
+@click.option("--mirror", "mirrors", multiple=True, metavar="SRC=DST", help="Mirror the root SRC to DST; repeatable.")
 @click.option("--nice", "niceness", type=click.IntRange(-20, 19), help="CPU niceness of the daemon.")
 @click.option("--io-class", type=click.Choice(["none", "best-effort", "idle"]), help="I/O scheduling class of the daemon.")
 @click.option(
@@ -123,6 +124,8 @@ def _settings(given: dict[str, Any]) -> dict[str, object]:
         named["roots"] = tuple(one_spelling(root) for root in named["roots"])
     if "names" in named:
         named["names"] = dict(_name(text) for text in named["names"])
+    if "mirrors" in named:
+        named["mirrors"] = tuple(_mirror(text) for text in named["mirrors"])
     if "socket" in named:
         named["socket"] = os.path.abspath(named["socket"])
     return named
@@ -133,6 +136,17 @@ def _name(text: str) -> tuple[str, str]:
     if not (root and equals and name):
         raise UsageError(f"--name {text}: write ROOT=NAME, such as /scratch/run-1=llama")
     return one_spelling(root), name
+
+
+def _mirror(text: str) -> dict[str, str]:
+    source, equals, target = text.partition("=")
+    if not (source and equals and target):
+        raise UsageError(f"--mirror {text}: write SRC=DST, such as /scratch/run-1=/archive/run-1")
+    return {"origin": _place(source), "mirror": _place(target)}
+
+
+def _place(text: str) -> str:
+    return text if "://" in text else os.path.abspath(text)
 
 
 def _say_ready(socket: str, url: str | None) -> None:

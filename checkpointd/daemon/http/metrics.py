@@ -29,6 +29,7 @@ from checkpointd.daemon.hub_status import standing
 from checkpointd.daemon.protocol.wire import PROTOCOLS
 from checkpointd.daemon.status.model import DaemonStatus, RootStatus
 from checkpointd.daemon.status.tally import Tally
+from checkpointd.mirror.news import MirrorProgress
 
 PHASES = ("staging", "staged", "persisting", "prepared", "failed", "skipped")
 """The phases of a save in flight; the last two while its no vote is being put."""
@@ -46,6 +47,8 @@ class HubCollector(Collector):
         yield from _daemon(found)
         yield from _memory(found)
         yield from _roots(told, found.now)
+        if found.mirrors:
+            yield from _mirrors(found)
         at_roots = [((root.root, root.name), self._hub.tallies[root.root]) for root in told if root.root in self._hub.tallies]
         yield _commits(at_roots)
         yield _spent(at_roots)
@@ -260,6 +263,55 @@ def _requests(roots: Sequence[RootStatus]) -> Metric:
     rows = [((*labels, kind), float(count)) for labels, counts in counted for kind, count in counts.items()]
     text = "Requests to the bucket of a root, without repetitions, by kind: puts, parts, gets, heads, lists (pages), deletes."
     return _counter("checkpointd_requests", text, rows, (*OF_ROOT, "kind"))
+
+
+# --- of each mirror --------------------------------------------------------------------------------------------
+
+OF_MIRROR = ("origin", "mirror")
+
+
+def _mirrors(found: DaemonStatus) -> Iterator[Metric]:
+    labelled = [((one.origin, one.mirror), one) for one in found.mirrors]
+    yield _gauges(
+        "checkpointd_mirror_behind",
+        "Checkpoints that are still to be copied to the mirror, as of the last look.",
+        OF_MIRROR,
+        [(labels, float(one.behind)) for labels, one in labelled],
+    )
+    yield _gauges(
+        "checkpointd_mirror_failing",
+        "1 while the mirror cannot be kept, else 0: its storage or that of its origin fails, or somebody must act.",
+        OF_MIRROR,
+        [(labels, float(one.state in ("failing", "over"))) for labels, one in labelled],
+    )
+    yield _gauges(
+        "checkpointd_mirror_in_step_age_seconds",
+        "Time since the mirror last had every checkpoint that it was to have. Missing before that.",
+        OF_MIRROR,
+        [(labels, max(0.0, found.now - one.in_step_at)) for labels, one in labelled if one.in_step_at is not None],
+    )
+    yield _gauges(
+        "checkpointd_mirror_newest_step",
+        "Training step of the newest checkpoint at the mirror.",
+        OF_MIRROR,
+        [(labels, float(one.newest_step)) for labels, one in labelled if one.newest_step is not None],
+    )
+    yield _counter(
+        "checkpointd_mirror_checkpoints",
+        "Checkpoints that were copied to the mirror (mirrored), and that were not, by reason.",
+        [((*labels, kind), float(count)) for labels, one in labelled for kind, count in _results(one).items()],
+        (*OF_MIRROR, "result"),
+    )
+    yield _counter(
+        "checkpointd_mirror_copied_bytes",
+        "Bytes of chunks that were copied to the mirror.",
+        [(labels, float(one.copied_bytes)) for labels, one in labelled],
+        OF_MIRROR,
+    )
+
+
+def _results(one: MirrorProgress) -> dict[str, int]:
+    return {"mirrored": one.mirrored, **one.left}
 
 
 # --- counters, by root or by rank ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import msgspec
 from checkpointd.commands import command
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.mirror.news import MirrorProgress
 from checkpointd.pipeline.root.catalog import ReadBackState
 from checkpointd.store.requests import Requests
 
@@ -224,6 +225,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth_bps: float | None
     roots: tuple[RootStatus, ...]
     """The most urgent first: see `verdict.attention`."""
+    mirrors: tuple[MirrorProgress, ...] = ()
+    """The roots that the daemon mirrors to other places."""
     left_out: tuple[str, ...] = ()
     """Each part that is missing here, with the reason and what to do, in a few sentences."""
 

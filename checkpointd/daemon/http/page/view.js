@@ -40,6 +40,7 @@ export function view(status, isOpen, ui) {
     status.roots.length === 0 && nothingYet(status),
     textures(),
     h("div", { class: "roots", "data-key": "roots" }, status.roots.map((root) => rootCard(root, isOpen(root), status.now, ui))),
+    mirrors(status),
     memory(status, ui),
     daemon(status),
   );
@@ -52,6 +53,31 @@ function nothingYet(status) {
     h("h2", null, "No trainer has come yet"),
     h("p", null, "A job uses this daemon with ", h("code", null, `Checkpointer(root, sidecar="${printable(status.socket)}")`), "."),
   );
+}
+
+// --- mirrors -----------------------------------------------------------------------------------------------------
+
+const MOODS = { "in step": "good", failing: "bad", over: "bad" };
+
+function mirrors(status) {
+  const found = status.mirrors || [];
+  if (!found.length) return null;
+  const line = (one) =>
+    h(
+      "li",
+      null,
+      badge(one.state, MOODS[one.state] ?? "quiet"),
+      " ",
+      name(one.origin),
+      " to ",
+      name(one.mirror),
+      one.state === "copying" && `: ${printable(one.tag)}, ${size(one.done_bytes)} of ${size(one.total_bytes)}`,
+      one.behind > 0 && `, ${count(one.behind, "checkpoint")} behind`,
+      one.newest_tag !== null && h("span", null, ", newest ", name(one.newest_tag)),
+      one.in_step_at !== null && one.state !== "in step" && `, in step ${duration(status.now - one.in_step_at)} ago`,
+      one.problem && h("p", { class: "note bad" }, printable(one.problem.message)),
+    );
+  return h("section", { class: "card", "aria-label": "Mirrors" }, h("h2", null, "Mirrors"), h("ul", { class: "plain" }, found.map(line)));
 }
 
 // --- the daemon --------------------------------------------------------------------------------------------------
