@@ -14,7 +14,7 @@ import msgspec
 from checkpointd.commands import command
 from checkpointd.commit.facts import Order
 from checkpointd.config import JOB_CHARACTERS_MAX
-from checkpointd.errors import FencedError
+from checkpointd.errors import DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import MIRROR, MIRRORS
 from checkpointd.layout.manifest import Epoch, Mirrored, encode
 from checkpointd.pipeline.root import epochs, leases
@@ -44,11 +44,17 @@ class Hold:
         await self.root.check(self.epoch.epoch)
         newest = await epochs.newest(self.store)
         if newest > self.epoch.epoch:
-            who = (await epochs.read(self.store, newest)).writer
             raise FencedError(
-                f"{self.store.url} has another holder: process {who.pid} on {who.host} began epoch {newest} there at "
-                f"{who.time}. This process copies nothing more there"
+                f"{self.store.url} has another holder: epoch {newest} was begun there by {await self._who(newest)}. "
+                "This process copies nothing more there"
             )
+
+    async def _who(self, number: int) -> str:
+        try:
+            found = (await epochs.read(self.store, number)).writer
+        except (NotFoundError, DamagedError) as error:
+            return f"a process whose record cannot be read ({error})"
+        return f"process {found.pid} on {found.host} at {found.time}"
 
     async def follow(self, record: Mirrored) -> None:
         """Record durably which root the mirror follows."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from checkpointd.commit.retention import Retention
+from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import OUTCOME, VERIFIED
 from checkpointd.mirror import bare_holders
@@ -46,6 +47,7 @@ from checkpointd.pipeline.root.catalog_mending import mend
 from checkpointd.pipeline.root.latest import move_latest, move_latest_to_newest
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
+from checkpointd.store.patient import Patience, PatientStore
 
 log = logging.getLogger("checkpointd")
 
@@ -196,8 +198,9 @@ class Mirroring:
             last = newest if last is None else last
             due = [checkpoint for checkpoint in seen.agenda.due if checkpoint.outcome.order <= last]
             self._name(seen)
+            left_out = {checkpoint.prefix for checkpoint in seen.agenda.left_out}
             for view in seen.agenda.leftovers:
-                await self._give_up(view)
+                await self._give_up(view, is_left_out=view.prefix in left_out)
             if not due:
                 break
             if await self._copy(due[0], seen, len(due) - 1):
@@ -255,10 +258,18 @@ class Mirroring:
             self._say(checkpoint, "damaged-here", (verdict.damage or verdict.unreadable)[0].message)
         return True
 
-    async def _give_up(self, view: AttemptView) -> None:
-        """Make an attempt that was begun, and is not wanted any more, a removed one."""
-        await self._held.check()
+    async def _give_up(self, view: AttemptView, *, is_left_out: bool) -> None:
+        """Make an attempt that was begun, and is not wanted any more, a removed one. A file server may lag behind, so one that a
+        single look at the origin did not show stays as it is.
+        """
         there = await catalog.view(self.origin, view.tag, view.attempt)
+        if there.state not in ("committed", "deleted"):
+            key, patient = f"{view.prefix}/{OUTCOME}", PatientStore(self.origin, Patience(ABSENCE_S, ABSENCE_S))
+            if await patient.stat(key) is not None:
+                return
+        elif there.state == "committed" and not is_left_out:
+            return
+        await self._held.check()
         kept = await bare_holders.kept_at_origin(self.origin, there) if there.sizes else ()
         outcome = there.outcome if there.outcome is not None and there.outcome.outcome == "commit" else None
         await bare_holders.mark_bare(self.mirror, view.tag, view.attempt, kept, outcome)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from checkpointd.commit.facts import Order
 from checkpointd.layout.manifest import Outcome
+from checkpointd.mirror.news import Kind
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 
@@ -41,10 +43,11 @@ def planned(
     *,
     everything: bool,
     reached: Order,
-    tried: Collection[str] = (),
+    tried: Mapping[str, Kind] = MappingProxyType({}),
 ) -> Agenda:
     """`wanted`: what `missing` found. `going`: those that the rules of the mirror would remove, by prefix (`<tag>/<attempt>`).
-    `everything`: copy those, too, once. `reached`: the greatest order that was mirrored. `tried`: attempts to leave alone now.
+    `everything`: copy those, too, once. `reached`: the greatest order that was mirrored. `tried`: attempts to leave alone now,
+    with the reason.
     """
     oldest_first = [*reversed(catalog.commits_of(wanted))]
     due, left_out, damaged = list[Checkpoint](), list[Checkpoint](), list[Checkpoint]()
@@ -56,7 +59,7 @@ def planned(
             damaged.append(checkpoint)
         elif checkpoint.prefix not in tried:
             due.append(checkpoint)
-    still = {checkpoint.prefix for checkpoint in (*due, *damaged)} | set(tried)
+    still = {checkpoint.prefix for checkpoint in (*due, *damaged)} | {one for one in tried if tried[one] != "removed"}
     leftovers = tuple(view for view in ours if view.state == "in-doubt" and view.prefix not in still)
     return Agenda(tuple(due), tuple(left_out), tuple(damaged), leftovers)
 

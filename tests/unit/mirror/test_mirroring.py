@@ -330,12 +330,40 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied_is_left_out() -> None:
             assert kinds(report).get("global_step1") in (None, "mirrored", "removed"), report
             assert report.latest == "global_step2"
             await check_whole(mirror, origin)
-            report = await mirrored(origin, mirror)  # what was copied of it does not stay
-            if "global_step1" not in await tags_of(mirror):
+            if "global_step1" not in await tags_of(mirror):  # what was copied of it does not stay
                 assert not [k for k in contents(mirror) if k.startswith("global_step1/") and k.endswith((".chunks", ".index"))]
             if not removing.happened:
                 break
         assert calls > 10
+
+    simulated(main())
+
+
+def test_a_copy_that_one_look_at_the_origin_does_not_show_is_not_given_up() -> None:
+    """MIRROR-4, on a file server that lags behind: the directory of the tag is missing in the first listings."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{OUTCOME}"), Retention())
+        lagging = Lagging(origin, "global_step1", looks=2)
+        assert "global_step1" not in kinds(await mirrored(lagging, mirror))
+        assert lagging.looks <= 0
+        assert kinds(await mirrored(origin, mirror)) == {"global_step1": "mirrored"}
+
+    simulated(main())
+
+
+def test_a_copy_whose_checkpoint_the_origin_has_forgotten_is_given_up() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{OUTCOME}"), Retention())
+        for key in contents(origin):
+            if key.startswith("global_step1/"):
+                await origin.delete(key)
+        await mirrored(origin, mirror)
+        assert not [key for key in contents(mirror) if key.startswith("global_step1/") and key.endswith((".chunks", ".index"))]
+        await recovery(mirror)  # which finds nothing to decide
+        assert await tags_of(mirror) == ["global_step2"]
 
     simulated(main())
 
@@ -689,6 +717,21 @@ class DamagingWriter:
 
     async def discard(self) -> None:
         await self._writer.discard()
+
+
+class Lagging(PassingStore):
+    """Does not show what lies at `prefix` in the first `looks` listings of it."""
+
+    def __init__(self, store: Store, prefix: str, looks: int) -> None:
+        super().__init__(store)
+        self._prefix, self.looks = prefix, looks
+
+    async def list(self, prefix: str) -> Any:
+        found = await super().list(prefix)
+        if prefix.startswith(self._prefix) and self.looks > 0:
+            self.looks -= 1
+            return []
+        return [entry for entry in found if entry.name != self._prefix or self.looks <= 0]
 
 
 class Meanwhile(PassingStore):

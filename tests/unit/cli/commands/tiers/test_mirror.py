@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,44 @@ def test_a_job_that_went_on_at_the_mirror_ends_it_with_code_9(root: Path, tmp_pa
     assert "is no mirror of" in answer.err
     assert cli("list", mirror).lines[1].startswith("global_step9")
     assert cli("mirror", mirror, root).lines[1].startswith("mirrored: 1 checkpoint")
+
+
+def test_training_goes_on_at_the_mirror_when_the_origin_is_lost(tmp_path: Path, cli: Cli) -> None:
+    """The whole way: a job saves, the command mirrors, the storage is lost, the job goes on from the mirror."""
+    torch = pytest.importorskip("torch")
+    from checkpointd_client import Checkpointer
+
+    def trained(root: Path, steps: range) -> tuple[int | None, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(requires_grad=False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        state = {"model": model, "optimizer": optimizer}
+        with Checkpointer(root, dedup=True) as checkpointer:
+            loaded = checkpointer.load(state)
+            for step in steps:
+                optimizer.zero_grad()
+                model(torch.full((4, 40), float(step))).square().mean().backward()
+                optimizer.step()
+                checkpointer.save(step, state).wait()
+        return (loaded.step if loaded else None), {name: value.clone() for name, value in model.state_dict().items()}
+
+    origin, mirror = tmp_path / "origin", tmp_path / "mirror"
+    trained(tmp_path / "straight", range(1, 4))
+    _, expected = trained(tmp_path / "straight", range(4, 7))
+    trained(origin, range(1, 4))
+    assert cli("mirror", origin, mirror, "--keep-last", "1").code == 0
+    shutil.move(origin, tmp_path / "lost")
+    began_at, found = trained(mirror, range(4, 7))
+    assert began_at == 3
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert {line.split()[2] for line in cli("verify", mirror).lines[1:]} == {"whole"}
+    shutil.move(tmp_path / "lost", origin)
+    before = contents(mirror)
+    answer = cli("mirror", origin, mirror)
+    assert answer.code == 9
+    assert contents(mirror) == before
 
 
 GOES_ON = """
