@@ -69,7 +69,8 @@ class BucketUrl:
     @property
     def url(self) -> str:
         """The URL in its one spelling: it opens the same place again."""
-        return self.place + (f"?{urlencode(sorted(self.options.items()))}" if self.options else "")
+        query = urlencode(sorted(self.options.items()), safe=":/")
+        return f"{self.place}?{query}" if query else self.place
 
     @property
     def retry_s(self) -> float:
