@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 
+from tests.servers.faulty_proxy import FaultyProxy
 from tests.servers.moto_server import MotoServer, why_no_moto
 from tests.servers.s3_requests import REGION
 from tests.servers.s3_server import S3Server
@@ -114,3 +115,17 @@ def root_at(place: Place, monkeypatch: pytest.MonkeyPatch, *, endpoint: str = ""
     monkeypatch.setenv("AWS_REGION", REGION)
     query = urlencode({"endpoint": endpoint or place.server.endpoint, **options})
     return f"s3://{place.bucket}/{place.prefix}?{query}"
+
+
+@pytest.fixture
+def seaweed_proxy(seaweed: SeaweedFS) -> Iterator[FaultyProxy]:
+    """A proxy without faults yet, between a test and SeaweedFS."""
+    with FaultyProxy(seaweed.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def moto_proxy(moto: MotoServer) -> Iterator[FaultyProxy]:
+    """A proxy without faults yet, between a test and moto."""
+    with FaultyProxy(moto.endpoint) as proxy:
+        yield proxy

@@ -67,14 +67,10 @@ class SeaweedFS(S3Server):
             *("-filer", "-s3", "-s3.config=s3.json", "-filer.localSocket=filer.sock", "-s3.localSocket=s3.sock"),
             *(f"-{service}.port={port}" for service, port in self._ports.items()),
             *("-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
-            # The volume server asks for the master's leader once, after 1.8 s, and then 5 s later. These let it be there: a
-            # master that remembers its state is late in one start of ten.
-            *(
-                "-master.peers=none",
-                "-master.resumeState=false",
-                "-master.electionTimeout=200ms",
-                "-master.heartbeatInterval=50ms",
-            ),
+            # The volume server asks for the master's leader once, after 1.8 s, and then 5 s later. With these it is there in
+            # time: a master that remembers its state is late in one start of ten.
+            *("-master.peers=none", "-master.resumeState=false"),
+            *("-master.electionTimeout=200ms", "-master.heartbeatInterval=50ms"),
             *("-volume.max=0", "-master.volumeSizeLimitMB=64", "-volume.preStopSeconds=0"),
         ]
 

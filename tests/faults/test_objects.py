@@ -1,0 +1,208 @@
+"""The store in a bucket while requests and replies are lost, repeated, late, slow and refused, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from checkpointd.errors import StoreError, UnreadableError
+from checkpointd.store import open_store
+from checkpointd.store.base import Store
+from checkpointd.store.uploads import unfinished_uploads_of
+from tests.servers.faults import (
+    INTERNAL_ERROR,
+    SLOW_DOWN,
+    TOO_MANY_REQUESTS,
+    ArriveLate,
+    BlackHole,
+    CutBefore,
+    CutBody,
+    CutReply,
+    Delay,
+    Fault,
+    LoseReply,
+    RepeatLater,
+    Slow,
+    Twice,
+)
+from tests.servers.faulty_proxy import FaultyProxy
+from tests.servers.fixtures import Place, root_at
+
+pytestmark = pytest.mark.asyncio
+
+MIB = 1 << 20
+SIZE = 20 * MIB + 17
+"""Two whole parts and the rest."""
+BODY = random.Random(1).randbytes(SIZE)
+
+
+@pytest.fixture
+async def store(seaweed_place: Place, seaweed_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
+    """A store behind the proxy. A request may take 2 s, and is repeated for 15 s."""
+    url = root_at(seaweed_place, monkeypatch, endpoint=seaweed_proxy.endpoint, retry_s="15", request_s="2")
+    async with open_store(url) as store:
+        yield store
+
+
+@pytest.fixture
+async def impatient(seaweed_place: Place, seaweed_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
+    """The same place. A request is repeated for 1 s."""
+    url = root_at(seaweed_place, monkeypatch, endpoint=seaweed_proxy.endpoint, retry_s="1", request_s="1")
+    async with open_store(url) as store:
+        yield store
+
+
+LOST = [
+    LoseReply(),
+    LoseReply(silent=True),
+    Twice(),
+    ArriveLate(),
+    ArriveLate(requests=1),
+    CutBefore(),
+    SLOW_DOWN,
+    INTERNAL_ERROR,
+]
+REPEATED = pytest.mark.parametrize("fault", [*LOST, TOO_MANY_REQUESTS, Delay(before_s=0.1, after_s=0.1)], ids=str)
+
+
+@REPEATED
+async def test_store_1_whoever_creates_wins_once(store: Store, seaweed_proxy: FaultyProxy, fault: Fault) -> None:
+    rule = seaweed_proxy.add(fault, header="if-none-match")
+    assert await store.put_if_absent("t/a/outcome", b"commit") is True
+    assert rule.hits == 1
+    seaweed_proxy.deliver()
+    assert await store.put_if_absent("t/a/outcome", b"abort") is False
+    assert await store.get("t/a/outcome") == b"commit"
+
+
+@REPEATED
+async def test_store_2_whoever_replaces_wins_once(store: Store, seaweed_proxy: FaultyProxy, fault: Fault) -> None:
+    await store.put("latest", b"1")
+    rule = seaweed_proxy.add(fault, header="if-match")
+    assert await store.put_if_match("latest", b"1", b"2") is True
+    assert rule.hits == 1
+    assert await store.put_if_match("latest", b"2", b"3") is True
+    seaweed_proxy.deliver()
+    assert await store.get("latest") == b"3"
+
+
+@pytest.mark.parametrize("header", ["if-none-match", "if-match"])
+async def test_store_1_a_repetition_that_comes_late_changes_nothing(
+    store: Store, seaweed_proxy: FaultyProxy, header: str
+) -> None:
+    await store.put("latest", b"0")
+    seaweed_proxy.add(RepeatLater(), header=header)
+    assert await store.put_if_absent("outcome", b"first")
+    assert await store.put_if_match("latest", b"0", b"1")
+    assert await store.put_if_match("latest", b"1", b"2")
+    assert len(seaweed_proxy.deliver()) == 1
+    assert (await store.get("outcome"), await store.get("latest")) == (b"first", b"2")
+
+
+async def test_store_1_one_of_many_wins_whatever_is_lost(store: Store, seaweed_proxy: FaultyProxy) -> None:
+    for turn in range(3):
+        seaweed_proxy.add(LoseReply(), header="if-none-match", path=f"race{turn}", times=None, probability=0.5)
+        bodies = [bytes([n]) for n in range(8)]
+        won = await asyncio.gather(*(store.put_if_absent(f"race{turn}", body) for body in bodies))
+        assert won.count(True) == 1
+        assert await store.get(f"race{turn}") == bodies[won.index(True)]
+
+
+READS: dict[str, Callable[[Store], Awaitable[object]]] = {
+    "GetObject": lambda store: store.get("small"),
+    "HeadObject": lambda store: store.stat("small"),
+    "ListObjectsV2": lambda store: store.list(""),
+}
+
+
+@pytest.mark.parametrize("operation", READS)
+@pytest.mark.parametrize("fault", [LoseReply(), CutBefore(), BlackHole(), SLOW_DOWN, TOO_MANY_REQUESTS], ids=str)
+async def test_store_6_reads_are_repeated(store: Store, seaweed_proxy: FaultyProxy, operation: str, fault: Fault) -> None:
+    await store.put("small", b"object")
+    before = await READS[operation](store)
+    rule = seaweed_proxy.add(fault, operation=operation, times=2)
+    assert await READS[operation](store) == before
+    assert rule.hits == 2
+
+
+@pytest.mark.parametrize("operation", READS)
+async def test_store_6_a_read_that_is_refused_for_long_says_so(
+    impatient: Store, seaweed_proxy: FaultyProxy, operation: str
+) -> None:
+    await impatient.put("small", b"object")
+    seaweed_proxy.add(SLOW_DOWN, operation=operation, times=None)
+    with pytest.raises(UnreadableError, match=r"503.*asked to slow down"):
+        await READS[operation](impatient)
+
+
+@pytest.mark.parametrize("call", ["create", "put", "delete"])
+async def test_store_6_a_write_that_is_refused_for_long_names_the_object(
+    impatient: Store, seaweed_proxy: FaultyProxy, call: str
+) -> None:
+    seaweed_proxy.add(SLOW_DOWN, times=None)
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "create": lambda: impatient.put_if_absent("t/a/outcome", b"commit"),
+        "put": lambda: impatient.put("t/a/outcome", b"commit"),
+        "delete": lambda: impatient.delete("t/a/outcome"),
+    }
+    with pytest.raises(StoreError, match=r"t/a/outcome.*503.*SlowDown"):
+        await calls[call]()
+
+
+async def test_store_6_a_server_that_is_away_is_named(impatient: Store, seaweed_proxy: FaultyProxy) -> None:
+    seaweed_proxy.go_away()
+    with pytest.raises(UnreadableError, match="the server was not reached, or has not answered in time"):
+        await impatient.get("small")
+    seaweed_proxy.come_back()
+    await impatient.put("small", b"back")
+    assert await impatient.get("small") == b"back"
+
+
+# --- large objects -------------------------------------------------------------------------------------------------------
+
+
+async def written(store: Store, key: str = "t/a/00000-0.chunks") -> None:
+    writer = await store.open_writer(key, size_hint=SIZE)
+    try:
+        view, block = memoryview(BODY), 8 * MIB
+        await asyncio.gather(*(writer.write_at(at, view[at : at + block]) for at in range(0, SIZE, block)))
+        await writer.finish(SIZE)
+    except BaseException:
+        await writer.discard()
+        raise
+
+
+PARTS = [LoseReply(), CutBefore(), CutBody(MIB), SLOW_DOWN, TOO_MANY_REQUESTS, INTERNAL_ERROR, Twice(), Slow(6 * MIB)]
+
+
+@pytest.mark.parametrize("fault", PARTS, ids=str)
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+async def test_store_3_an_upload_survives(store: Store, seaweed_proxy: FaultyProxy, operation: str, fault: Fault) -> None:
+    rule = seaweed_proxy.add(fault, operation=operation)
+    await written(store)
+    assert rule.hits == 1
+    assert await store.get("t/a/00000-0.chunks") == BODY
+
+
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+async def test_store_3_an_upload_that_fails_leaves_nothing(
+    impatient: Store, seaweed_proxy: FaultyProxy, operation: str
+) -> None:
+    rule = seaweed_proxy.add(SLOW_DOWN, operation=operation, times=None)
+    with pytest.raises(StoreError, match=r"00000-0.chunks.*503"):
+        await written(impatient)
+    seaweed_proxy.remove(rule)
+    assert await impatient.stat("t/a/00000-0.chunks") is None
+    assert await unfinished_uploads_of(impatient) == []
+
+
+async def test_a_read_that_breaks_off_is_repeated(store: Store, seaweed_proxy: FaultyProxy) -> None:
+    await written(store)
+    rule = seaweed_proxy.add(CutReply(MIB), operation="GetObject", times=2)
+    out = bytearray(SIZE)
+    await store.get_range("t/a/00000-0.chunks", 0, memoryview(out))
+    assert out == BODY
+    assert rule.hits == 2
