@@ -80,6 +80,8 @@ class Refuse:
 SLOW_DOWN = Refuse(503, "SlowDown")
 TOO_MANY_REQUESTS = Refuse(429, "TooManyRequests")
 INTERNAL_ERROR = Refuse(500, "InternalError")
+CONFLICT = Refuse(409, "ConditionalRequestConflict")
+"""AWS answers so if another request for the key is under way: it is to be tried again."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ class Rule:
     times: int | None = 1
     probability: float = 1.0
     matched: int = field(default=0, init=False)
-    """How many requests it was for."""
+    """How many requests were of this kind, those that other rules hit included."""
     hits: int = field(default=0, init=False)
-    """How many of them it hit."""
+    """How many of them this rule hit."""
 
     def matches(self, request: RequestHead) -> bool:
         return (
@@ -132,13 +134,13 @@ class Rule:
             and (self.where is None or self.where(request))
         )
 
-    def strikes(self, request: RequestHead) -> bool:
-        """Whether it hits this request; counts it."""
+    def strikes(self, request: RequestHead, *, taken: bool) -> bool:
+        """Whether it hits this request, unless another rule has `taken` it; counts it."""
         if not self.matches(request):
             return False
         self.matched += 1
         chosen = self.chance.random() < self.probability
-        if self.matched < self.nth or (self.times is not None and self.hits >= self.times) or not chosen:
+        if taken or not chosen or self.matched < self.nth or (self.times is not None and self.hits >= self.times):
             return False
         self.hits += 1
         return True

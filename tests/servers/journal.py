@@ -32,7 +32,7 @@ class Exchange:
     server: list[str] = field(default_factory=list)
     """What the server answered, each time it was asked: a status, or `away`, `cut`, or `asked` if it has not yet."""
     client: str = "waits"
-    """What the client heard: a status, or `cut`; `nothing` where there is no client."""
+    """What the client heard: a status, `cut`, or `200 cut` within a body; `nothing` where there is no client."""
 
     @property
     def operation(self) -> str:
@@ -114,8 +114,13 @@ class Journal:
             self.changed.notify_all()
 
     def heard(self, exchange: Exchange, what: str) -> None:
-        """What the client heard: the first that is told of an exchange holds."""
+        """What the client is about to hear, so that who has its reply finds it in the journal."""
+        with self.changed:
+            exchange.client = what
+            self.changed.notify_all()
+
+    def ended(self, exchange: Exchange) -> None:
         with self.changed:
             if exchange.client == "waits":
-                exchange.client = what
+                exchange.client = "nothing" if exchange.copy_of else "cut"
             self.changed.notify_all()

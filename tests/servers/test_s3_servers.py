@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -137,3 +138,13 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
             assert select.select([server], [], [], 10)[0], "it still runs"
         finally:
             os.close(server)
+
+
+def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+    servers: list[MotoServer] = []
+    thread = threading.Thread(target=lambda: servers.append(MotoServer(tmp_path)))
+    thread.start()
+    thread.join()
+    with servers[0] as server:
+        server.make_bucket("there")
+        assert server.alive
