@@ -259,7 +259,7 @@ class Mirroring:
         return True
 
     async def _give_up(self, view: AttemptView, *, is_left_out: bool) -> None:
-        """Make an attempt that was begun, and is not wanted any more, a removed one. A file server may lag behind, so one that a
+        """Make an attempt that was begun and is not wanted any more a removed one. A file server may lag behind, so one that a
         single look at the origin did not show stays as it is.
         """
         there = await catalog.view(self.origin, view.tag, view.attempt)

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
-from checkpointd.config import ServeConfig
+from checkpointd.config import ServeConfig, ServedMirror
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import FORGET_S, Hub, RootScan
 from checkpointd.daemon.status.model import DaemonStatus, SpaceStatus
@@ -38,13 +38,18 @@ WITHOUT_UNIT = {
         "checkpointd_saves",
         "checkpointd_saves_no_progress",
         "checkpointd_saves_inline",
+        "checkpointd_mirror_behind",
+        "checkpointd_mirror_failing",
+        "checkpointd_mirror_newest_step",
+        "checkpointd_mirror_checkpoints",
     ),
 }
 
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Hub:
-    config = ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), bandwidth_bps=1e9)
+    mirrors = (ServedMirror(origin="/r", mirror="/m"),)
+    config = ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), bandwidth_bps=1e9, mirrors=mirrors)
     hub = Hub(config)
     for rank in range(2):
         record = hub.rank("/r", rank, world_size=2, pid=7)
