@@ -14,6 +14,7 @@ from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
+from checkpointd.windows import DailyWindows
 
 MIB = 1 << 20
 ABSENCE_S = 3.0
@@ -90,6 +91,51 @@ class CommitConfig:
         arguments.choice("on_no_progress", self.on_no_progress, get_args(OnNoProgress))
         if self.poll_max_s < self.poll_min_s:
             raise UsageError(f"poll_max_s ({self.poll_max_s}) is below poll_min_s ({self.poll_min_s})")
+
+
+SpoolKeep = Literal["all", "newest"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpoolConfig:
+    """A spool: a directory on this node's own disk, in which snapshots become durable before they are uploaded to the root."""
+
+    directory: str
+    bytes_max: int | None = None
+    """The most bytes in the spool; None: all of the disk but a reserve. A save that finds no room goes to the root."""
+    keep: SpoolKeep = "all"
+    """`all`: every save is uploaded, the newest first. `newest`: a save whose upload has not begun is dropped when a newer one
+    is in the spool, unless it is `required` or retention would keep it for good."""
+    bandwidth_bps: float | None = None
+    """The most bytes per second that all uploads together may send; None: no limit."""
+    windows: str = ""
+    """The times of day, by the local clock, in which uploads run, such as "22:00-06:00"; empty: always."""
+    timeout_s: float = 86_400.0
+    """The time from the moment when a save is in the spool until its rank gives it up."""
+    retain: bool = True
+    """Whether the newest committed save stays in the spool, so that a restart reads it from there. It goes when its room is
+    needed."""
+    finish: bool = False
+    """Whether a daemon that is told to leave uploads what it can within its grace, without limit and outside of windows."""
+
+    def __post_init__(self) -> None:
+        arguments.path("spool", self.directory)
+        object.__setattr__(self, "directory", os.path.abspath(self.directory))
+        arguments.choice("spool_keep", self.keep, get_args(SpoolKeep))
+        arguments.seconds("spool_timeout_s", self.timeout_s, most=arguments.TIMEOUT_S_MAX)
+        if self.bytes_max is not None:
+            arguments.whole("spool_bytes_max", self.bytes_max, most=sys.maxsize)
+        if self.bandwidth_bps is not None and not self.bandwidth_bps > 0:
+            raise UsageError(f"spool_bandwidth_bps is {self.bandwidth_bps!r}; it must be greater than 0")
+        DailyWindows.parse(self.windows)
+
+    @staticmethod
+    def of(given: str | os.PathLike[str] | SpoolConfig | None) -> SpoolConfig | None:
+        """The spool that `spool=` of a Checkpointer stands for: its directory, all of its settings, or None."""
+        if given is None or isinstance(given, SpoolConfig):
+            return given
+        arguments.path("spool", given)
+        return SpoolConfig(directory=os.fspath(given))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,6 +372,16 @@ class ServeConfig:
     """Roots that the daemon mirrors to other places, with its own user's rights."""
     grace_s: float = 60.0
     """How long saves in flight may take after SIGTERM."""
+    spool: str | None = None
+    """A directory on this node's own disk, in which snapshots become durable before they are uploaded; None: no spool."""
+    spool_bytes_max: int | None = None
+    spool_keep: SpoolKeep = "all"
+    spool_bandwidth_bps: float | None = None
+    spool_windows: str = ""
+    spool_timeout_s: float = 86_400.0
+    spool_retain: bool = True
+    spool_finish: bool = False
+    """These are the fields of SpoolConfig, which describes them."""
     progress_interval_s: float = 0.2
     hello_s: float = 5.0
     """How long a new connection may take to identify itself."""
@@ -364,6 +420,25 @@ class ServeConfig:
         for name in ("user_clients_max", "user_bytes_max", "memory_bytes_max", "held_bytes_max", "hold_s", "grace_s"):
             if (getattr(self, name) or 0) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it cannot be negative")
+        if self.spool is not None and not os.path.isabs(self.spool):
+            raise UsageError(f"spool {self.spool!r} must be an absolute path")
+        self.spool_config  # noqa: B018  # raises for bad settings
+
+    @property
+    def spool_config(self) -> SpoolConfig | None:
+        """The settings of the spool; None without one."""
+        if self.spool is None:
+            return None
+        return SpoolConfig(
+            directory=self.spool,
+            bytes_max=self.spool_bytes_max,
+            keep=self.spool_keep,
+            bandwidth_bps=self.spool_bandwidth_bps,
+            windows=self.spool_windows,
+            timeout_s=self.spool_timeout_s,
+            retain=self.spool_retain,
+            finish=self.spool_finish,
+        )
 
     @property
     def user_clients(self) -> int:

@@ -156,6 +156,14 @@ class SkippedError(AbortedError):
     exit_code = 8
 
 
+class LostReferenceError(AbortedError):
+    """A save in the spool refers to older chunks that the root has lost since, and its snapshot is gone."""
+
+
+class SupersededError(AbortedError):
+    """A newer save is in the spool, and this one was not uploaded any more (`spool_keep="newest"`). The newer one goes on."""
+
+
 class FencedError(CheckpointdError):
     """A newer start, of this job or of another one, has taken over this root."""
 

@@ -106,13 +106,14 @@ def _and_more(ranks: Sequence[int]) -> str:
 def refused(no: Mapping[int, ErrorReport | None]) -> Decision:
     """The abort that follows from the no votes of these ranks. `no` gives the reason of each, or None if it gave no reason."""
     reports = {rank: report for rank, report in no.items() if report is not None}
-    # A failure explains more than a skip, so a failure is named first.
-    ordered = sorted(reports.items(), key=lambda item: (item[1].code == "SkippedError", item[0]))
+    # A failure explains more than a skip or a newer save, so a failure is named first.
+    ordered = sorted(reports.items(), key=lambda item: (item[1].code in ("SkippedError", "SupersededError"), item[0]))
     if not ordered:
         return abort("AbortedError", f"{rank_runs(list(no))} voted no without a reason", list(no))
     rank, report = ordered[0]
     more = f" (and {len(no) - 1} more ranks voted no)" if len(no) > 1 else ""
-    message = f"rank {rank} failed while {report.phase}: {shortened(report.message)}{more}"
+    what = "dropped it" if report.code == "SupersededError" else f"failed while {report.phase}"
+    message = f"rank {rank} {what}: {shortened(report.message)}{more}"
     return abort(report.code, message, list(no), phase=report.phase)
 
 

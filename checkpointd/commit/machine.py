@@ -2,8 +2,9 @@
 
 Invariants
   PHASE-1  The phase only moves forward; `committed`, `aborted`, `failed` and `skipped` are final.
-  PHASE-2  A rank votes once: yes only from `persisting`, no only when it enters `failing` or `skipping`. If storing the yes
-      vote fails, the vote may still exist. Then the rank counts as prepared, and asks for an abort.
+  PHASE-2  A rank votes once: yes only from `persisting` or `uploading`, no only when it enters `failing` or `skipping`. If
+      storing the yes vote fails, the vote may still exist. Then the rank counts as prepared, and asks for an abort. A rank that
+      uploads from its spool stores the same vote again instead.
   PHASE-3  A rank enters `committed` only when it has seen a commit outcome.
   PHASE-4  A rank that voted no, or never voted, never sees a commit. If it does, somebody forged a vote or overwrote an object,
       and `step` raises ProtocolError.
@@ -15,13 +16,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from checkpointd.errors import FencedError, ProtocolError
+from checkpointd.errors import FencedError, ProtocolError, SupersededError
 
 
 class Phase(StrEnum):
     STAGING = "staging"
     STAGED = "staged"
     PERSISTING = "persisting"
+    SPOOLED = "spooled"
+    UPLOADING = "uploading"
     PREPARED = "prepared"
     FAILING = "failing"
     SKIPPING = "skipping"
@@ -36,6 +39,8 @@ class Event(StrEnum):
     SNAPSHOT_FAILED = "snapshot failed"
     SKIP = "skip asked for"
     PERSIST_STARTED = "persist started"
+    SPOOLED = "durable in the spool"
+    UPLOAD_STARTED = "upload started"
     VOTED_YES = "yes vote put"
     VOTE_UNCERTAIN = "yes vote uncertain"
     SHARD_FAILED = "shard failed"
@@ -49,8 +54,20 @@ class Event(StrEnum):
 FINAL = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.FAILED, Phase.SKIPPED})
 FENCED = "fenced"
 """The word for a save that did not commit because a newer epoch has begun. The metrics use the same word."""
+SUPERSEDED = "superseded"
+"""The word for a save that was dropped from a spool in favour of a newer one."""
 _SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}
-ORDER = (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED, Phase.COMMITTED)
+ORDER = (
+    Phase.STAGING,
+    Phase.STAGED,
+    Phase.PERSISTING,
+    Phase.SPOOLED,
+    Phase.UPLOADING,
+    Phase.PREPARED,
+    Phase.COMMITTED,
+)
+IN_SPOOL = frozenset({Phase.SPOOLED, Phase.UPLOADING})
+"""The phases in which the shard is durable on this node's disk, and not yet at the root."""
 
 TABLE: dict[tuple[Phase, Event], Phase] = {
     (Phase.STAGING, Event.SNAPSHOT_TAKEN): Phase.STAGED,
@@ -61,6 +78,11 @@ TABLE: dict[tuple[Phase, Event], Phase] = {
     (Phase.PERSISTING, Event.VOTED_YES): Phase.PREPARED,
     (Phase.PERSISTING, Event.VOTE_UNCERTAIN): Phase.PREPARED,
     (Phase.PERSISTING, Event.SHARD_FAILED): Phase.FAILING,
+    (Phase.PERSISTING, Event.SPOOLED): Phase.SPOOLED,
+    (Phase.SPOOLED, Event.UPLOAD_STARTED): Phase.UPLOADING,
+    (Phase.SPOOLED, Event.SHARD_FAILED): Phase.FAILING,
+    (Phase.UPLOADING, Event.SHARD_FAILED): Phase.FAILING,
+    (Phase.UPLOADING, Event.VOTED_YES): Phase.PREPARED,
     (Phase.PREPARED, Event.SAW_COMMIT): Phase.COMMITTED,
     (Phase.FAILING, Event.SAW_ABORT): Phase.FAILED,
     (Phase.FAILING, Event.OUTCOME_LOST): Phase.FAILED,
@@ -69,9 +91,9 @@ TABLE: dict[tuple[Phase, Event], Phase] = {
     (Phase.FAILING, Event.DEADLINE): Phase.FAILING,
     (Phase.SKIPPING, Event.DEADLINE): Phase.SKIPPING,
 }
-for _phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.FAILING, Phase.SKIPPING):
+for _phase in (*ORDER[:5], Phase.FAILING, Phase.SKIPPING):
     TABLE[(_phase, Event.OTHER_WRITER_VOTED)] = Phase.PREPARED
-for _phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.PREPARED):
+for _phase in ORDER[:6]:
     TABLE[(_phase, Event.SAW_ABORT)] = Phase.ABORTED
     TABLE[(_phase, Event.DEADLINE)] = _phase
     TABLE[(_phase, Event.OUTCOME_LOST)] = Phase.FAILED
@@ -92,6 +114,8 @@ def shown(phase: Phase, error: str = "") -> str:
     """The word for `phase` that people read. `error` names the class of the save's error, if it has one."""
     if error == FencedError.__name__ and phase is not Phase.COMMITTED:
         return FENCED
+    if error == SupersededError.__name__ and phase is not Phase.COMMITTED:
+        return SUPERSEDED
     return _SHOWN.get(phase, str(phase))
 
 

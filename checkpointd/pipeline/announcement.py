@@ -61,6 +61,10 @@ class CatalogAnnouncement:
                 await self.known.append(record_of("intent", info.tag, info.attempt, n=info.n, step=info.step))
                 self._stands = True
 
+    def stood_before(self) -> None:
+        """Note that an earlier process has made it."""
+        self._stands = True
+
     async def awaited(self, deadline: float) -> None:
         """Return when it stands. A rank that is not the coordinator waits first, longer the greater its rank, so that not all
         ranks make it at once, and at most halfway to `deadline`.

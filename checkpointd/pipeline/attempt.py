@@ -16,55 +16,52 @@ Invariants
   ATTEMPT-8  A rank puts the first object of an attempt only after a record announces the attempt (CATALOG-1 in
       `catalog_log.py`). The coordinator announces it while the snapshot is taken. Another rank does so if it sees no
       announcement for some time.
+  ATTEMPT-9  With a spool, the snapshot is free and the phase `spooled` is reported as soon as the shard is durable in it
+      (SPOOL-1 in `spool/shards.py`). From then on, and after its vote, a rank waits as long as the spool's time-out says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
-from checkpointd.commit.machine import FINAL, Event, Phase, step
-from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import (
-    AbortedError,
-    CheckpointdError,
-    FencedError,
-    LinkError,
-    NotFoundError,
-    RootGoneError,
-    SkippedError,
-    StoreError,
-    StoreFullError,
-)
+from checkpointd.commit.machine import FINAL, IN_SPOOL, Event, Phase, step
+from checkpointd.errors import CheckpointdError, FencedError, NotFoundError, SkippedError, StoreError, StoreFullError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import OUTCOME, index_name, vote_name
-from checkpointd.layout.manifest import NO_REASON, ErrorReport, Outcome
+from checkpointd.layout.keys import OUTCOME
+from checkpointd.layout.manifest import ErrorReport, Outcome
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
+from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_error
 from checkpointd.pipeline.awaited import Awaited
-from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.outcome.outlived import outlived
-from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
+from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
+from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome
 from checkpointd.pipeline.pauses import pauses
-from checkpointd.pipeline.read.readback import BackgroundReadBack, checkpoint_of
+from checkpointd.pipeline.read.readback import checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
-from checkpointd.pipeline.root.catalog_log import AnnouncementWatch
-from checkpointd.pipeline.root.latest import move_latest
-from checkpointd.pipeline.root.leases import Sight
-from checkpointd.pipeline.root.own_root import OwnRoot
-from checkpointd.pipeline.root.plans import OwnPlans
-from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
+from checkpointd.pipeline.spool.shards import SpooledShard
+from checkpointd.pipeline.spool.side import SpoolHooks, SpoolSide
 from checkpointd.pipeline.workers import Stopped, answered, unless
-from checkpointd.pipeline.write.dedup import Bases
+from checkpointd.pipeline.write.dedup import Base
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import persist
-from checkpointd.pipeline.write.rates import Rates
-from checkpointd.pipeline.write.vote import VoteUncertain, drop_shard, drop_unfinished, drop_unless_named, is_own, vote_no
+from checkpointd.pipeline.write.vote import (
+    VoteUncertain,
+    check_own_part,
+    check_own_vote,
+    drop_shard,
+    drop_unfinished,
+    drop_unless_named,
+    is_own,
+    vote_no,
+)
+from checkpointd.pipeline.writer_state import WriterState as WriterState
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -72,55 +69,22 @@ log = logging.getLogger("checkpointd")
 FENCE_GRACE_S = 5.0
 """How long a fenced coordinator leaves the decision to the newer epoch's recovery before it gives up."""
 GIVE_UP_TRIES = 3
-SHOW_S = 5.0
-"""How long other ranks wait for the coordinator to show the files of a commit."""
 NO_S = 10.0
 """How long a rank that has voted no leaves the abort to the coordinator."""
 ANSWER_S = 10.0
 """How long a store may take once the deadline has passed."""
-
-
-@dataclass(slots=True, kw_only=True)
-class WriterState:
-    """The state that one rank's attempts share: settings, measured rates, checked plans, the base for references."""
-
-    store: Store
-    persist: PersistConfig = field(default_factory=PersistConfig)
-    commit: CommitConfig = field(default_factory=CommitConfig)
-    rates: Rates = field(default_factory=Rates)
-    sight: Sight = field(default_factory=Sight)
-    plans: PlanCheck = field(init=False)
-    bases: Bases = field(init=False)
-    tidier: Tidier = field(init=False)
-    showing: Queue = field(init=False)
-    reader: BackgroundReadBack = field(init=False)
-    own_root: OwnRoot = field(init=False)
-    own_plans: OwnPlans = field(default_factory=OwnPlans)
-    announcements: AnnouncementWatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.own_root = OwnRoot(self.store)
-        self.tidier = Tidier(self.store, self.commit, self.own_root.check, self._decide_older)
-        self.showing = Queue(self.store)
-        self.plans = PlanCheck(self.store)
-        self.bases = Bases(self.store)
-        self.reader = BackgroundReadBack(self.store, self.bases.forget)
-        self.announcements = AnnouncementWatch(self.store)
-
-    async def _decide_older(self, prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
-        await outlived(self.store, prefixes, timeout_s, self.sight, hurried=False, check=check)
-
-    def take_reader(self, reader: BackgroundReadBack) -> None:
-        """Use the reader of an earlier writer of this rank."""
-        reader.store, reader.on_damage = self.store, self.bases.forget
-        self.reader = reader
+BASE_S = 10.0
+"""How long a save that goes to the spool waits for the root to tell the checkpoint before."""
+SPOOL_POLL_S = 5.0
+"""The longest pause between two looks for the outcome of an attempt that lies in a spool for long."""
 
 
 class Attempt:
     """One attempt on one rank.
 
     `on_phase` is called at every change of phase, and `on_free` when the snapshot is not read any more, both on the writer's
-    thread. The coordinator puts a commit only when `may_commit` returns True.
+    thread. The coordinator puts a commit only when `may_commit` returns True. `spooled`: the shard, if an earlier process has
+    left it in the spool; then there is no snapshot.
     """
 
     def __init__(
@@ -133,8 +97,11 @@ class Attempt:
         on_phase: Callable[[Phase], None] = lambda _: None,
         on_free: Callable[[], None] = lambda: None,
         may_commit: Callable[[], bool] = lambda: True,
+        spooled: SpooledShard | None = None,
     ) -> None:
-        self.info, self.phase = info, Phase.STAGING
+        if state.spool is not None:
+            info = replace(info, may_be_taken_over=True)  # another process may go on with what is in the spool
+        self.info, self.phase = info, Phase.STAGING if spooled is None else Phase.SPOOLED
         self.error: CheckpointdError | None = None
         self.outcome: Outcome | None = None
         self.progress = progress or ShardProgress()
@@ -163,6 +130,12 @@ class Attempt:
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
         self._announcement = CatalogAnnouncement(info, state.tidier.known, state.announcements, state.commit, self._check_root)
+        self._spool: SpoolSide | None = None
+        if state.spool is not None:
+            hooks = SpoolHooks(self._check_root, self._ends_fenced, self._check_stop, self._over, self._announcement)
+            self._spool = SpoolSide(state.spool, state, info, self.progress, hooks, spooled)
+            self._deadline = deadline if spooled is None else self._began + state.spool.left_s(spooled)
+        self._entered_at, self._timeout_s = self._began, state.commit.timeout_s
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -181,15 +154,22 @@ class Attempt:
 
         If `staged` raises SkippedError, the save was skipped; any other error means a failed snapshot. Both vote no.
         """
-        with self._state.reader.paused():
+        reader = self._state.reader
+        reader.pause(self)
+        try:
             await self._run_tidily(staged)
+        finally:
+            reader.resume(self)
+            if self._spool is not None:
+                self._spool.leave()
         if self.phase is Phase.COMMITTED and self.outcome is not None and self._state.commit.read_back:
             self._state.reader.committed(checkpoint_of(self.outcome), self.info.rank)
 
     async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
         """Run the attempt, and then have dead attempts removed (COLLECT-5), which this does not wait for (TIDY-1)."""
         tidier, showing = self._state.tidier, self._state.showing
-        tidier.expect(self.info)
+        if self._spool is None:
+            tidier.expect(self.info)
         showing.expect(self.info)
         try:
             await self._run(staged)
@@ -215,9 +195,9 @@ class Attempt:
         if outcome.outcome == "commit":
             await self._voted(work, outcome)
         self.outcome = outcome
-        await self._show(outcome)
+        await show_files(self._state.showing, self.info, outcome)
         if self.info.rank == COORDINATOR:
-            await self._point(outcome)
+            await point_latest(self._store, outcome)
         self._conclude(outcome)
         await work
         await self._state.own_plans.decided(self._store, self.info.prefix)
@@ -227,16 +207,31 @@ class Attempt:
                 await self._drop(drop_unfinished)
         elif self.info.may_be_taken_over and not self._own_vote_stands:
             await self._drop(drop_unless_named)
+        if self._spool is not None:
+            await self._spool.ended(committed=outcome.outcome == "commit")
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
     async def _work(self, staged: Awaitable[Shard]) -> None:
+        if self._spool is not None and self._spool.shard is not None:
+            await self._ended_well(self._upload(self._spool))
+            return
         early = asyncio.ensure_future(self._announcement.make_early())
         try:
-            shard = await staged
-            if self.outcome is None:
-                self._fire(Event.SNAPSHOT_TAKEN)
-                await self._persist(shard)
+            await self._ended_well(self._persist(staged))
+        finally:
+            early.cancel()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Nobody reads the snapshot any more (ATTEMPT-3)."""
+        on_free, self._on_free = self._on_free, lambda: None
+        on_free()
+
+    async def _ended_well(self, work: Awaitable[None]) -> None:
+        """Run this rank's part, and vote no if it fails."""
+        try:
+            await work
         except Stopped:
             return
         except VoteUncertain as error:
@@ -245,17 +240,40 @@ class Attempt:
             await self._come_too_late(error)
         except Exception as error:  # ATTEMPT-1: an unforeseen error becomes this rank's no, too
             await self._fail(error, self._event_of(error))
-        finally:
-            early.cancel()
-            self._on_free()
 
-    async def _persist(self, shard: Shard) -> None:
+    async def _persist(self, staged: Awaitable[Shard]) -> None:
+        shard = await staged
+        if self.outcome is not None:
+            return
+        self._fire(Event.SNAPSHOT_TAKEN)
+        if self._spool is not None and not self.info.unfinished:
+            self._fire(Event.PERSIST_STARTED)
+            if await self._spool.take(await self._job(shard)):
+                self._fire(Event.SPOOLED)
+                self._let_go()
+                del shard, staged
+                await self._upload(self._spool)
+                return
+            self.progress.begin(0)
+        await self._persist_at_root(shard)
+
+    async def _upload(self, spool: SpoolSide) -> None:
+        """Upload the shard from the spool, and vote."""
+        voted = await spool.upload(lambda: self._fire(Event.UPLOAD_STARTED) if self.phase is Phase.SPOOLED else None)
+        self._index, self._own_vote_stands = spool.index, spool.own_vote_stands
+        if voted:
+            self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
+
+    async def _persist_at_root(self, shard: Shard) -> None:
         if await unless(self._over, self._ends_fenced()):
             return
         await unless(self._over, self._check_root())
         tidier = self._state.tidier
+        if self._spool is not None:
+            tidier.expect(self.info)
         await unless(self._over, tidier.room_for(self.info, self._deadline, shard.nbytes))
-        self._fire(Event.PERSIST_STARTED)
+        if self.phase is Phase.STAGED:
+            self._fire(Event.PERSIST_STARTED)
         freed = tidier.freed
         try:
             await unless(self._over, self._announcement.awaited(self._deadline))
@@ -300,11 +318,29 @@ class Attempt:
             rates=state.rates,
             plans=state.own_plans,
             progress=self.progress,
-            stopped=lambda: self.outcome is not None,
-            base=await unless(self._over, state.bases.newest(self.info)) if compares else None,
+            stopped=self._is_decided,
+            base=await unless(self._over, self._base()) if compares else None,
             on_stored=self._keep,
             before_vote=self._check_vote,
         )
+
+    async def _base(self) -> Base | None:
+        """The checkpoint to compare with. A save that goes to the spool does without if the root does not answer (SPOOL-7)."""
+        newest = self._state.bases.newest(self.info)
+        if self._spool is None:
+            return await newest
+        try:
+            return await answered(newest, BASE_S)
+        except StoreError as error:
+            log.info("%s: rank %d writes everything: %s", self.info.prefix, self.info.rank, error)
+            return None
+
+    def _is_decided(self) -> bool:
+        return self.outcome is not None or self._over.is_set()
+
+    def _check_stop(self) -> None:
+        if self._is_decided():
+            raise Stopped
 
     async def _check_vote(self) -> None:
         await self._check_root()
@@ -329,6 +365,16 @@ class Attempt:
         report = ErrorReport.of(error, str(phase), decisions.shortened(str(error) or repr(error)))
         if event is not Event.SKIP:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
+        while not await self._refused(report, phase, error) and self._spool is not None:
+            with suppress(Stopped):
+                await self._spool.pause()  # SPOOL-9
+            if self._is_decided():
+                return
+
+    async def _refused(self, report: ErrorReport, phase: Phase, error: BaseException) -> bool:
+        """Vote no. False if a shard in the spool has to try that again."""
+        if self._spool is not None:
+            await self._spool.give_up(error)
         try:
             await self._check_root()
             await self._announcement.make()
@@ -338,11 +384,15 @@ class Attempt:
                 self.own_error = None
                 self._fire(Event.OTHER_WRITER_VOTED)
         except Exception as why:  # ATTEMPT-1
+            if phase in IN_SPOOL and isinstance(why, StoreError) and not is_out_of_reach(why):
+                log.warning("%s: rank %d cannot store its no: %s; trying again", self.info.prefix, self.info.rank, why)
+                return False
             log.error("%s: rank %d cannot store its no: %s; it tries to store the abort", self.info.prefix, self.info.rank, why)
             refused = await self._put_abort(report)
             if not self.info.may_be_taken_over or is_out_of_reach(refused):
                 # Without this rank's yes there can be no commit, so its save has failed even if no other rank hears of it.
                 self._hopeless = refused
+        return True
 
     async def _come_too_late(self, error: DecidedBefore) -> None:
         """From here on, this writer puts neither a vote nor an outcome (ANNOUNCE-1). It reports the outcome if it sees one."""
@@ -392,7 +442,17 @@ class Attempt:
             if loop.time() >= self._deadline and self._hopeless is None:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing)
+<<<<<<< HEAD
             await asyncio.sleep(max(0.0, min(next(delays), self._deadline - loop.time())))
+=======
+            await asyncio.sleep(max(0.0, min(delay, self._deadline - loop.time())))
+            delay = min(delay * 1.5, config.poll_max_s if self._spool is None else self._poll_s(config.poll_max_s))
+
+    def _poll_s(self, poll_max_s: float) -> float:
+        """The pause between two looks. It grows while an attempt waits for long for an upload, here or elsewhere."""
+        waited_s = asyncio.get_running_loop().time() - self._entered_at
+        return min(max(poll_max_s, waited_s / 20), max(poll_max_s, SPOOL_POLL_S))
+>>>>>>> feba584 (A spool in the pipeline: shards become durable on the node's disk, and are uploaded from there)
 
     async def _look_in_time(self) -> Outcome | None:
         """One look, which ends at the deadline even if the store does not answer."""
@@ -426,7 +486,7 @@ class Attempt:
             return None
         await self._store.settle(self.info.key(OUTCOME))
         if outcome.outcome == "commit" and self._own_vote_stands:
-            await self._check_own_part()
+            await check_own_part(self._store, self.info)
         return outcome
 
     async def _coordinate(self) -> Outcome | None:
@@ -476,23 +536,8 @@ class Attempt:
 
     async def _abort_late(self) -> Outcome:
         if self.phase is Phase.PREPARED and self._doubted is None:
-            await self._check_own_vote()
+            await check_own_vote(self._store, self.info)
         return await self._put(await self._too_late())
-
-    async def _check_own_vote(self) -> None:
-        """Raise StoreError if this rank's vote is gone, because somebody removed it or because the attempt was forgotten
-        (GARBAGE-3). Then an abort could contradict the outcome, and a commit could have come after it (COMMIT-5).
-        """
-        own_vote = self.info.key(vote_name(self.info.rank))
-        if await self._store.stat(own_vote) is None:
-            raise StoreError(f"{own_vote}, this rank's own vote, is gone")
-
-    async def _check_own_part(self) -> None:
-        """Raise StoreError if this rank's vote and its index are both gone: then the attempt was aborted and forgotten before
-        the commit (COMMIT-5). The vote alone may be lost, since nothing made it durable (PERSIST-7).
-        """
-        if await self._store.stat(self.info.key(index_name(self.info.rank, self.info.takeover))) is None:
-            await self._check_own_vote()
 
     async def _too_late(self) -> Decision:
         if self._fenced is not None:
@@ -503,7 +548,7 @@ class Attempt:
         missing = missing_ranks(entries, self.info.world_size)
         if not missing:
             missing = {COORDINATOR: "coordinator: all ranks have voted, but it put no outcome"}
-        return decisions.deadline(missing, timeout_s=self._state.commit.timeout_s)
+        return decisions.deadline(missing, timeout_s=self._timeout_s)
 
     async def _put(self, decision: Decision) -> Outcome:
         await self._check_root()
@@ -537,25 +582,6 @@ class Attempt:
         self.error = lost_error(self.info, self.own_error, error)
         self._fire(Event.OUTCOME_LOST)
 
-    async def _show(self, outcome: Outcome) -> None:
-        """Show the files of a commit before the attempt is reported as committed (TAGDIR-3)."""
-        try:
-            # The coordinator shows them. Another rank does so only if it has waited in vain.
-            wait_s = 0.0 if self.info.rank == COORDINATOR else SHOW_S
-            await self._state.showing.show(self.info, outcome, wait_s=wait_s)
-        except Exception as why:  # ATTEMPT-1
-            log.error("%s: committed, but its files cannot be shown: %s; the next save or start retries", self.info.prefix, why)
-        finally:
-            self._state.showing.end(self.info)
-
-    async def _point(self, outcome: Outcome) -> None:
-        if outcome.outcome != "commit" or not outcome.save_latest:
-            return
-        try:
-            await move_latest(self._store, outcome.tag, outcome.order)
-        except Exception as error:  # ATTEMPT-1
-            log.error("%s: committed, but the move of latest failed: %s; the next start repairs it", self.info.prefix, error)
-
     async def _drop(self, drop: Callable[[Store, AttemptInfo], Awaitable[None]]) -> None:
         """Remove this writer's unused objects. The coordinator may have tidied up before a late writer wrote them."""
         try:
@@ -568,32 +594,10 @@ class Attempt:
             self._enter(phase)
 
     def _enter(self, phase: Phase) -> None:
-        self.phase = phase
+        self.phase, self._entered_at = phase, asyncio.get_running_loop().time()
+        if self._spool is not None and phase in (Phase.SPOOLED, Phase.PREPARED):  # ATTEMPT-9
+            self._timeout_s = max(self._timeout_s, self._spool.own.timeout_s)
+            self._deadline = max(self._deadline, self._entered_at + self._spool.own.timeout_s)
+            self._state.reader.resume(self)  # what waits for an upload keeps nobody from reading back
         self.progress.spent.entered(phase)
         self._on_phase(phase)
-
-
-def error_of(info: AttemptInfo, outcome: Outcome) -> CheckpointdError:
-    """The error to raise for an abort: of the reported class if that is an AbortedError or a FencedError, else AbortedError."""
-    report = outcome.error or NO_REASON
-    message = f"{info.tag} (attempt {info.attempt}) was not committed: {report.message}"
-    error = report.error(message, ranks=outcome.ranks)
-    return error if isinstance(error, AbortedError | FencedError) else AbortedError(message, ranks=tuple(outcome.ranks))
-
-
-def is_out_of_reach(error: BaseException | None) -> bool:
-    """Whether the root cannot be reached at all: it is gone, or a symbolic link stands in its path."""
-    return isinstance(error, LinkError | RootGoneError)
-
-
-def lost_error(info: AttemptInfo, own: BaseException | None, error: Exception) -> CheckpointdError:
-    """The error of an attempt whose outcome could not be read or put because of `error`. `own`: this rank's earlier failure."""
-    if own is error or is_out_of_reach(own):
-        message = f"{info.prefix} failed: {own}"
-    elif own is not None:
-        message = f"{info.prefix} failed: {own}; the failure could not be stored for the other ranks ({error})"
-    else:
-        message = f"{info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
-    lost = (type(own) if isinstance(own, FencedError | LinkError | RootGoneError) else StoreError)(message)
-    lost.__cause__ = own or error
-    return lost

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from checkpointd.commit.machine import Phase
+from checkpointd.commit.machine import IN_SPOOL, Phase
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.shard import AttemptInfo, ShardProgress
 from checkpointd.waits import Waiting
@@ -24,11 +24,11 @@ class Awaited:
 
     def look(self, phase: Phase, votes_missing: Sequence[int] | None) -> None:
         """Call this at every look for the outcome. `votes_missing`: None if this rank gathers no votes."""
-        point = (phase, self._progress.raw_done, len(votes_missing or ()))
+        point = (phase, self._progress.raw_done, self._progress.uploaded, len(votes_missing or ()))
         if self._since is None or self._since[0] != point:
             # The coordinator's log names the missing votes, so a thousand other ranks need not warn, too.
             is_others = votes_missing is None and phase not in {Phase.STAGING, Phase.STAGED, Phase.PERSISTING}
-            level = logging.INFO if is_others else logging.WARNING
+            level = logging.INFO if is_others or phase in IN_SPOOL else logging.WARNING
             self._since = (
                 point,
                 Waiting(lambda: self._words(phase, votes_missing), clock=asyncio.get_running_loop().time, level=level),
@@ -41,6 +41,10 @@ class Awaited:
             why = f"the snapshot of rank {rank} is not whole"
         elif phase in {Phase.STAGED, Phase.PERSISTING}:
             why = f"rank {rank} has {progress.raw_done} of {progress.raw_total} bytes on the disk; the storage takes no more"
+        elif phase is Phase.SPOOLED:
+            why = f"the shard of rank {rank} is durable in the spool, and waits for its upload"
+        elif phase is Phase.UPLOADING:
+            why = f"rank {rank} has uploaded {progress.uploaded} of {progress.upload_total} bytes"
         elif votes_missing:
             why = f"no vote from {rank_runs(votes_missing, NAMED_MAX)}"
         elif votes_missing is None:

@@ -67,6 +67,8 @@ class AttemptInfo:
     """The directory that was filled for this save; it gets its final name when the files are shown (see `unfinished.py`)."""
     leftovers: tuple[str, ...] = ()
     """Endings of file names. A file whose name ends in one is removed where the files are shown, unless it is of this save."""
+    required: bool = False
+    """Whether it must not be dropped for a newer save."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.takeover < TAKEOVERS_MAX:
@@ -149,6 +151,9 @@ class ShardProgress:
     """Seconds for which the save has held training."""
     spent: SaveMeter = field(default_factory=SaveMeter)
     """The times so far, if this process persists the shard."""
+    upload_total: int = 0
+    """The bytes that go from the spool to the root; 0 without a spool."""
+    uploaded: int = 0
     told: PhaseSeconds | None = None
     """The times that another process has reported, if it persists the shard."""
     pace: Pace = field(default_factory=Pace)

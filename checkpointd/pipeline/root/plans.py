@@ -122,6 +122,11 @@ class OwnPlans:
         self._undecided.setdefault(known.key, set()).add(info.prefix)
         return known
 
+    async def use_stored(self, store: Store, key: str, data: bytes, prefix: str) -> None:
+        """Put a plan that was made before, for the attempt `prefix`, which may need it until it is decided (PLAN-2)."""
+        self._undecided.setdefault(key, set()).add(prefix)
+        await _put_bytes(store, key, data)
+
     async def decided(self, store: Store, prefix: str) -> None:
         """Note that the attempt `prefix` has a durable outcome, and remove the plans that nothing needs any more (PLAN-2)."""
         for attempts in self._undecided.values():
@@ -140,10 +145,14 @@ async def _put_plan(store: Store, info: AttemptInfo, shard: Shard) -> OwnPlan:
     plan = shard.plan(info)
     data = await aside(len(shard.tensors), encode_plan, plan)
     made = OwnPlan(shard.tensors, info.attempt.epoch, plan, digest(data))
-    if not await store.put_if_absent(made.key, data) and not await _holds(store, made.key, data):
-        log.error("%s is damaged and is written again, since its name gives the digest of the right bytes", made.key)
-        await store.put(made.key, data)
+    await _put_bytes(store, made.key, data)
     return made
+
+
+async def _put_bytes(store: Store, key: str, data: bytes) -> None:
+    if not await store.put_if_absent(key, data) and not await _holds(store, key, data):
+        log.error("%s is damaged and is written again, since its name gives the digest of the right bytes", key)
+        await store.put(key, data)
 
 
 async def _holds(store: Store, key: str, data: bytes) -> bool:

@@ -60,14 +60,14 @@ async def persist(job: PersistJob) -> Vote:
 
 async def _stored(job: PersistJob, plan: OwnPlan) -> StoredShard:
     """Write the shard, durably, with references that stay valid until the attempt has an outcome (DEDUP-3 in `dedup.py`)."""
-    stored = await _written(job, plan)
+    stored = await write_shard(job, plan)
     why = await lost(job.store, stored.index) or await _damaged(job, stored.index)
     if why is None:
         return stored
     log.warning("%s: rank %d cannot refer to older chunks and writes everything anew: %s", job.info.prefix, job.info.rank, why)
     await drop_shard(job.store, job.info)
     job.progress.begin(job.shard.nbytes)
-    return await _written(job.in_full(), plan)
+    return await write_shard(job.in_full(), plan)
 
 
 async def _damaged(job: PersistJob, index: Index) -> str | None:
@@ -80,7 +80,8 @@ async def _damaged(job: PersistJob, index: Index) -> str | None:
         return f"unchanged chunks cannot be read: {error}"
 
 
-async def _written(job: PersistJob, plan: OwnPlan) -> StoredShard:
+async def write_shard(job: PersistJob, plan: OwnPlan) -> StoredShard:
+    """Write the chunks or files of the shard, then its index. Looks at no reference (DEDUP-3), and puts no vote."""
     info, files = job.info, files_of(job.shard.tree)
     index = await (write_chunks(job) if files is None else write_files(job, files))
     beside: tuple[BesideFile, ...] = ()

@@ -49,16 +49,25 @@ class StoredShard:
 
 async def vote_yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
     """Vote yes for the `stored` shard. Returns the rank's yes vote, which may be another writer's."""
-    info = job.info
-    job.spent.voted()
-    vote = await aside(len(stored.index.tensors), _yes, job, stored, plan_digest)
+    vote = await yes_vote(job, stored, plan_digest)
     await job.before_vote()
+    return await put_yes(job.store, job.info, vote)
+
+
+async def yes_vote(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
+    """The yes vote for the `stored` shard, which is not put."""
+    job.spent.voted()
+    return await aside(len(stored.index.tensors), _yes, job, stored, plan_digest)
+
+
+async def put_yes(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
+    """Put the yes `vote` unless this rank has a vote. Returns the rank's yes vote, which may be another writer's."""
     try:
-        standing = await _put_vote(job.store, info, vote)
+        standing = await _put_vote(store, info, vote)
     except CheckpointdError as error:
         raise VoteUncertain(f"the yes vote of rank {info.rank} could not be stored for certain: {error}") from error
     if standing != vote:
-        await _drop_beaten(job.store, info)
+        await _drop_beaten(store, info)
     return as_own(info, standing)
 
 
@@ -142,6 +151,23 @@ def as_own(info: AttemptInfo, standing: Vote) -> Vote:
 def is_own(info: AttemptInfo, vote: Vote) -> bool:
     """Whether this writer put `vote`, a yes of this rank."""
     return vote.index is not None and vote.index.name == index_name(info.rank, info.takeover)
+
+
+async def check_own_vote(store: Store, info: AttemptInfo) -> None:
+    """Raise StoreError if this rank's vote is gone, because somebody removed it or because the attempt was forgotten
+    (GARBAGE-3). Then an abort could contradict the outcome, and a commit could have come after it (COMMIT-5).
+    """
+    own_vote = info.key(vote_name(info.rank))
+    if await store.stat(own_vote) is None:
+        raise StoreError(f"{own_vote}, this rank's own vote, is gone")
+
+
+async def check_own_part(store: Store, info: AttemptInfo) -> None:
+    """Raise StoreError if this rank's vote and its index are both gone: then the attempt was aborted and forgotten before
+    the commit (COMMIT-5). The vote alone may be lost, since nothing made it durable (PERSIST-7).
+    """
+    if await store.stat(info.key(index_name(info.rank, info.takeover))) is None:
+        await check_own_vote(store, info)
 
 
 async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:

@@ -20,10 +20,12 @@ LEVEL = {
     Phase.STAGING: 0,
     Phase.STAGED: 1,
     Phase.PERSISTING: 2,
-    Phase.FAILING: 3,
-    Phase.SKIPPING: 3,
-    Phase.PREPARED: 4,
-    **dict.fromkeys(FINAL, 5),
+    Phase.SPOOLED: 3,
+    Phase.UPLOADING: 4,
+    Phase.FAILING: 5,
+    Phase.SKIPPING: 5,
+    Phase.PREPARED: 6,
+    **dict.fromkeys(FINAL, 7),
 }
 EVERY_PAIR = list(product(Phase, Event))
 
@@ -67,9 +69,13 @@ def test_phase_1_a_pair_that_stays_in_its_phase_is_only_the_deadline() -> None:
     assert {event for (phase, event), after in TABLE.items() if after is phase} == {Event.DEADLINE}
 
 
-def test_phase_2_yes_is_voted_from_persisting_alone() -> None:
+def test_phase_2_yes_is_voted_from_persisting_and_uploading_alone() -> None:
     voting = {(phase, event) for phase, event in TABLE if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN)}
-    assert voting == {(Phase.PERSISTING, Event.VOTED_YES), (Phase.PERSISTING, Event.VOTE_UNCERTAIN)}
+    assert voting == {
+        (Phase.PERSISTING, Event.VOTED_YES),
+        (Phase.PERSISTING, Event.VOTE_UNCERTAIN),
+        (Phase.UPLOADING, Event.VOTED_YES),
+    }
     assert {TABLE[pair] for pair in voting} == {Phase.PREPARED}
 
 

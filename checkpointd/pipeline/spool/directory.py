@@ -1,0 +1,244 @@
+"""The spool of one process: the roots in it, its room, and what was left there.
+
+Invariants
+  SPOOL-5  The spool never takes more than `bytes_max`, nor the last of its disk. What does not fit goes straight to the root.
+  SPOOL-6  Committed shards that stay for restarts go first when room is needed, the oldest first. No other shard goes for room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from checkpointd.config import SpoolConfig
+from checkpointd.errors import CheckpointdError, DamagedError, StoreError
+from checkpointd.layout.keys import AttemptId, is_tag, object_key, object_rank, object_takeover
+from checkpointd.pipeline.root.catalog import objects_of
+from checkpointd.pipeline.spool.places import RESERVE, DiskPlace, Room, SpoolPlace, name_of
+from checkpointd.pipeline.spool.record import SPOOLED, decode_record, record_key
+from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_quietly
+from checkpointd.pipeline.spool.turns import Pacing, Turns
+from checkpointd.store.base import Store
+from checkpointd.store.posix.users import User
+
+log = logging.getLogger("checkpointd")
+
+ROOT = "root"
+"""The object in a root's part of the spool that has the root's URL, for people."""
+TurnKey = tuple[str, int, int]
+"""Root, user and rank."""
+
+
+@dataclass(slots=True)
+class SpoolCounts:
+    """Counts since the process began."""
+
+    spooled: int = 0
+    uploaded: int = 0
+    superseded: int = 0
+    direct_full: int = 0
+    """Saves that went straight to the root, since the spool was full."""
+    direct_failed: int = 0
+    """The same, since the spool's disk failed."""
+    damaged: int = 0
+    uploaded_bytes: int = 0
+    resumed: int = 0
+    dropped: int = 0
+    """Shards that an earlier process had left, and that could not commit any more."""
+
+
+class SpoolDirectory:
+    """The spool as one process uses it. `now` gives the local time, `clock` seconds since 1970."""
+
+    def __init__(
+        self,
+        config: SpoolConfig,
+        place: SpoolPlace | None = None,
+        *,
+        now: Callable[[], datetime] = datetime.now,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config, self.clock = config, clock
+        self.place: SpoolPlace = DiskPlace(config.directory) if place is None else place
+        self.pacing = Pacing(config, now)
+        self.counts = SpoolCounts()
+        self.room: Room | None = None
+        """The room when it was last looked at."""
+        self.live: set[SpooledShard] = set()
+        """The shards of undecided attempts at which this process works."""
+        self._retained: dict[TurnKey, SpooledShard] = {}
+        self._roots: dict[str, RootSpool] = {}
+        self._turns: dict[TurnKey, Turns] = {}
+        self._reserved = 0
+        self._looking = asyncio.Lock()
+
+    async def at(self, url: str, user: User | None = None) -> RootSpool:
+        """The part of the spool for a root. Raises StoreError."""
+        name = name_of(url, user)
+        if name not in self._roots:
+            spool = RootSpool(url, name, await self._opened(name, user), self.place)
+            if name not in self._roots:
+                await spool.store.put_if_absent(ROOT, f"{url}\n".encode())
+                self._roots[name] = spool
+        return self._roots[name]
+
+    def turns(self, shard: SpooledShard) -> Turns:
+        """The turns of the rank to which `shard` belongs."""
+        key = _turn_key(shard)
+        if key not in self._turns:
+            self._turns[key] = Turns(self.pacing, self.config.keep == "all")
+        return self._turns[key]
+
+    # --- room ----------------------------------------------------------------------------------------------------
+
+    async def reserve(self, nbytes: int) -> bool:
+        """Reserve room for `nbytes` (SPOOL-5); False if there is too little. `give_back` ends it."""
+        async with self._looking:
+            while True:
+                self.room = room = await self.place.room()
+                if self._fits(room, nbytes):
+                    self._reserved += nbytes
+                    return True
+                if not await self._drop_oldest():
+                    return False
+
+    def give_back(self, nbytes: int) -> None:
+        self._reserved -= nbytes
+
+    def _fits(self, room: Room, nbytes: int) -> bool:
+        wanted, most = self._reserved + nbytes, self.config.bytes_max
+        if most is not None:
+            return room.used + wanted <= most and wanted <= room.free
+        return room.free - wanted >= RESERVE * room.total
+
+    async def _drop_oldest(self) -> bool:
+        """Drop the oldest of the committed shards that stay (SPOOL-6)."""
+        oldest = min(self._retained, key=lambda key: self._retained[key].record.spooled_at, default=None)
+        if oldest is None:
+            return False
+        await drop_quietly(self._retained.pop(oldest))
+        return True
+
+    # --- shards --------------------------------------------------------------------------------------------------
+
+    def began(self, shard: SpooledShard) -> list[SpooledShard]:
+        """Note a shard at which this process works from now on. Returns those that it supersedes (TURN-2)."""
+        self.live.add(shard)
+        dropped = self.turns(shard).add(shard)
+        self.counts.superseded += len(dropped)
+        return dropped
+
+    async def ended(self, shard: SpooledShard, *, committed: bool) -> None:
+        """The attempt of `shard` is decided. A commit stays for restarts, in place of the older one; all else goes."""
+        self.live.discard(shard)
+        self.counts.uploaded += committed
+        if committed and self.config.retain and shard.record.vote.save_latest:
+            await self._retain(shard)
+        else:
+            await drop_quietly(shard)
+
+    async def _retain(self, shard: SpooledShard) -> None:
+        key = _turn_key(shard)
+        before = self._retained.get(key)
+        if before is not None and before.record.order > shard.record.order:
+            await drop_quietly(shard)
+            return
+        try:
+            await shard.note("committed")
+        except CheckpointdError as error:
+            log.info("%s does not stay in the spool: %s", shard.prefix, error)
+            await drop_quietly(shard)
+            return
+        self._retained[key] = shard
+        shard.let_go()
+        if before is not None:
+            await drop_quietly(before)
+
+    def leave(self, shard: SpooledShard) -> None:
+        """This process works no longer at `shard`: the next one on this node does (SPOOL-4)."""
+        self.live.discard(shard)
+        shard.let_go()
+
+    # --- what was left -------------------------------------------------------------------------------------------
+
+    async def found(self, url: str | None = None) -> list[SpooledShard]:
+        """The shards that earlier processes have left, oldest first; at `url` alone if that is given. Damaged records go."""
+        shards: list[SpooledShard] = []
+        for name in await self.place.names():
+            try:
+                shards += [one for one in await self._found_in(name) if url in (None, one.record.url)]
+            except StoreError as error:
+                log.error("what is left in the spool below %s cannot be read: %s", name, error)
+        shards.sort(key=lambda one: one.record.order)
+        for shard in shards:
+            if "committed" in shard.notes:
+                self._retained[_turn_key(shard)] = shard
+        return [shard for shard in shards if "committed" not in shard.notes]
+
+    async def _found_in(self, name: str) -> list[SpooledShard]:
+        spool = self._roots.get(name)
+        if spool is None:
+            user = await self.place.owner(name)
+            spool = RootSpool("", name, await self._opened(name, user), self.place)
+        names = [entry.name for entry in await spool.store.list(SPOOLED) if not entry.is_prefix]
+        shards = []
+        for one in [one for one in names if "." not in one]:
+            notes = {other.partition(".")[2] for other in names if other.startswith(f"{one}.")}
+            key = f"{SPOOLED}/{one}"
+            try:
+                record = decode_record(await spool.store.get(key), key)
+            except DamagedError as error:
+                log.error("the spool has a damaged record, which is removed, and its save is lost: %s", error)
+                self.counts.damaged += 1
+                await spool.store.delete(key)
+                continue
+            spool.url = spool.url or record.url
+            shards.append(SpooledShard(spool, record, notes))
+        if spool.url:
+            self._roots.setdefault(name, spool)
+        return shards
+
+    async def sweep(self, before_epoch: int | None = None) -> int:
+        """Remove objects without a record (SPOOL-2), those of epochs before `before_epoch` alone if it is given. Returns how
+        many.
+        """
+        removed = 0
+        for name in await self.place.names():
+            known = self._roots.get(name)
+            store = await self._opened(name, await self.place.owner(name)) if known is None else known.store
+            removed += await _swept(store, before_epoch)
+        return removed
+
+    async def close(self) -> None:
+        for spool in self._roots.values():
+            await spool.store.close()
+        self._roots.clear()
+
+    async def _opened(self, name: str, user: User | None) -> Store:
+        return await asyncio.get_running_loop().run_in_executor(None, self.place.open, name, user)
+
+
+async def _swept(store: Store, before_epoch: int | None) -> int:
+    records = {f"{SPOOLED}/{entry.name}" for entry in await store.list(SPOOLED)}
+    removed = 0
+    for tag in [entry.name for entry in await store.list("") if entry.is_prefix and is_tag(entry.name)]:
+        for entry in await store.list(tag):
+            attempt = AttemptId.parse(entry.name)
+            if attempt is None or (before_epoch is not None and attempt.epoch >= before_epoch):
+                continue
+            prefix = f"{tag}/{entry.name}"
+            for found in await objects_of(store, prefix):
+                rank, takeover = object_rank(found.name), object_takeover(found.name)
+                if rank is None or takeover is None or record_key(prefix, rank, takeover) in records:
+                    continue
+                await store.delete(object_key(prefix, found.name), durable=False)
+                removed += 1
+    return removed
+
+
+def _turn_key(shard: SpooledShard) -> TurnKey:
+    return (shard.record.url, shard.record.uid, shard.record.vote.rank)

@@ -1,0 +1,156 @@
+"""Where a spool lies: a directory on this node's disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from checkpointd.errors import StoreError, UsageError
+from checkpointd.layout.manifest import digest
+from checkpointd.store.base import Store
+from checkpointd.store.posix.store import PosixStore
+from checkpointd.store.posix.users import User, groups_of
+
+log = logging.getLogger("checkpointd")
+T = TypeVar("T")
+
+RESERVE = 0.05
+"""The part of the disk that a spool without a limit leaves free, for other programs on this node."""
+_READABLE_MAX = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes in the spool, and free bytes of its disk."""
+
+    used: int
+    free: int
+    total: int
+
+
+class Claim(Protocol):
+    """A shard in the spool that this process alone uploads."""
+
+    def release(self) -> None: ...
+
+
+class SpoolPlace(Protocol):
+    """The directory of a spool. A name is that of one root in it."""
+
+    def open(self, name: str, user: User | None) -> Store:
+        """The store for one root, with the rights of `user`."""
+        ...
+
+    async def names(self) -> list[str]: ...
+
+    async def owner(self, name: str) -> User | None:
+        """The user of the root `name` in the spool; None: this process's own."""
+        ...
+
+    async def room(self) -> Room: ...
+
+    async def claim(self, name: str, key: str) -> Claim | None:
+        """Claim the record `key` of the root `name` until this process ends. None if another process has it."""
+        ...
+
+
+def name_of(url: str, user: User | None) -> str:
+    """The name of the root `url` in a spool: readable, and different for each root and user."""
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", url.rstrip("/").rpartition("://")[2]).strip("-")[-_READABLE_MAX:]
+    whose = "" if user is None else f"-{user.uid}"
+    return f"{readable or 'root'}{whose}-{digest(url.encode())[:16]}"
+
+
+@dataclass(slots=True)
+class DiskPlace:
+    """A spool on a disk. Its directory is made if it is missing, for its owner alone. UsageError if it cannot be used."""
+
+    directory: str
+
+    def __post_init__(self) -> None:
+        try:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            found = os.stat(self.directory)
+        except OSError as error:
+            raise UsageError(f"the spool {self.directory} cannot be made: {error.strerror or error}") from error
+        if not stat.S_ISDIR(found.st_mode) or not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            raise UsageError(f"the spool {self.directory} must be a directory in which this user may write")
+
+    def open(self, name: str, user: User | None) -> Store:
+        path = f"{self.directory}/{name}"
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            if user is not None and os.stat(path).st_uid != user.uid:
+                os.chown(path, user.uid, user.gid)
+        except OSError as error:
+            raise StoreError(f"the spool {path} cannot be made: {error.strerror or error}") from error
+        return PosixStore(path, anchor=self.directory, user=user)
+
+    async def names(self) -> list[str]:
+        return await self._aside(lambda: sorted(entry.name for entry in os.scandir(self.directory) if entry.is_dir()))
+
+    async def owner(self, name: str) -> User | None:
+        found = await self._aside(lambda: os.stat(f"{self.directory}/{name}"))
+        if found.st_uid == os.geteuid():
+            return None
+        return User(found.st_uid, found.st_gid, groups_of(found.st_uid, found.st_gid))
+
+    async def room(self) -> Room:
+        return await self._aside(self._room)
+
+    def _room(self) -> Room:
+        disk = os.statvfs(self.directory)
+        used = 0
+        for above, _, names in os.walk(self.directory):
+            for name in names:
+                with suppress(OSError):
+                    used += os.lstat(f"{above}/{name}").st_size
+        return Room(used, disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
+
+    async def claim(self, name: str, key: str) -> Claim | None:
+        return await self._aside(lambda: FileClaim.of(f"{self.directory}/{name}/{key}"))
+
+    async def _aside(self, call: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, call)
+        except OSError as error:
+            raise StoreError(f"the spool {self.directory} cannot be used: {error.strerror or error}") from error
+
+
+@dataclass(slots=True)
+class FileClaim:
+    """A lock of the kernel on a record, which ends with the process."""
+
+    descriptor: int
+
+    @staticmethod
+    def of(path: str) -> FileClaim | None:
+        """The claim on the record at `path`; None if another process has it, or if it is gone."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:  # else its holder has removed it just now
+                return FileClaim(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                os.close(descriptor)
+                raise
+        os.close(descriptor)
+        return None
+
+    def release(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

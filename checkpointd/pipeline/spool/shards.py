@@ -1,0 +1,174 @@
+"""A shard in the spool: its record, its notes and its objects.
+
+Invariants
+  SPOOL-1  A record is durable only after all objects that its vote names are durable in the spool, and the plan. So whoever
+      finds a record can upload the shard and vote, without the process that took the snapshot.
+  SPOOL-2  A record goes before its objects when a shard is dropped. Objects without a record are leftovers, and a start removes
+      them.
+  SPOOL-3  One process at a time works at a record: it holds the kernel's lock on the record, which ends with the process.
+  SPOOL-4  A record stays until the attempt has an outcome, or until this rank has put its no. A process that ends before leaves
+      the record to the next one on this node.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
+
+import msgspec
+
+from checkpointd.commit.retention import Retention
+from checkpointd.config import CommitConfig
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.keys import object_key
+from checkpointd.pipeline.root.plans import OwnPlans
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.spool.places import Claim, SpoolPlace
+from checkpointd.pipeline.spool.record import Note, SpooledRules, SpoolRecord, encode_record, note_key
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+
+@dataclass(eq=False, slots=True)
+class RootSpool:
+    """The part of the spool for one root. `plans`: the plans in it that shards need."""
+
+    url: str
+    name: str
+    store: Store
+    place: SpoolPlace
+    plans: OwnPlans = field(default_factory=OwnPlans)
+
+
+@dataclass(eq=False, slots=True)
+class SpooledShard:
+    """One rank's shard of one attempt."""
+
+    spool: RootSpool
+    record: SpoolRecord
+    notes: set[str] = field(default_factory=set)
+    claim: Claim | None = None
+    superseded_by: str = ""
+    """The tag of the newer save for which it is dropped."""
+    may_have_voted: bool = False
+    """Whether this process has tried to put the yes vote."""
+
+    @property
+    def prefix(self) -> str:
+        return self.record.prefix
+
+    @property
+    def is_superseded(self) -> bool:
+        return bool(self.superseded_by) or "superseded" in self.notes
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether no newer save replaces it (TURN-2 in `turns.py`)."""
+        record, vote = self.record, self.record.vote
+        rules = record.retention
+        is_step = rules.every_steps is not None and vote.step % rules.every_steps == 0
+        may_be_best = rules.best is not None
+        return record.required or self.may_have_voted or not vote.save_latest or is_step or may_be_best
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its objects and its index."""
+        vote = self.record.vote
+        return sum(ref.size for ref in vote.objects) + (vote.index.size if vote.index is not None else 0)
+
+    @property
+    def info(self) -> AttemptInfo:
+        """The attempt, as a process goes on with it."""
+        record, vote = self.record, self.record.vote
+        return AttemptInfo(
+            tag=vote.tag,
+            attempt=record.attempt,
+            rank=vote.rank,
+            world_size=vote.world_size,
+            step=vote.step,
+            n=vote.n,
+            save_latest=vote.save_latest,
+            metrics=tuple(vote.metrics.items()),
+            takeover=record.takeover,
+            may_be_taken_over=True,
+            leftovers=vote.leftovers,
+            required=record.required,
+        )
+
+    @property
+    def commit(self) -> CommitConfig:
+        """The settings of its commit."""
+        record = self.record
+        return CommitConfig(
+            timeout_s=record.commit_timeout_s,
+            retention=Retention(**msgspec.structs.asdict(record.retention)),
+            on_no_progress=record.on_no_progress,
+            read_back=record.read_back,
+        )
+
+    async def claimed(self) -> bool:
+        """Claim it for this process (SPOOL-3); False if another process works at it."""
+        if self.claim is None:
+            self.claim = await self.spool.place.claim(self.spool.name, self.record.key)
+        return self.claim is not None
+
+    async def note(self, note: Note | str) -> None:
+        """Note durably beside the record."""
+        if note not in self.notes:
+            await self.spool.store.put_if_absent(note_key(self.record.key, note), b"\n")
+            self.notes.add(note)
+
+    async def forget_note(self, note: str) -> None:
+        if note in self.notes:
+            await self.spool.store.delete(note_key(self.record.key, note))
+            self.notes.discard(note)
+
+    async def drop_bytes(self) -> None:
+        """Remove the objects, whose bytes nobody needs any more. The record stays."""
+        for name in self._names():
+            await self.spool.store.delete(object_key(self.prefix, name), durable=False)
+
+    async def drop(self) -> None:
+        """Remove all of it (SPOOL-2)."""
+        store, key = self.spool.store, self.record.key
+        await store.delete(key)
+        for note in sorted(self.notes):
+            await store.delete(note_key(key, note), durable=False)
+        await self.drop_bytes()
+        await self.spool.plans.decided(store, self.prefix)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """End the claim."""
+        if self.claim is not None:
+            self.claim.release()
+            self.claim = None
+
+    def _names(self) -> list[str]:
+        vote = self.record.vote
+        index = [] if vote.index is None else [vote.index.name]
+        return [*index, *(ref.name for ref in vote.objects)]
+
+
+async def put_record(spool: RootSpool, record: SpoolRecord) -> SpooledShard:
+    """Put the record of a shard whose objects are durable in the spool (SPOOL-1)."""
+    await spool.store.put_if_absent(record.key, encode_record(record))
+    shard = SpooledShard(spool, record)
+    if not await shard.claimed():
+        log.warning("%s: another process looks after its record in the spool", record.prefix)
+    return shard
+
+
+def rules_of(rules: Retention) -> SpooledRules:
+    return SpooledRules(**{field.name: getattr(rules, field.name) for field in fields_of(rules)})
+
+
+async def drop_quietly(shard: SpooledShard) -> None:
+    """Drop it. If the disk fails, the log says so, and the next start removes the rest."""
+    try:
+        await shard.drop()
+    except CheckpointdError as error:
+        log.warning("%s stays in the spool for now: %s", shard.prefix, error)
+        shard.let_go()

@@ -1,0 +1,193 @@
+"""What an attempt does with its shard in the spool: it takes the snapshot in, waits for its turn, uploads, and votes.
+
+Invariants
+  SPOOL-9  While the root is away, an upload is tried again until the attempt is decided or its deadline passes. So is a no of
+      this rank. Only damage in the spool, a newer epoch and a lost reference end the upload.
+  SPOOL-10  Once this rank has tried to put its yes, the shard is not dropped for a newer save, since the vote may exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from checkpointd.config import CommitConfig, PersistConfig
+from checkpointd.errors import CheckpointdError, LinkError, StoreError, SupersededError
+from checkpointd.layout.indexes import Index
+from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
+from checkpointd.pipeline.gc.tidying import Tidier
+from checkpointd.pipeline.root.plans import OwnPlans
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, ShardProgress
+from checkpointd.pipeline.spool.own import OwnSpool
+from checkpointd.pipeline.spool.shards import SpooledShard
+from checkpointd.pipeline.spool.uploads import Upload
+from checkpointd.pipeline.workers import unless
+from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.pipeline.write.rates import Rates
+from checkpointd.pipeline.write.vote import as_own, is_own, put_yes, standing_vote
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
+"""The pause after an upload that failed, which doubles each time."""
+
+
+class WriterParts(Protocol):
+    """What a rank's attempts share (`writer_state.py`)."""
+
+    store: Store
+    persist: PersistConfig
+    commit: CommitConfig
+    rates: Rates
+    tidier: Tidier
+    own_plans: OwnPlans
+
+
+@dataclass(frozen=True, slots=True)
+class SpoolHooks:
+    """Parts of the attempt. `ends_fenced` puts the abort if a newer epoch has begun, and says so. `check_stop` raises Stopped
+    if the attempt was decided meanwhile. `over`: set when nothing more needs to be written.
+    """
+
+    check_root: Callable[[], Coroutine[Any, Any, None]]
+    ends_fenced: Callable[[], Coroutine[Any, Any, bool]]
+    check_stop: Callable[[], None]
+    over: asyncio.Event
+    announcement: CatalogAnnouncement
+
+
+@dataclass(eq=False, slots=True)
+class SpoolSide:
+    """The spool's part in the attempt `info`. `shard` is set once the shard is in the spool."""
+
+    own: OwnSpool
+    state: WriterParts
+    info: AttemptInfo
+    progress: ShardProgress
+    hooks: SpoolHooks
+    shard: SpooledShard | None = None
+    index: Index | None = None
+    """This rank's durable index at the root, without its tree."""
+    own_vote_stands: bool = False
+    _said: str = ""
+    _has_room: bool = False
+    _has_ended: bool = False
+
+    async def take(self, job: PersistJob) -> bool:
+        """Take the snapshot of `job` in. False if it must be written to the root instead."""
+        self.shard = await self.own.take(job, self.state.commit, self.state.tidier.keeps_before)
+        if self.shard is None:
+            return False
+        self.begin()
+        return True
+
+    def begin(self) -> None:
+        """Let the shard wait for its upload."""
+        assert self.shard is not None
+        for older in self.own.directory.began(self.shard):
+            log.warning("%s: rank %d drops it from the spool for the newer %s", older.prefix, self.info.rank, self.shard.prefix)
+
+    async def upload(self, on_start: Callable[[], None]) -> bool:
+        """Upload the shard and vote yes (SPOOL-9). False if the attempt ends because a newer epoch has begun.
+
+        Raises SupersededError if the shard was dropped for a newer one, DamagedError if the spool has damaged it, and Stopped.
+        """
+        assert self.shard is not None
+        turns, pause_s = self.own.directory.turns(self.shard), PAUSE_S_MIN
+        while True:
+            await unless(self.hooks.over, turns.taken(self.shard))
+            try:
+                on_start()
+                return await self._uploaded(self.shard)
+            except (DecidedBefore, LinkError):
+                raise
+            except StoreError as error:
+                if (cause := str(error)) != self._said:
+                    log.warning("%s: rank %d cannot upload now: %s; trying again", self.info.prefix, self.info.rank, error)
+                self._said = cause
+                turns.add(self.shard)
+            finally:
+                turns.given_back(self.shard)
+            await self.pause(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    async def pause(self, seconds: float = PAUSE_S_MAX) -> None:
+        """Wait before the next try. Raises Stopped if the attempt was decided meanwhile."""
+        await unless(self.hooks.over, asyncio.sleep(seconds))
+
+    async def _uploaded(self, shard: SpooledShard) -> bool:
+        standing = await unless(self.hooks.over, standing_vote(self.state.store, self.info))
+        if standing is not None:  # this rank has voted before a crash, or another writer has
+            self.own_vote_stands = is_own(self.info, as_own(self.info, standing))
+            return True
+        if await unless(self.hooks.over, self.hooks.ends_fenced()):
+            return False
+        await unless(self.hooks.over, self.hooks.check_root())
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.state.commit.timeout_s
+        if not self._has_room:
+            self.state.tidier.expect(self.info)
+            await unless(self.hooks.over, self.state.tidier.room_for(self.info, until, shard.record.vote.raw_bytes))
+            self._has_room = True
+        await self._announce(shard, until)
+        upload = Upload(
+            shard=shard,
+            root=self.state.store,
+            config=self.state.persist,
+            pacing=self.own.directory.pacing,
+            progress=self.progress,
+            plans=self.state.own_plans,
+            check_stop=self.hooks.check_stop,
+        )
+        self.index = msgspec.structs.replace(await upload.run(), tree=b"")
+        self.state.rates.measured_disk(upload.sent.nbytes, upload.sent.seconds)
+        self.own.directory.counts.uploaded_bytes += upload.sent.nbytes
+        self.hooks.check_stop()
+        await unless(self.hooks.over, self.hooks.check_root())
+        await unless(self.hooks.over, self.hooks.announcement.check_undecided())
+        shard.may_have_voted = True  # SPOOL-10
+        standing = await put_yes(self.state.store, self.info, shard.record.vote)
+        self.own_vote_stands = is_own(self.info, standing)
+        return True
+
+    async def _announce(self, shard: SpooledShard, until: float) -> None:
+        """See that the catalog announces the attempt. A coordinator that has announced it before does not do so again, since
+        the attempt may have been decided and forgotten meanwhile (ANNOUNCE-1).
+        """
+        if self.info.rank == COORDINATOR and "announced" in shard.notes:
+            await unless(self.hooks.over, self.hooks.announcement.check_undecided())
+            self.hooks.announcement.stood_before()
+            return
+        await unless(self.hooks.over, self.hooks.announcement.awaited(until))
+        if self.info.rank == COORDINATOR:
+            await shard.note("announced")
+
+    async def give_up(self, error: BaseException) -> None:
+        """This rank votes no because of `error`, so nobody needs the bytes any more. Raises nothing."""
+        shard = self.shard
+        if shard is None:
+            return
+        try:
+            if isinstance(error, SupersededError):
+                await shard.note("superseded")
+            await shard.drop_bytes()
+        except CheckpointdError as failed:
+            log.warning("%s: its bytes stay in the spool for now: %s", shard.prefix, failed)
+
+    async def ended(self, *, committed: bool) -> None:
+        """The attempt is decided."""
+        if self.shard is not None and not self._has_ended:
+            self._has_ended = True
+            await self.own.directory.ended(self.shard, committed=committed)
+
+    def leave(self) -> None:
+        """This process works no longer at the attempt, decided or not."""
+        if self.shard is not None and not self._has_ended:
+            self._has_ended = True
+            self.own.directory.leave(self.shard)

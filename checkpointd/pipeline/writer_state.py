@@ -1,0 +1,58 @@
+"""The state that the attempts of one rank share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+
+from checkpointd.config import CommitConfig, PersistConfig
+from checkpointd.pipeline.gc.tidying import Tidier
+from checkpointd.pipeline.outcome.outlived import outlived
+from checkpointd.pipeline.outcome.publish import PlanCheck
+from checkpointd.pipeline.read.readback import BackgroundReadBack
+from checkpointd.pipeline.root.catalog_log import AnnouncementWatch
+from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.pipeline.root.plans import OwnPlans
+from checkpointd.pipeline.root.tag_directories import Queue
+from checkpointd.pipeline.spool.own import OwnSpool
+from checkpointd.pipeline.write.dedup import Bases
+from checkpointd.pipeline.write.rates import Rates
+from checkpointd.store.base import Store
+
+
+@dataclass(slots=True, kw_only=True)
+class WriterState:
+    """The state that one rank's attempts share: settings, measured rates, checked plans, the base for references."""
+
+    store: Store
+    persist: PersistConfig = field(default_factory=PersistConfig)
+    commit: CommitConfig = field(default_factory=CommitConfig)
+    rates: Rates = field(default_factory=Rates)
+    sight: Sight = field(default_factory=Sight)
+    spool: OwnSpool | None = None
+    plans: PlanCheck = field(init=False)
+    bases: Bases = field(init=False)
+    tidier: Tidier = field(init=False)
+    showing: Queue = field(init=False)
+    reader: BackgroundReadBack = field(init=False)
+    own_root: OwnRoot = field(init=False)
+    own_plans: OwnPlans = field(default_factory=OwnPlans)
+    announcements: AnnouncementWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.own_root = OwnRoot(self.store)
+        self.tidier = Tidier(self.store, self.commit, self.own_root.check, self._decide_older)
+        self.showing = Queue(self.store)
+        self.plans = PlanCheck(self.store)
+        self.bases = Bases(self.store)
+        self.reader = BackgroundReadBack(self.store, self.bases.forget)
+        self.announcements = AnnouncementWatch(self.store)
+
+    async def _decide_older(self, prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
+        await outlived(self.store, prefixes, timeout_s, self.sight, hurried=False, check=check)
+
+    def take_reader(self, reader: BackgroundReadBack) -> None:
+        """Use the reader of an earlier writer of this rank."""
+        reader.store, reader.on_damage = self.store, self.bases.forget
+        self.reader = reader

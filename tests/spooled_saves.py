@@ -1,0 +1,304 @@
+"""Saves through a spool in memory, in virtual time: a root that can be away, ranks with spools of their own, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+import numpy as np
+
+from checkpointd.commit.machine import Phase
+from checkpointd.commit.retention import Retention
+from checkpointd.config import CommitConfig, PersistConfig, SpoolConfig
+from checkpointd.errors import StoreError, UnreadableError
+from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.pipeline.spool.directory import SpoolDirectory
+from checkpointd.pipeline.spool.own import OwnSpool
+from checkpointd.pipeline.spool.places import Claim, Room
+from checkpointd.pipeline.spool.shards import SpooledShard
+from checkpointd.store.base import Entry, ObjectWriter, Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.passing import PassingStore
+from checkpointd.store.posix.users import User
+from tests.builders import make_shard, rank_arrays
+
+WRITES = {"put_if_absent", "put", "put_if_match", "open_writer", "delete"}
+READS = {"get", "get_range", "get_each", "get_parts", "list", "stat", "settle"}
+
+
+class AwayStore(PassingStore):
+    """`store`, which refuses every call while it is `away`, and counts the bytes that are written."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.away = False
+        self.written = 0
+        self.opened: list[str] = []
+
+    def _check(self, *, reads: bool) -> None:
+        if self.away:
+            raise (UnreadableError if reads else StoreError)("the bucket is away")
+
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        self._check(reads=False)
+        return await super().put_if_absent(key, data, durable=durable)
+
+    async def put(self, key: str, data: bytes) -> None:
+        self._check(reads=False)
+        await super().put(key, data)
+
+    async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        self._check(reads=False)
+        return await super().put_if_match(key, expected, data)
+
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        self._check(reads=False)
+        await super().delete(key, durable=durable)
+
+    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        self._check(reads=False)
+        self.opened.append(key)
+        return _Counted(self, await super().open_writer(key, size_hint=size_hint))
+
+    async def get(self, key: str, *, size_max: int = 1 << 30) -> bytes:
+        self._check(reads=True)
+        return await super().get(key, size_max=size_max)
+
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        self._check(reads=True)
+        await super().get_range(key, offset, out)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self._check(reads=True)
+        return await super().list(prefix)
+
+    async def stat(self, key: str) -> int | None:
+        self._check(reads=True)
+        return await super().stat(key)
+
+    async def settle(self, key: str) -> None:
+        self._check(reads=True)
+        await super().settle(key)
+
+
+class _Counted:
+    def __init__(self, store: AwayStore, target: ObjectWriter) -> None:
+        self._store, self._target = store, target
+
+    async def write_at(self, offset: int, data: Any) -> None:
+        self._store._check(reads=False)
+        await self._target.write_at(offset, data)
+        self._store.written += memoryview(data).nbytes
+
+    async def finish(self, size: int) -> None:
+        self._store._check(reads=False)
+        await self._target.finish(size)
+
+    async def discard(self) -> None:
+        await self._target.discard()
+
+
+@dataclass(slots=True)
+class MemoryPlace:
+    """A spool in memory. `limit`: bytes of its disk. A process that ends must `forget_claims`, as the kernel does."""
+
+    limit: int = 1 << 40
+    stores: dict[str, Store] = field(default_factory=dict)
+    claimed: set[tuple[str, str]] = field(default_factory=set)
+    made: Callable[[str], Store] = MemoryStore
+
+    def open(self, name: str, user: User | None) -> Store:
+        if name not in self.stores:
+            self.stores[name] = self.made(name)
+        return self.stores[name]
+
+    async def names(self) -> list[str]:
+        return sorted(self.stores)
+
+    async def owner(self, name: str) -> User | None:
+        return None
+
+    async def room(self) -> Room:
+        used = sum([await size_of(store) for store in self.stores.values()])
+        return Room(used, self.limit - used, self.limit)
+
+    async def claim(self, name: str, key: str) -> Claim | None:
+        if (name, key) in self.claimed:
+            return None
+        self.claimed.add((name, key))
+        return _MemoryClaim(self, (name, key))
+
+    def forget_claims(self) -> None:
+        self.claimed.clear()
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all objects in it."""
+        return sorted(key for store in self.stores.values() for key in contents(store))
+
+
+@dataclass(slots=True)
+class _MemoryClaim:
+    place: MemoryPlace
+    name: tuple[str, str]
+
+    def release(self) -> None:
+        self.place.claimed.discard(self.name)
+
+
+def contents(store: Store) -> dict[str, memoryview]:
+    """The objects of a MemoryStore, also one that is wrapped."""
+    while isinstance(store, PassingStore):
+        store = store._store
+    assert isinstance(store, MemoryStore)
+    return store._objects
+
+
+async def size_of(store: Store) -> int:
+    return sum(data.nbytes for data in contents(store).values())
+
+
+def damage(store: Store, key: str, at: int) -> None:
+    """Flip a bit of an object."""
+    data = bytearray(contents(store)[key])
+    data[at] ^= 1
+    contents(store)[key] = memoryview(bytes(data))
+
+
+def arrays(step: int, rank: int = 0, nbytes: int = 1 << 16) -> dict[str, Any]:
+    """A state that differs for each step and rank."""
+    random = np.random.default_rng(1000 * step + rank)
+    return {**rank_arrays(rank), "model.large": random.integers(0, 255, nbytes, np.uint8)}
+
+
+@dataclass(slots=True)
+class Node:
+    """One rank with its spool. `restart` makes it the node of the next process."""
+
+    root: Store
+    config: SpoolConfig
+    rank: int = 0
+    world_size: int = 1
+    place: MemoryPlace = field(default_factory=MemoryPlace)
+    epoch: int = 1
+    nonce: str = ""
+    commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=600.0, read_back=False))
+    persist: PersistConfig = field(default_factory=lambda: PersistConfig(compression="none", chunk_bytes=4096))
+    midnight: datetime = datetime(2026, 1, 1)
+    directory: SpoolDirectory = field(init=False)
+    state: WriterState = field(init=False)
+    attempts: list[Attempt] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    """How many phases each save had entered when its slot became free."""
+    phases: list[list[tuple[float, Phase]]] = field(default_factory=list)
+    saves: int = 0
+
+    async def begin(self) -> Node:
+        self.directory = self._directory()
+        own = OwnSpool(self.directory, await self.directory.at(self.root.url), self.nonce, 0)
+        self.state = WriterState(store=self.root, persist=self.persist, commit=self.commit, spool=own)
+        return self
+
+    def _directory(self) -> SpoolDirectory:
+        loop = asyncio.get_running_loop()
+        return SpoolDirectory(
+            self.config, self.place, now=lambda: self.midnight + timedelta(seconds=loop.time()), clock=loop.time
+        )
+
+    def save(self, step: int, *, required: bool = False, save_latest: bool = True, nbytes: int = 1 << 16) -> Attempt:
+        """Begin a save of `step`."""
+
+        async def staged() -> Shard:
+            return make_shard(arrays(step, self.rank, nbytes))
+
+        return self.run(
+            AttemptInfo(
+                tag=f"global_step{step}",
+                attempt=AttemptId(self.epoch, 0),
+                rank=self.rank,
+                world_size=self.world_size,
+                step=step,
+                n=self.saves,
+                save_latest=save_latest,
+                required=required,
+            ),
+            staged(),
+        )
+
+    def run(self, info: AttemptInfo, staged: Awaitable[Shard], spooled: SpooledShard | None = None) -> Attempt:
+        loop = asyncio.get_running_loop()
+        seen: list[tuple[float, Phase]] = []
+        self.phases.append(seen)
+        attempt = Attempt(
+            self.state,
+            info,
+            deadline=loop.time() + self.commit.timeout_s,
+            on_phase=lambda phase: seen.append((loop.time(), phase)),
+            on_free=lambda: self.freed.append(len(seen)),
+            spooled=spooled,
+        )
+        self.saves += 1
+        self.attempts.append(attempt)
+        self.tasks.append(loop.create_task(attempt.run(staged)))
+        return attempt
+
+    async def over(self) -> None:
+        """Wait until all attempts have ended."""
+        await asyncio.gather(*self.tasks)
+
+    async def dies(self) -> None:
+        """The process ends at once: nothing of it goes on."""
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0)
+        self.place.forget_claims()
+
+    async def restarts(self) -> Node:
+        """The node of the next process, which goes on with what lies in the spool."""
+        node = Node(
+            self.root,
+            self.config,
+            self.rank,
+            self.world_size,
+            self.place,
+            self.epoch,
+            self.nonce,
+            self.commit,
+            self.persist,
+            self.midnight,
+        )
+        await node.begin()
+        for shard in await node.directory.found():
+            assert await shard.claimed()
+            node.directory.began(shard)
+            node.run(shard.info, asyncio.get_running_loop().create_future(), shard)
+        return node
+
+
+async def until(there: Callable[[], bool], step_s: float = 0.05) -> None:
+    """Wait for a state, in virtual time."""
+    while not there():
+        await asyncio.sleep(step_s)
+
+
+async def begun_root(root: Store, world_size: int = 1) -> str:
+    """Begin epoch 1 at a root; returns its nonce."""
+    return (await epochs.take(root, world_size)).nonce
+
+
+@contextmanager
+def away(root: AwayStore) -> Iterator[None]:
+    root.away = True
+    yield
+    root.away = False
+
+
+KEEP_LAST = Retention(keep_last=1)
