@@ -9,6 +9,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from checkpointd.bucket_urls import is_bucket_url
 from checkpointd.commit.machine import FINAL, Phase
@@ -22,12 +23,13 @@ from checkpointd.daemon.process.logs import Rationed, Subject, about, regarding
 from checkpointd.daemon.protocol.channel import LoopTurns
 from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.served_roots import ServedRoots
-from checkpointd.daemon.status.model import CheckpointStatus, PastSave, SaveStatus, SpaceStatus
+from checkpointd.daemon.status.model import CheckpointStatus, PastSave, SaveStatus, SpaceStatus, SpoolStatus
 from checkpointd.daemon.status.tally import Tally, took
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.read.readback import BackgroundReadBack
+from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.store.posix.users import User
 
 log = logging.getLogger("checkpointd")
@@ -106,6 +108,16 @@ class RootScan:
     problem: ErrorReport | None = None
 
 
+class HubSpool(Protocol):
+    """The daemon's spool (`node_spool.py`)."""
+
+    async def own(self, root: str, user: User | None, nonce: str, uid: int) -> OwnSpool | None: ...
+
+    def path(self, root: str, user: User | None) -> str: ...
+
+    def status(self) -> SpoolStatus: ...
+
+
 class Hub:
     """One daemon's state. All of it is used on one loop, so it needs no locks."""
 
@@ -125,6 +137,7 @@ class Hub:
         self.said = Rationed(log)
         self.tier = Tier(config.held_bytes_max)
         self.mirrors = Mirrors(config.mirrors)
+        self.spool: HubSpool | None = None
         self.started_at = time.time()
         self.clients = 0
         """Connections of ranks, which `clients_max` bounds."""

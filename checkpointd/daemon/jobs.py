@@ -7,6 +7,7 @@ Invariants
       before that, the job votes no.
   SAVEJOB-3  A slot stays mapped until the job has left it, even if the client has gone.
   SAVEJOB-4  A job that has ended refers to no snapshot memory. Only plain data about it is kept.
+  SAVEJOB-6  A job whose shard is in the spool holds no snapshot. If the daemon ends, the next one on this node takes it up.
   SAVEJOB-5  While the coordinator's snapshot is whole and its attempt undecided, the daemon renews a lease of the attempt. So a
       start that cannot ask this daemon leaves the attempt to it.
 """
@@ -24,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from checkpointd.commit.machine import FINAL, Phase, shown
+from checkpointd.commit.machine import FINAL, SUPERSEDED, Phase, shown
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.accounts import Charge
 from checkpointd.daemon.memory.mapped import SlotMemory
@@ -38,6 +39,7 @@ from checkpointd.phrases import byte_size
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import identity, leases
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
+from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.report.advice import after_abort
 
 log = logging.getLogger("checkpointd")
@@ -46,6 +48,8 @@ ENDED_KEPT = 64
 """Ended saves that are kept per root and rank, for the status and for clients that come back."""
 VOTED_MAX = 64
 """Saves of one client that may wait for other ranks after their vote; they hold no snapshot."""
+SPOOLED_MAX = 1024
+"""Saves of one client that may lie in the spool."""
 RANKS_KEPT = 1024
 """Ranks whose ended saves are kept: those whose last save ended most recently."""
 ALL_KEPT = 8192
@@ -68,6 +72,8 @@ class Times:
     began: float = field(default_factory=time.time)
     staged: float | None = None
     persisting: float | None = None
+    spooled: float | None = None
+    uploading: float | None = None
     voted: float | None = None
     ended: float | None = None
 
@@ -109,6 +115,7 @@ class SaveJob:
         *,
         left_s: float,
         on_change: Callable[[SaveJob], None],
+        spooled: SpooledShard | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.root, self.nonce, self.uid, self.info = root, nonce, uid, info
@@ -119,15 +126,39 @@ class SaveJob:
         self._listeners: dict[object, Callable[[SaveJob], None]] = {}
         self._staged: asyncio.Future[Shard] | None = loop.create_future()
         """None once nobody reads the snapshot."""
+        self.safe = asyncio.Event()
+        """Set when the shard is in the spool, or when the job has ended."""
         self.progress = ShardProgress()
         self.attempt = Attempt(
-            state, info, deadline=loop.time() + left_s, progress=self.progress, on_phase=self._entered, on_free=self._free
+            state,
+            info,
+            deadline=loop.time() + left_s,
+            progress=self.progress,
+            on_phase=self._entered,
+            on_free=self._free,
+            spooled=spooled,
         )
         check = partial(state.own_root.check, info.attempt.epoch)
         self._lease = leases.of_attempt(state.store, info.prefix, check=check) if info.rank == COORDINATOR else None
-        self._staged.add_done_callback(self._outlive)
         self._snapshot = _Snapshot(self._staged)
+        if spooled is None:
+            self._staged.add_done_callback(self._outlive)
+        else:
+            self._take_up(spooled)
         self.task = loop.create_task(self._run())
+
+    def _take_up(self, shard: SpooledShard) -> None:
+        """An earlier daemon has left the shard in the spool."""
+        vote = shard.record.vote
+        self._forget_snapshot()
+        self.progress.begin(vote.raw_bytes)
+        self.progress.add(vote.raw_bytes, vote.stored_bytes)
+        self.progress.end()
+        self.progress.told, self.progress.held_s = vote.seconds, vote.held_s
+        self.times.began = self.times.spooled = shard.record.spooled_at
+        self.safe.set()
+        if self._lease is not None:
+            self._lease.keep()
 
     @property
     def key(self) -> JobKey:
@@ -163,8 +194,13 @@ class SaveJob:
 
     @property
     def has_voted(self) -> bool:
-        """Whether the job needs the snapshot no longer: it waits for the other ranks, or has ended."""
-        return self.phase is Phase.PREPARED or self.phase in FINAL
+        """Whether the job needs the snapshot no longer: it is in the spool, waits for the other ranks, or has ended."""
+        return self.phase is Phase.PREPARED or self.phase in FINAL or self.is_in_spool
+
+    @property
+    def is_in_spool(self) -> bool:
+        """Whether the next daemon on this node could go on with the job."""
+        return self.attempt.spool is not None and self.attempt.spool.is_there
 
     @property
     def has_snapshot(self) -> bool:
@@ -237,7 +273,10 @@ class SaveJob:
         finally:
             # Do not leave the slot here: a thread of a cancelled attempt may still read. The attempt calls `_free` itself.
             self._forget_snapshot()
-            if self._lease is not None:
+            self.safe.set()
+            if self._lease is not None and self.attempt.spool is not None and self.attempt.spool.is_left:
+                self._lease.lapse()
+            elif self._lease is not None:
                 await self._lease.release()
 
     def _forget_snapshot(self) -> None:
@@ -267,6 +306,12 @@ class SaveJob:
         now = time.time()
         if phase is Phase.PERSISTING:
             self.times.persisting = now
+        elif phase is Phase.SPOOLED:
+            self.times.spooled = now
+            self.progress.end()
+            self.safe.set()
+        elif phase is Phase.UPLOADING:
+            self.times.uploading = now
         elif phase is Phase.PREPARED:
             self.times.voted = now
             self.progress.end()
@@ -300,7 +345,8 @@ class SaveJob:
                 extra=extra,
             )
             return
-        log.error(
+        log.log(
+            logging.WARNING if self.shown == SUPERSEDED else logging.ERROR,
             "%s: %s after %.1f s, %s of %s written: %s",
             info.prefix,
             self.shown,
@@ -334,6 +380,10 @@ class SaveJob:
             began_at=self.times.began,
             staged_at=self.times.staged,
             persisting_at=self.times.persisting,
+            spooled_at=self.times.spooled,
+            uploading_at=self.times.uploading,
+            uploaded=self.progress.uploaded,
+            upload_total=self.progress.upload_total,
             voted_at=self.times.voted,
             ended_at=self.times.ended,
         )
@@ -402,10 +452,13 @@ class SaveJobs:
 
         Saves of earlier connections count, so a client gets no more by connecting again.
         """
-        of_user = [job for job in self._live.values() if job.uid == uid]
+        of_user = [job for job in self._live.values() if job.uid == uid and not job.is_in_spool]
         voted = [job.has_voted for job in of_user if (job.root, job.info.rank) == (root, rank)]
         too_many = voted.count(False) >= 2 * config.saves_max or len(voted) >= 2 * VOTED_MAX
-        if too_many or len(of_user) >= config.user_clients * VOTED_MAX or len(self) >= config.clients_max * VOTED_MAX:
+        in_spool = sum(job.is_in_spool for job in self._live.values())
+        too_many = too_many or in_spool >= config.clients_max * SPOOLED_MAX
+        live = len(self) - in_spool
+        if too_many or len(of_user) >= config.user_clients * VOTED_MAX or live >= config.clients_max * VOTED_MAX:
             raise SidecarFullError(
                 f"{len(voted)} saves of rank {rank} are in flight, {len(of_user)} of user {uid} and {len(self)} in all: "
                 "no more are taken before one of them ends"

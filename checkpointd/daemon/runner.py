@@ -41,6 +41,8 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambd
     priority.apply(config)  # before other threads start
     for directory in sandbox.socket_directories(config):
         make_directory(directory, config.group)
+    if config.spool is not None:
+        make_spool(config.spool)
     _import_what_is_needed_later(config)
     rules = sandbox.apply(config)
     overdue = threading.Timer(config.grace_s + OVERDUE_S, _exit, [config.grace_s + OVERDUE_S])
@@ -50,6 +52,14 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambd
             runner.run(_serve(config, rules, on_ready, overdue))
     finally:
         overdue.cancel()
+
+
+def make_spool(directory: str) -> None:
+    """Make the directory of the spool if it is missing: the sandbox has a rule for it. UsageError if that fails."""
+    try:
+        os.makedirs(directory, mode=0o711, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the spool {directory} cannot be made: {error.strerror or error}") from error
 
 
 def _exit(seconds: float) -> None:

@@ -300,6 +300,8 @@ def _calls() -> str:
 def _files(config: ServeConfig) -> tuple[list[Rule], str]:
     """The rules, or the reason why there are none."""
     places = {directory: directory for directory in socket_directories(config)}
+    if config.spool is not None:
+        places[config.spool] = os.path.realpath(config.spool)
     rule_for: Callable[[str], str] = remount_safe if config.sandbox == "auto" else os.path.realpath
     for root in (root for root in config.roots if not is_bucket_url(root)):
         ruled = promptly(partial(rule_for, root), root)

@@ -27,6 +27,7 @@ from checkpointd.config import ServeConfig, share
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.hub_status import standing
 from checkpointd.daemon.jobs import SaveJob
+from checkpointd.daemon.node_spool import NodeSpool
 from checkpointd.daemon.process.logs import told
 from checkpointd.daemon.process.process_exit import NO_ROOM, PAUSE_S, death_of
 from checkpointd.daemon.protocol import wire
@@ -38,6 +39,7 @@ from checkpointd.daemon.session import RankSession
 from checkpointd.daemon.users import may_ask, warn_of_shut_out
 from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError, WireError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.spool.directory import SpoolDirectory
 
 log = logging.getLogger("checkpointd")
 
@@ -81,6 +83,9 @@ class Service:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.hub = Hub(config)
+        spool = config.spool_config
+        self.spool = None if spool is None else NodeSpool(self.hub, SpoolDirectory(spool))
+        self.hub.spool = self.spool
         self._places = {
             "rank": ConnectionLimit("ranks", "raise clients_max (--clients)", config.clients_max, config.user_clients),
             # A limit of their own: if a probe were refused, its supervisor would kill a daemon that is only busy.
@@ -110,6 +115,8 @@ class Service:
         loop = asyncio.get_running_loop()
         workers = ThreadPoolExecutor(min(WORKERS_MAX, self.config.encoders + 4), thread_name_prefix="checkpointd-worker")
         loop.set_default_executor(workers)
+        if self.spool is not None:
+            await self.spool.take_up()
         with door_at(self.config.socket, self.config.group) as door:
             accepting = asyncio.create_task(self._accept_all(door))
             log.info("listening at %s for %s", self.config.socket, ", ".join(map(_resolved, self.config.roots)))
@@ -126,6 +133,8 @@ class Service:
                 await asyncio.gather(*(reader.close() for reader in self.hub.readers.values()))
                 await asyncio.gather(*(tidier.close() for tidier in self.hub.tidiers))
         await self.hub.roots.close()
+        if self.spool is not None:
+            await self.spool.close()
         workers.shutdown(wait=False, cancel_futures=True)
 
     async def ready(self) -> None:
@@ -155,15 +164,22 @@ class Service:
             return
         log.info("leaving: %d saves in flight have %g s to end", len(waiting), self.config.grace_s)
         self.hub.roots.lift_limit()
-        _, late = await asyncio.wait({job.task for job in waiting}, timeout=self.config.grace_s)
-        for job in waiting:
-            if job.task in late:
+        if self.spool is not None:
+            self.spool.leaves()
+        # What is in the spool is safe, and the next daemon goes on with it.
+        ends = [job.task if self.config.spool_finish else asyncio.create_task(_safe(job)) for job in waiting]
+        await asyncio.wait(ends, timeout=self.config.grace_s)
+        left = [job for job in waiting if not job.task.done()]
+        for job in left:
+            if job.is_in_spool:
+                log.warning("%s: left in the spool; the next daemon on this node uploads it", job.info.prefix)
+            else:
                 log.error(
                     "%s: left in flight after %g s; its client, or the next start, decides it",
                     job.info.prefix,
                     self.config.grace_s,
                 )
-                job.task.cancel()
+            job.task.cancel()
         await asyncio.wait({job.task for job in waiting}, timeout=PAUSE_S)
 
     # --- connections ---------------------------------------------------------------------------------------------
@@ -338,6 +354,11 @@ class Service:
             over.cancel()
         for job in unstaged:
             job.client_died(StagingError(f"rank {job.info.rank} (process {pid}) ended while its snapshot was being taken"))
+
+
+async def _safe(job: SaveJob) -> None:
+    """Return when the shard of `job` is in the spool, or the job has ended."""
+    await job.safe.wait()
 
 
 def _resolved(root: str) -> str:

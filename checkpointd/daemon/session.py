@@ -23,7 +23,7 @@ from checkpointd.commit.machine import Phase as JobPhase
 from checkpointd.daemon import beginning, inline_saves
 from checkpointd.daemon.accounts import Charge
 from checkpointd.daemon.hub import Hub, RankRecord
-from checkpointd.daemon.jobs import VOTED_MAX, SaveJob, job_key
+from checkpointd.daemon.jobs import SPOOLED_MAX, VOTED_MAX, SaveJob, job_key
 from checkpointd.daemon.memory.contents import ReceivedContents
 from checkpointd.daemon.memory.layouts import KnownLayouts
 from checkpointd.daemon.memory.mapped import SlotMemory
@@ -155,7 +155,7 @@ class RankSession:
             await asyncio.sleep(self._hub.config.progress_interval_s)
             for number, job in self._saves.items():
                 missing = job.attempt.votes_missing
-                now = (job.progress.raw_done, job.progress.stored, len(missing or ()))
+                now = (job.progress.raw_done, job.progress.stored + job.progress.uploaded, len(missing or ()))
                 if self._shown.get(number) == now or self._outbox.qsize() > OUTBOX // 4:
                     continue
                 self._shown[number] = now
@@ -173,6 +173,8 @@ class RankSession:
             no_progress=job.progress.no_progress,
             seconds=job.progress.seconds if job.has_voted else None,
             rested_s=job.progress.pace.rested_s,
+            uploaded=job.progress.uploaded,
+            upload_total=job.progress.upload_total,
         )
         self._post(told)
 
@@ -261,7 +263,17 @@ class RankSession:
         )
         others = (o for o in self._hub.tier.at(record.root, self._peer.uid) if o.info.rank != record.rank)
         beside = tuple(other.described() for other in islice(others, wire.BESIDE_TOLD))
-        self._post(wire.Joined(held=(kept.described(),) if kept else (), in_flight=in_flight, beside=beside))
+        self._post(
+            wire.Joined(
+                held=(kept.described(),) if kept else (), in_flight=in_flight, beside=beside, spool=self._spool_told(record)
+            )
+        )
+
+    def _spool_told(self, record: RankRecord) -> wire.SpoolPlaceTold | None:
+        config, spool = self._hub.config.spool_config, self._hub.spool
+        if config is None or spool is None:
+            return None
+        return wire.SpoolPlaceTold(path=spool.path(record.root, self._user), timeout_s=config.timeout_s)
 
     def _kept(self, record: RankRecord, rank: int | None = None) -> Kept | None:
         """The retained snapshot of this user's rank, or of another rank at the root."""
@@ -280,6 +292,8 @@ class RankSession:
         kept = self._kept(record)
         known = {record.begun} if kept is None else {record.begun, (kept.order[0], kept.nonce)}
         state, removed = await beginning.begun(message, store, self._hub.config, known, say)
+        if self._hub.spool is not None and message.knows_spool:
+            state.spool = await self._hub.spool.own(record.root, self._user, message.nonce, self._peer.uid)
         state.take_reader(self._hub.readers.setdefault((record.root, record.rank, self._user), state.reader))
         self._hub.tidiers.add(state.tidier)
         self._state, self._epoch, self._nonce = state, message.epoch, message.nonce
@@ -346,6 +360,7 @@ class RankSession:
             may_be_taken_over=True,
             unfinished=message.unfinished and check_unfinished(message.unfinished),
             leftovers=check_leftovers(message.leftovers),
+            required=message.required,
         )
         state.tidier.keeps_before = message.keeps_before
         key = job_key(record.root, self._nonce, self._peer.uid, info)
@@ -355,8 +370,12 @@ class RankSession:
             self._over.append(message.save)
             self._post(wire.PhaseEntered(save=message.save, phase=str(ended.phase), error=ended.save.error, ranks=ended.ranks))
             return
+        if job is None and message.spooled:
+            raise NotFoundError(f"the spool of this daemon does not have {info.prefix}, which an earlier daemon took in")
         unvoted = sum(not known.has_voted for known in self._saves.values())
-        if unvoted >= self._hub.config.saves_max or len(self._saves) >= VOTED_MAX:
+        in_spool = sum(known.is_in_spool for known in self._saves.values())
+        too_many = unvoted >= self._hub.config.saves_max or len(self._saves) - in_spool >= VOTED_MAX
+        if too_many or in_spool >= SPOOLED_MAX:
             raise UsageError(f"{len(self._saves)} saves of this client are in flight already; wait for one")
         if job is None:
             job = self._new_job(state, record, info, message)

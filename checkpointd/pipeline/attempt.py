@@ -41,14 +41,14 @@ from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_
 from checkpointd.pipeline.awaited import Awaited
 from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
 from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome
-from checkpointd.pipeline.pauses import pauses
+from checkpointd.pipeline.pauses import pauses, upload_pause_s
 from checkpointd.pipeline.read.readback import checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.side import SpoolHooks, SpoolSide
 from checkpointd.pipeline.workers import Stopped, answered, unless
-from checkpointd.pipeline.write.dedup import Base
+from checkpointd.pipeline.write.dedup import base_in_time
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import persist
 from checkpointd.pipeline.write.vote import (
@@ -74,9 +74,7 @@ NO_S = 10.0
 ANSWER_S = 10.0
 """How long a store may take once the deadline has passed."""
 BASE_S = 10.0
-"""How long a save that goes to the spool waits for the root to tell the checkpoint before."""
-SPOOL_POLL_S = 5.0
-"""The longest pause between two looks for the outcome of an attempt that lies in a spool for long."""
+"""How long a save that goes to the spool waits for the root to tell the checkpoint before (SPOOL-7)."""
 
 
 class Attempt:
@@ -130,10 +128,10 @@ class Attempt:
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
         self._announcement = CatalogAnnouncement(info, state.tidier.known, state.announcements, state.commit, self._check_root)
-        self._spool: SpoolSide | None = None
+        self.spool: SpoolSide | None = None
         if state.spool is not None:
             hooks = SpoolHooks(self._check_root, self._ends_fenced, self._check_stop, self._over, self._announcement)
-            self._spool = SpoolSide(state.spool, state, info, self.progress, hooks, spooled)
+            self.spool = SpoolSide(state.spool, state, info, self.progress, hooks, spooled)
             self._deadline = deadline if spooled is None else self._began + state.spool.left_s(spooled)
         self._entered_at, self._timeout_s = self._began, state.commit.timeout_s
 
@@ -160,15 +158,16 @@ class Attempt:
             await self._run_tidily(staged)
         finally:
             reader.resume(self)
-            if self._spool is not None:
-                self._spool.leave()
+            if self.spool is not None and self.spool.shard is not None:
+                self._over.set()  # if this is cancelled, the upload ends by itself
+                self.spool.leave()
         if self.phase is Phase.COMMITTED and self.outcome is not None and self._state.commit.read_back:
             self._state.reader.committed(checkpoint_of(self.outcome), self.info.rank)
 
     async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
         """Run the attempt, and then have dead attempts removed (COLLECT-5), which this does not wait for (TIDY-1)."""
         tidier, showing = self._state.tidier, self._state.showing
-        if self._spool is None:
+        if self.spool is None:
             tidier.expect(self.info)
         showing.expect(self.info)
         try:
@@ -207,14 +206,14 @@ class Attempt:
                 await self._drop(drop_unfinished)
         elif self.info.may_be_taken_over and not self._own_vote_stands:
             await self._drop(drop_unless_named)
-        if self._spool is not None:
-            await self._spool.ended(committed=outcome.outcome == "commit")
+        if self.spool is not None:
+            await self.spool.ended(committed=outcome.outcome == "commit")
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
     async def _work(self, staged: Awaitable[Shard]) -> None:
-        if self._spool is not None and self._spool.shard is not None:
-            await self._ended_well(self._upload(self._spool))
+        if self.spool is not None and self.spool.shard is not None:
+            await self._ended_well(self._upload(self.spool))
             return
         early = asyncio.ensure_future(self._announcement.make_early())
         try:
@@ -246,13 +245,13 @@ class Attempt:
         if self.outcome is not None:
             return
         self._fire(Event.SNAPSHOT_TAKEN)
-        if self._spool is not None and not self.info.unfinished:
+        if self.spool is not None and not self.info.unfinished:
             self._fire(Event.PERSIST_STARTED)
-            if await self._spool.take(await self._job(shard)):
+            if await self.spool.take(await self._job(shard)):
                 self._fire(Event.SPOOLED)
                 self._let_go()
                 del shard, staged
-                await self._upload(self._spool)
+                await self._upload(self.spool)
                 return
             self.progress.begin(0)
         await self._persist_at_root(shard)
@@ -269,7 +268,7 @@ class Attempt:
             return
         await unless(self._over, self._check_root())
         tidier = self._state.tidier
-        if self._spool is not None:
+        if self.spool is not None:
             tidier.expect(self.info)
         await unless(self._over, tidier.room_for(self.info, self._deadline, shard.nbytes))
         if self.phase is Phase.STAGED:
@@ -309,6 +308,7 @@ class Attempt:
     async def _job(self, shard: Shard) -> PersistJob:
         state = self._state
         self._bases_forgotten = state.bases.forgotten
+        seconds = None if self.spool is None else BASE_S
         compares = state.persist.dedup or state.persist.full_every is not None or state.commit.on_no_progress != "ignore"
         return PersistJob(
             store=self._store,
@@ -319,21 +319,12 @@ class Attempt:
             plans=state.own_plans,
             progress=self.progress,
             stopped=self._is_decided,
-            base=await unless(self._over, self._base()) if compares else None,
+            base=await unless(self._over, base_in_time(state.bases, self.info, None if self.spool is None else BASE_S))
+            if compares
+            else None,
             on_stored=self._keep,
             before_vote=self._check_vote,
         )
-
-    async def _base(self) -> Base | None:
-        """The checkpoint to compare with. A save that goes to the spool does without if the root does not answer (SPOOL-7)."""
-        newest = self._state.bases.newest(self.info)
-        if self._spool is None:
-            return await newest
-        try:
-            return await answered(newest, BASE_S)
-        except StoreError as error:
-            log.info("%s: rank %d writes everything: %s", self.info.prefix, self.info.rank, error)
-            return None
 
     def _is_decided(self) -> bool:
         return self.outcome is not None or self._over.is_set()
@@ -355,8 +346,8 @@ class Attempt:
         return Event.SKIP if isinstance(error, SkippedError) else Event.SNAPSHOT_FAILED
 
     async def _fail(self, error: BaseException, event: Event) -> None:
-        if self.outcome is not None:
-            return  # the attempt is decided, so this failure does not matter
+        if self._is_decided():
+            return  # so this failure does not matter
         self.own_error = error
         phase = self.phase
         if phase in FINAL:
@@ -365,16 +356,16 @@ class Attempt:
         report = ErrorReport.of(error, str(phase), decisions.shortened(str(error) or repr(error)))
         if event is not Event.SKIP:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
-        while not await self._refused(report, phase, error) and self._spool is not None:
+        while not await self._refused(report, phase, error) and self.spool is not None:
             with suppress(Stopped):
-                await self._spool.pause()  # SPOOL-9
+                await self.spool.pause()  # SPOOL-9
             if self._is_decided():
                 return
 
     async def _refused(self, report: ErrorReport, phase: Phase, error: BaseException) -> bool:
         """Vote no. False if a shard in the spool has to try that again."""
-        if self._spool is not None:
-            await self._spool.give_up(error)
+        if self.spool is not None:
+            await self.spool.give_up(error)
         try:
             await self._check_root()
             await self._announcement.make()
@@ -442,17 +433,8 @@ class Attempt:
             if loop.time() >= self._deadline and self._hopeless is None:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing)
-<<<<<<< HEAD
-            await asyncio.sleep(max(0.0, min(next(delays), self._deadline - loop.time())))
-=======
-            await asyncio.sleep(max(0.0, min(delay, self._deadline - loop.time())))
-            delay = min(delay * 1.5, config.poll_max_s if self._spool is None else self._poll_s(config.poll_max_s))
-
-    def _poll_s(self, poll_max_s: float) -> float:
-        """The pause between two looks. It grows while an attempt waits for long for an upload, here or elsewhere."""
-        waited_s = asyncio.get_running_loop().time() - self._entered_at
-        return min(max(poll_max_s, waited_s / 20), max(poll_max_s, SPOOL_POLL_S))
->>>>>>> feba584 (A spool in the pipeline: shards become durable on the node's disk, and are uploaded from there)
+            pause_s = next(delays) if self.spool is None else max(next(delays), upload_pause_s(loop.time() - self._entered_at))
+            await asyncio.sleep(max(0.0, min(pause_s, self._deadline - loop.time())))
 
     async def _look_in_time(self) -> Outcome | None:
         """One look, which ends at the deadline even if the store does not answer."""
@@ -595,9 +577,11 @@ class Attempt:
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self._entered_at = phase, asyncio.get_running_loop().time()
-        if self._spool is not None and phase in (Phase.SPOOLED, Phase.PREPARED):  # ATTEMPT-9
-            self._timeout_s = max(self._timeout_s, self._spool.own.timeout_s)
-            self._deadline = max(self._deadline, self._entered_at + self._spool.own.timeout_s)
+        if phase in (Phase.SPOOLED, Phase.PREPARED):  # ATTEMPT-9
+            outlast_s = self._state.outlast_s if self.spool is None else self.spool.own.timeout_s
+            self._timeout_s = max(self._timeout_s, outlast_s)
+            self._deadline = max(self._deadline, self._entered_at + outlast_s) if outlast_s else self._deadline
+        if phase is Phase.SPOOLED:
             self._state.reader.resume(self)  # what waits for an upload keeps nobody from reading back
         self.progress.spent.entered(phase)
         self._on_phase(phase)

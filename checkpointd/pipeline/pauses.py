@@ -14,6 +14,14 @@ _GROWTH: Final = 1.5
 _LONGEST: Final = 10
 """The longest pause, in looks, where each look is charged."""
 
+SPOOL_POLL_S: Final = 30.0
+"""The longest pause while uploads from a spool are awaited."""
+
+
+def upload_pause_s(waited_s: float) -> float:
+    """The pause between two looks for uploads, here or elsewhere, that were awaited for `waited_s` seconds."""
+    return min(waited_s / 20, SPOOL_POLL_S)
+
 
 def pauses(commit: CommitConfig, capabilities: Capabilities, ranks: int = 1) -> Iterator[float]:
     """Seconds to pause, longer each time. `ranks`: how many look at the same time."""

@@ -31,6 +31,8 @@ class WriterState:
     rates: Rates = field(default_factory=Rates)
     sight: Sight = field(default_factory=Sight)
     spool: OwnSpool | None = None
+    outlast_s: float = 0.0
+    """How long a rank without a spool waits after its vote, since other ranks may still upload from theirs."""
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
     tidier: Tidier = field(init=False)

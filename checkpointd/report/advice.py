@@ -16,6 +16,8 @@ _BY_CODE = {
     "DeadlineError": "Look at the log of {who}: it did not call save() for this step and tag, or was stopped, stuck or killed "
     "before its vote.",
     "SkippedError": "{Who} was busy with earlier saves, or spaced them: save less often, or use when_busy='wait'.",
+    "SupersededError": "Nothing: a newer save of {who} goes on. Mark a save that must stay with save(required=True).",
+    "LostReferenceError": "Find out which person or program removes checkpoints at the root: {who} still referred to one.",
     "StoreFullError": "Free some space, or raise the quota, where {who} writes.",
     "UnreadableError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",
     "StoreError": "Check the file system of the root on the machine of {who}: mounts, permissions, the kernel's log.",

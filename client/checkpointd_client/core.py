@@ -291,6 +291,7 @@ class Core:
             in_flight=len(self._history.in_flight()),
             saves_committed=self._history.committed,
             saves_failed=self._history.failed,
+            saves_superseded=self._history.superseded,
             attempts=statuses,
             sidecar=self._sidecar.path if self._sidecar is not None else None,
             sidecar_connected=self._sidecar is not None and self._sidecar.connected,
@@ -388,8 +389,10 @@ class Core:
             raise first
 
     def settle(self) -> None:
-        """Wait until no save of this rank is in flight. This raises no error of a save: the handles and the log have them."""
-        self._saver.drain()
+        """Wait until no save of this rank is in flight, or those that are lie in the spool. This raises no error of a save: the
+        handles and the log have them.
+        """
+        self._saver.drain(closes=False)
 
     def close(self, *, ends_well: bool = True) -> None:
         """Wait for the saves in flight, then release everything. A second call does nothing. Raises as Checkpointer.close().

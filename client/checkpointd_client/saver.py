@@ -27,7 +27,7 @@ from checkpointd import arguments
 from checkpointd.commit.machine import Phase
 from checkpointd.config import Ranks
 from checkpointd.daemon.protocol.wire import METRICS_MAX
-from checkpointd.errors import CheckpointdError, SkippedError, StagingError, StoreError, UsageError
+from checkpointd.errors import CheckpointdError, ClosedError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
 from checkpointd.pipeline.attempt import WriterState
@@ -155,7 +155,9 @@ class Saver:
         max_overhead: float | None = None,
     ) -> None:
         self.history = SaveHistory()
-        self.governor = Governor(max_overhead, lambda: [handle.pace for handle in self.history.in_flight()])
+        self.governor = Governor(
+            max_overhead, lambda: [handle.pace for handle in self.history.in_flight() if not handle.was_spooled]
+        )
         self.is_recorded = True
         """Whether every checkpoint that load() passed over has a record of that."""
         self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
@@ -168,7 +170,7 @@ class Saver:
         self._arrangement: object = None
         self._layout: SlotLayout | None = None
         self._stagings: list[tuple[Staging, SaveHandle]] = []
-        self._running: set[Future[None]] = set()
+        self._running: dict[Future[None], SaveHandle] = {}
         self._saves_of_tag: Counter[str] = Counter()
         self._saves = 0
         self.fillings = itertools.count()
@@ -341,6 +343,7 @@ class Saver:
             may_be_taken_over=self._may_be_taken_over,
             unfinished=request.unfinished,
             leftovers=request.leftovers,
+            required=request.required,
         )
         self._saves_of_tag[request.tag] += 1
         self._saves += 1
@@ -353,7 +356,8 @@ class Saver:
     def _measured(self, handle: SaveHandle) -> None:
         handle.timings.overhead = self.governor.overhead
         if handle.phase == Phase.COMMITTED.value and handle.timings.durable_s is not None:
-            self.governor.saved(held_s=handle.timings.held_s, lasted_s=handle.timings.durable_s)
+            lasted_s = handle.timings.durable_s if handle.timings.spooled_s is None else handle.timings.spooled_s
+            self.governor.saved(held_s=handle.timings.held_s, lasted_s=lasted_s)
 
     def _refuse(self, job: PendingSave, error: BaseException) -> None:
         """Vote no with `error` (SAVE-1). Raise it if the caller must act: a state that cannot be stored, or an interruption.
@@ -443,8 +447,8 @@ class Saver:
 
     def _submit(self, job: PendingSave) -> None:
         running = self._writer.submit(self._run(job))
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
+        self._running[running] = job.save.handle
+        running.add_done_callback(lambda _: self._running.pop(running, None))
 
     async def _run(self, job: PendingSave) -> None:
         if job.begun.acquire(blocking=False):  # otherwise save() was interrupted, and has refused the job
@@ -483,25 +487,44 @@ class Saver:
         thread.start()
         self._prewarming = thread
 
-    def drain(self, grace_left_s: Callable[[], float | None] = lambda: None) -> None:
+    def drain(self, grace_left_s: Callable[[], float | None] = lambda: None, *, closes: bool = True) -> None:
         """Wait until no save is in flight, whether it commits or not.
 
-        A save that has not ended OVERTIME_S after its deadline, or when `grace_left_s` gives 0, is left in flight.
+        A save that has not ended OVERTIME_S after its deadline, or when `grace_left_s` gives 0, is left in flight. A save in
+        the spool of a sidecar is left to it at once. `closes`: this process will save no more.
         """
         for save in self.history.live():
             waiting = Waiting(save.missing)
             until = save.began + self._state.commit.timeout_s + OVERTIME_S
             while not save.handle.ended_within(SLICE_S):
                 waiting.look()
+                if save.handle.was_spooled and (self._may_be_taken_over or not closes):
+                    if closes:
+                        self._leave(save, "the sidecar uploads it")
+                    break
+                if save.handle.was_spooled and (grace_left_s() == 0 or time.monotonic() >= until):
+                    self._leave(save, "the next start on this node uploads it")
+                    break
                 if grace_left_s() == 0:
                     self._abandon(save, "the grace period after the signal is over")
                 elif time.monotonic() >= until:
                     self._abandon(save, f"its deadline passed {OVERTIME_S:g} s ago, and the storage does not answer")
 
+    def _leave(self, save: SaveRecord, then: str) -> None:
+        """Leave a save that is in the spool."""
+        tag = save.handle.tag
+        log.warning("%s is in the spool of this node: %s", tag, then)
+        save.handle.leave(ClosedError(f"{tag} was in the spool of this node when this process closed: {then}"))
+        self.history.leave(save)
+
     def _abandon(self, save: SaveRecord, why: str) -> None:
         """End the handle of a save that is left in flight."""
         save.handle.advance(Phase.FAILED, StoreError(f"{save.handle.tag} was left in flight: {why}; the next start decides it"))
         self.history.end(save, Phase.FAILED)
+
+    def _busy(self) -> set[Future[None]]:
+        """The writer's works that this process waits for."""
+        return {work for work, handle in list(self._running.items()) if not handle.is_left}
 
     def close(self, left_s: Callable[[], float], *, ends_well: bool) -> None:
         """End the background threads. `left_s` gives the seconds that are left for each; the sidecar is told `ends_well`."""
@@ -511,8 +534,8 @@ class Saver:
             self._prewarming.join(left_s())
         began = time.monotonic()
         # Handles end at the outcome. After it, the writer may still end the attempt, and remove what may go.
-        while self._running and time.monotonic() - began < left_s():
-            wait(set(self._running), min(SLICE_S, left_s()))
+        while (busy := self._busy()) and time.monotonic() - began < left_s():
+            wait(busy, min(SLICE_S, left_s()))
         try:
             self._writer.call(self._state.tidier.rest(), left_s(), lambda: "what retention lets go is being removed")
         except CheckpointdError:

@@ -69,6 +69,27 @@ class UserId(click.IntRange):
 )
 @click.option("--held-mib", type=click.IntRange(min=0), help="MiB of snapshots retained for restarts; 0: none.")
 @click.option("--hold", "hold_s", type=click.FloatRange(min=0), help="Seconds to retain a snapshot after its trainer is gone.")
+@click.option("--spool", help="Directory on this node's own disk where snapshots become durable before they are uploaded.")
+@click.option("--spool-mib", type=click.IntRange(min=1), help="The most MiB in the spool.  [default: all but a twentieth]")
+@click.option(
+    "--spool-keep",
+    type=click.Choice(["all", "newest"]),
+    help="Upload every save, or drop those that wait when a newer one is in the spool.  [default: all]",
+)
+@click.option(
+    "--spool-bandwidth-mib", type=click.FloatRange(min=0, min_open=True), help="The most MiB per second of all uploads."
+)
+@click.option("--spool-windows", metavar="HH:MM-HH:MM", help="Local times of day for uploads, joined by commas.")
+@click.option(
+    "--spool-timeout",
+    "spool_timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds until a spooled save is given up.",
+)
+@click.option(
+    "--spool-retain/--no-spool-retain", default=None, help="Keep the newest committed save for restarts.  [default: on]"
+)
+@click.option("--spool-finish", is_flag=True, default=None, help="Upload what is possible within the grace after SIGTERM.")
 @click.option("--clients", "clients_max", type=click.IntRange(min=1), help="The most connections of ranks.")
 @click.option(
     "--log-level",
@@ -115,11 +136,15 @@ def command(file: str | None, **given: Any) -> None:
 def _settings(given: dict[str, Any]) -> dict[str, object]:
     """The options that were given, as fields of ServeConfig."""
     named = {name: value for name, value in given.items() if value is not None and value != ()}
-    for option, field in (("memory_mib", "memory_bytes_max"), ("held_mib", "held_bytes_max")):
+    mib = (("memory_mib", "memory_bytes_max"), ("held_mib", "held_bytes_max"), ("spool_mib", "spool_bytes_max"))
+    for option, field in mib:
         if option in named:
             named[field] = named.pop(option) * MIB
-    if "bandwidth_mib" in named:
-        named["bandwidth_bps"] = named.pop("bandwidth_mib") * MIB
+    for option, field in (("bandwidth_mib", "bandwidth_bps"), ("spool_bandwidth_mib", "spool_bandwidth_bps")):
+        if option in named:
+            named[field] = named.pop(option) * MIB
+    if "spool" in named:
+        named["spool"] = os.path.abspath(named["spool"])
     if "roots" in named:
         named["roots"] = tuple(one_spelling(root) for root in named["roots"])
     if "names" in named:

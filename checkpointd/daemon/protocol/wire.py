@@ -142,6 +142,8 @@ class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
     """Which checkpoints stay; None: all of them."""
     read_back: bool = True
     """Whether to read checkpoints back while no save is in flight."""
+    knows_spool: bool = False
+    """Whether the client knows the phases `spooled` and `uploading`. Without it, its saves do not go through the spool."""
 
 
 class Slot(_Message, frozen=True, kw_only=True, tag="slot"):
@@ -202,6 +204,10 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     """The unfinished directory of the save, which is removed if the save aborts."""
     leftovers: Annotated[tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=LEFTOVERS_MAX)] = ()
     """Endings of file names: such files of other saves are removed where the save's files are shown."""
+    required: bool = False
+    """It must not be dropped from the spool for a newer save."""
+    spooled: bool = False
+    """An earlier daemon had the snapshot in its spool, and the client has it no more. A daemon without it refuses the save."""
 
 
 class Contents(_Message, frozen=True, kw_only=True, tag="contents"):
@@ -318,12 +324,21 @@ class InFlight(_Message, frozen=True, kw_only=True):
     """The nonce of its epoch: the root may have been removed and made again since."""
 
 
+class SpoolPlaceTold(_Message, frozen=True, kw_only=True):
+    """The spool of this node for the client's root: its directory, and how long a save may lie in it."""
+
+    path: _Name
+    timeout_s: _Seconds
+
+
 class Joined(_Message, frozen=True, kw_only=True, tag="joined"):
     """The retained snapshots of this rank (`held`), of other ranks at its root (`beside`), and the attempts in flight."""
 
     held: tuple[RetainedSnapshot, ...]
     in_flight: tuple[InFlight, ...]
     beside: tuple[RetainedSnapshot, ...] = ()
+    spool: SpoolPlaceTold | None = None
+    """None: this daemon has no spool."""
 
 
 class PhaseEntered(_Message, frozen=True, kw_only=True, tag="phase"):
@@ -353,6 +368,9 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     """How long the parts of the save took; None before the rank has voted."""
     rested_s: _Seconds = 0.0
     """How long the workers have rested at the client's wish, added up."""
+    uploaded: _Count = 0
+    upload_total: _Count = 0
+    """Bytes that go from the spool to the root, and those of them that are there; 0 without a spool."""
 
 
 class Free(_Message, frozen=True, kw_only=True, tag="free"):

@@ -26,9 +26,10 @@ _KEPT = (64, 8, 0)
 class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One save of one rank of this node: the rank's side of an attempt.
 
-    `phase`: staging, staged, persisting, prepared; committed, aborted, fenced, failed, skipped at the end. `raw_done`: how many
-    of `raw_total` bytes are on the disk, past the system's cache. `speed_bps`: raw bytes written per second; `eta_s`: the time
-    left at that speed (None if unknown). `votes_missing`: only on the coordinator, else None.
+    `phase`: staging, staged, persisting, spooled, uploading, prepared; committed, aborted, fenced, superseded, failed, skipped
+    at the end. `raw_done`: how many of `raw_total` bytes are on the disk, past the system's cache. `uploaded`: how many of
+    `upload_total` bytes have gone from the spool to the root; both are 0 without a spool. `speed_bps`: raw bytes written per
+    second; `eta_s`: the time left at that speed (None if unknown). `votes_missing`: only on the coordinator, else None.
     """
 
     tag: str
@@ -48,6 +49,12 @@ class SaveStatus(msgspec.Struct, frozen=True, kw_only=True):
     staged_at: float | None = None
     """When the snapshot was whole."""
     persisting_at: float | None = None
+    spooled_at: float | None = None
+    """When the shard was durable in the spool."""
+    uploading_at: float | None = None
+    """When its upload began."""
+    uploaded: int = 0
+    upload_total: int = 0
     voted_at: float | None = None
     """When this rank had voted."""
     ended_at: float | None = None
@@ -204,6 +211,40 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     held_max: int
 
 
+class SpoolStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The spool of this node. Counts are since the daemon's start."""
+
+    directory: str
+    used_bytes: int | None
+    """None: not looked at yet."""
+    free_bytes: int | None
+    """Free bytes of its disk."""
+    bytes_max: int | None
+    keep: Literal["all", "newest"]
+    waiting: int
+    """Shards that wait for their upload, or for other ranks."""
+    waiting_bytes: int
+    windows: str
+    opens_in_s: float
+    """Seconds until uploads may run; 0 if they may."""
+    bandwidth_bps: float | None
+    spooled: int
+    """Shards that became durable in the spool."""
+    uploaded: int
+    """Shards of those whose save was committed."""
+    uploaded_bytes: int
+    superseded: int
+    """Shards that were dropped for a newer save."""
+    direct_full: int
+    """Shards that went straight to the root, since the spool was full."""
+    direct_failed: int
+    """Shards that went straight to the root, since the spool's disk failed."""
+    damaged: int
+    """Records that were damaged when the daemon began."""
+    resumed: int
+    """Shards that an earlier daemon had left, and that this one took up."""
+
+
 class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The whole status."""
 
@@ -223,6 +264,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the daemon got SIGTERM: it finishes the saves in flight and takes no new ones."""
     memory: MemoryStatus
     bandwidth_bps: float | None
+    spool: SpoolStatus | None = None
+    """None: this daemon has no spool."""
     roots: tuple[RootStatus, ...]
     """The most urgent first: see `verdict.attention`."""
     mirrors: tuple[MirrorProgress, ...] = ()

@@ -38,7 +38,7 @@ class Durations:
             yield bound, below
 
 
-RESULTS = ("committed", "aborted", "fenced", "failed", "skipped")
+RESULTS = ("committed", "aborted", "fenced", "superseded", "failed", "skipped")
 PARTS = tuple(field.name for field in msgspec.structs.fields(PhaseSeconds))
 
 

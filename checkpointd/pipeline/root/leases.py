@@ -86,6 +86,10 @@ class HeldLease:
         if self._task is None and not self._over.is_set():
             self._task = asyncio.get_running_loop().create_task(self._keep_on(is_put))
 
+    def lapse(self) -> None:
+        """Renew the lease no more, and leave it there: the next process of this node takes the work up before it ends."""
+        self._over.set()
+
     async def release(self) -> None:
         """Remove the lease if it was kept, so that nobody waits for this process any more. Raises nothing."""
         self._over.set()  # the task is not cancelled: a cancelled put may still take place after the removal

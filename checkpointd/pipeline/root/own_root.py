@@ -54,6 +54,10 @@ class OwnRoot:
         with suppress(CheckpointdError):
             await self.confirm(epoch, nonce)
 
+    def expect(self, epoch: int, nonce: str) -> None:
+        """Note that an earlier process of this job began `epoch` at this root. The next check looks for it."""
+        self._known[epoch] = _Known(nonce)
+
     async def confirm(self, epoch: int, nonce: str) -> StoreError | None:
         """Check another process's word that the job has begun `epoch` at this root.
 

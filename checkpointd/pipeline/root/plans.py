@@ -14,6 +14,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -111,6 +112,8 @@ class OwnPlans:
     _current: OwnPlan | None = None
     _undecided: dict[str, set[str]] = field(default_factory=dict)
     """Of each plan, by key: the attempts that use it and of which no outcome was seen."""
+    _removing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while plans are removed, or an older one is put again."""
 
     async def use(self, store: Store, info: AttemptInfo, shard: Shard) -> OwnPlan:
         """The plan of `shard`, durable in the store. It is put only if the layout or the epoch has changed."""
@@ -124,21 +127,27 @@ class OwnPlans:
 
     async def use_stored(self, store: Store, key: str, data: bytes, prefix: str) -> None:
         """Put a plan that was made before, for the attempt `prefix`, which may need it until it is decided (PLAN-2)."""
+        async with self._removing:
+            self.note(key, prefix)
+            await _put_bytes(store, key, data)
+
+    def note(self, key: str, prefix: str) -> None:
+        """Note that the attempt `prefix` may need the plan `key` until it is decided."""
         self._undecided.setdefault(key, set()).add(prefix)
-        await _put_bytes(store, key, data)
 
     async def decided(self, store: Store, prefix: str) -> None:
         """Note that the attempt `prefix` has a durable outcome, and remove the plans that nothing needs any more (PLAN-2)."""
         for attempts in self._undecided.values():
             attempts.discard(prefix)
-        current = self._current.key if self._current is not None else None
-        for key in [key for key, attempts in self._undecided.items() if not attempts and key != current]:
-            try:
-                await store.delete(key)
-            except CheckpointdError as error:
-                log.info("%s stays for now: %s", key, error)
-            else:
-                self._undecided.pop(key, None)
+        async with self._removing:
+            current = self._current.key if self._current is not None else None
+            for key in [key for key, attempts in self._undecided.items() if not attempts and key != current]:
+                try:
+                    await store.delete(key)
+                except CheckpointdError as error:
+                    log.info("%s stays for now: %s", key, error)
+                else:
+                    self._undecided.pop(key, None)
 
 
 async def _put_plan(store: Store, info: AttemptInfo, shard: Shard) -> OwnPlan:

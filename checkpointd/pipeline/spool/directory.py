@@ -197,6 +197,7 @@ class SpoolDirectory:
                 await spool.store.delete(key)
                 continue
             spool.url = spool.url or record.url
+            spool.plans(record.vote.rank).note(record.plan_key, record.prefix)
             shards.append(SpooledShard(spool, record, notes))
         if spool.url:
             self._roots.setdefault(name, spool)

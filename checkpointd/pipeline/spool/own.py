@@ -125,7 +125,7 @@ class OwnSpool:
         spooling, bps = replace(job, store=store), job.rates.disk_bps
         if job.base is not None and not job.base.is_read:
             spooling = spooling.in_full()  # its chunks would have to be read from the root first (DEDUP-4)
-        plan = await self.root.plans.use(self.root.store, job.info, job.shard)
+        plan = await self.root.plans(job.info.rank).use(self.root.store, job.info, job.shard)
         try:
             stored = await write_shard(spooling, plan)
         except CheckpointdError as error:
@@ -172,6 +172,6 @@ class OwnSpool:
         """Remove what was written of the shard."""
         try:
             await drop_shard(self.root.store, info)
-            await self.root.plans.decided(self.root.store, info.prefix)
+            await self.root.plans(info.rank).decided(self.root.store, info.prefix)
         except CheckpointdError as error:
             log.warning("%s: leftovers stay in the spool until the next start: %s", info.prefix, error)

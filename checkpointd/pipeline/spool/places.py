@@ -72,13 +72,15 @@ def name_of(url: str, user: User | None) -> str:
 
 @dataclass(slots=True)
 class DiskPlace:
-    """A spool on a disk. Its directory is made if it is missing, for its owner alone. UsageError if it cannot be used."""
+    """A spool on a disk. Its directory is made if it is missing. Each root has a directory below it that only the root's user
+    may enter. UsageError if it cannot be used.
+    """
 
     directory: str
 
     def __post_init__(self) -> None:
         try:
-            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            os.makedirs(self.directory, mode=0o711, exist_ok=True)
             found = os.stat(self.directory)
         except OSError as error:
             raise UsageError(f"the spool {self.directory} cannot be made: {error.strerror or error}") from error
@@ -124,6 +126,20 @@ class DiskPlace:
             return await asyncio.get_running_loop().run_in_executor(None, call)
         except OSError as error:
             raise StoreError(f"the spool {self.directory} cannot be used: {error.strerror or error}") from error
+
+
+def hold(directory: str, *, alone: bool) -> int:
+    """Hold the spool at `directory` until this process ends: `alone` as a daemon does, or with others, as trainers do. Returns
+    a descriptor that the caller keeps. UsageError if others hold it in another way.
+    """
+    descriptor = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        whose = "another daemon, or trainers without a sidecar," if alone else "a sidecar"
+        raise UsageError(f"{whose} uses the spool {directory}: give each a directory of its own") from error
+    return descriptor
 
 
 @dataclass(slots=True)

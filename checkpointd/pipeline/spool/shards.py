@@ -33,13 +33,17 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(eq=False, slots=True)
 class RootSpool:
-    """The part of the spool for one root. `plans`: the plans in it that shards need."""
+    """The part of the spool for one root."""
 
     url: str
     name: str
     store: Store
     place: SpoolPlace
-    plans: OwnPlans = field(default_factory=OwnPlans)
+    _plans: dict[int, OwnPlans] = field(default_factory=dict)
+
+    def plans(self, rank: int) -> OwnPlans:
+        """The plans of a rank that lie in it."""
+        return self._plans.setdefault(rank, OwnPlans())
 
 
 @dataclass(eq=False, slots=True)
@@ -137,7 +141,7 @@ class SpooledShard:
         for note in sorted(self.notes):
             await store.delete(note_key(key, note), durable=False)
         await self.drop_bytes()
-        await self.spool.plans.decided(store, self.prefix)
+        await self.spool.plans(self.record.vote.rank).decided(store, self.prefix)
         self.let_go()
 
     def let_go(self) -> None:

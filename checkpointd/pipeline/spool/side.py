@@ -75,9 +75,16 @@ class SpoolSide:
     index: Index | None = None
     """This rank's durable index at the root, without its tree."""
     own_vote_stands: bool = False
+    is_left: bool = False
+    """Whether this process has left the shard to the next one on this node."""
     _said: str = ""
     _has_room: bool = False
     _has_ended: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the spool has a record of the shard."""
+        return self.shard is not None and not self._has_ended
 
     async def take(self, job: PersistJob) -> bool:
         """Take the snapshot of `job` in. False if it must be written to the root instead."""
@@ -189,5 +196,5 @@ class SpoolSide:
     def leave(self) -> None:
         """This process works no longer at the attempt, decided or not."""
         if self.shard is not None and not self._has_ended:
-            self._has_ended = True
+            self._has_ended = self.is_left = True
             self.own.directory.leave(self.shard)

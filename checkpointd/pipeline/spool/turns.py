@@ -110,6 +110,10 @@ class Turns:
         is_newest = shard is max(self._waiting, key=lambda one: one.record.order)
         return self._active is None and is_newest and not shard.is_superseded
 
+    def is_active(self, shard: SpooledShard) -> bool:
+        """Whether `shard` is being uploaded now."""
+        return self._active is shard
+
     def given_back(self, shard: SpooledShard) -> None:
         """The upload of `shard` has ended, or pauses."""
         if self._active is shard:

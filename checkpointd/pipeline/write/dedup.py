@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from checkpointd.commit.facts import Order
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError
+from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
 from checkpointd.layout import tree
 from checkpointd.layout.indexes import Chunk, Index, PlanTensor, TensorEntry
 from checkpointd.layout.keys import DAMAGED, OUTCOME
@@ -35,7 +35,7 @@ from checkpointd.pipeline.read.plan import StoredObjects
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.marks import greatest_mark
 from checkpointd.pipeline.shard import AttemptInfo, ShardTensor
-from checkpointd.pipeline.workers import aside
+from checkpointd.pipeline.workers import answered, aside
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -127,6 +127,17 @@ class Bases:
         """Use `base`, of an attempt that has committed durably (DEDUP-2), unless a newer base is known."""
         if base is not None and (self._base is None or base.order > self._base.order):
             self._base = base
+
+
+async def base_in_time(bases: Bases, info: AttemptInfo, seconds: float | None) -> Base | None:
+    """The base for the save `info`; None if the root does not tell it within `seconds`, unless that is None."""
+    if seconds is None:
+        return await bases.newest(info)
+    try:
+        return await answered(bases.newest(info), seconds)
+    except StoreError as error:
+        log.info("%s: rank %d writes everything: %s", info.prefix, info.rank, error)
+        return None
 
 
 async def _stored_base(store: Store, info: AttemptInfo) -> Base | None:

@@ -13,30 +13,32 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from checkpointd import arguments
-from checkpointd.commit.machine import FINAL, ORDER, Phase, reached, shown
+from checkpointd.commit.machine import FINAL, IN_SPOOL, ORDER, Phase, reached, shown
 from checkpointd.errors import CheckpointdError, ClosedError, UsageError, WaitTimeoutError
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.pace import Pace
 from checkpointd.pipeline.shard import ShardProgress
 from checkpointd.waits import Waiting
 
-Until = Literal["staged", "persisting", "prepared", "committed"]
+Until = Literal["staged", "persisting", "spooled", "uploading", "prepared", "committed"]
 
 
 class Timings(msgspec.Struct):
     """Seconds from the call of save() until each event; None if it has not happened.
 
-    `call_s`: save() returned. `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `durable_s`:
-    this rank's shard was durable and it had voted. `committed_s`: the outcome was durable. `fence_s` is a duration: how long
-    optimizer steps waited for the snapshot. `rested_s`: how long the workers rested so that training kept its speed, added up.
-    `copy_rested_s`: how long the background copy rested for that. `overhead`: how much longer the steps took while it was in
-    flight, as a part of a step; None if too few steps say it.
+    `call_s`: save() returned. `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `spooled_s`:
+    it was durable in the spool of this node. `durable_s`: this rank's shard was durable at the root and it had voted.
+    `committed_s`: the outcome was durable. `fence_s` is a duration: how long optimizer steps waited for the snapshot.
+    `rested_s`: how long the workers rested so that training kept its speed, added up. `copy_rested_s`: how long the background
+    copy rested for that. `overhead`: how much longer the steps took while it was in flight, as a part of a step; None if too
+    few steps say it.
     """
 
     call_s: float | None = None
     fence_s: float = 0.0
     safe_s: float | None = None
     staged_s: float | None = None
+    spooled_s: float | None = None
     durable_s: float | None = None
     committed_s: float | None = None
     rested_s: float = 0.0
@@ -69,6 +71,9 @@ class SaveHandle:
         self._future.set_running_or_notify_cancel()
         self._process = os.getpid()
         self.observed = False
+        self.was_spooled = False
+        """Whether the snapshot was durable in the spool: from then on nobody needs the slot."""
+        self._is_left = False
         self.missing: Callable[[], str] = lambda: f"{self.tag} is {self.phase}"
         """Says in words why the save has not ended."""
 
@@ -88,13 +93,28 @@ class SaveHandle:
 
     @property
     def phase(self) -> str:
-        """staging, staged, persisting, prepared, committed; or aborted, fenced (a newer job has begun), failed, skipped."""
+        """staging, staged, persisting, prepared, committed; or aborted, fenced (a newer job has begun), failed, skipped.
+
+        With a spool also spooled and uploading, before prepared, and superseded: it was dropped for a newer save.
+        """
         return shown(self._phase, self._error.code if isinstance(self._error, CheckpointdError) else "")
 
     @property
     def progress(self) -> float:
-        """The part of this rank's bytes that is on the disk, 0 to 1. It is 1 only once this rank has voted."""
-        return 1.0 if reached(self._phase, Phase.PREPARED) else self._bytes.fraction
+        """The part of this rank's bytes that is on the disk, 0 to 1. It is 1 only once they are in the spool, or this rank has
+        voted.
+        """
+        return 1.0 if reached(self._phase, Phase.SPOOLED) else self._bytes.fraction
+
+    @property
+    def bytes_uploaded(self) -> int:
+        """Bytes that have gone from the spool to the root."""
+        return self._bytes.uploaded
+
+    @property
+    def bytes_to_upload(self) -> int:
+        """Bytes that go from the spool to the root, after encoding; 0 until that has begun, and without a spool."""
+        return self._bytes.upload_total
 
     @property
     def bytes_total(self) -> int:
@@ -132,8 +152,18 @@ class SaveHandle:
         return self._bytes.eta_s if self._phase is Phase.PERSISTING else None
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
-        return self._phase in FINAL
+        """Whether the save has ended, well or not, or was left in the spool when this process closed."""
+        return self._phase in FINAL or self._is_left
+
+    @property
+    def is_left(self) -> bool:
+        """Whether this process has closed while the shard was in the spool."""
+        return self._is_left
+
+    @property
+    def in_spool(self) -> bool:
+        """Whether the shard is in the spool, and not yet at the root."""
+        return self._phase in IN_SPOOL
 
     def exception(self) -> BaseException | None:
         """The error that ended the save; None while it runs and after it has committed. Does not wait."""
@@ -144,7 +174,8 @@ class SaveHandle:
     def wait(self, until: Until | float | None = "committed", timeout: float | None = None) -> SaveHandle:
         """Wait until the save has reached `until`, at most `timeout` seconds (None: no limit). Returns the handle itself.
 
-        Examples: `wait("staged")`, `wait("staged", timeout=5.0)`. A number alone is the time-out: `wait(5.0)` means
+        Examples: `wait("staged")`, `wait("spooled")` (durable on this node's own disk; without a spool, at the root),
+        `wait("staged", timeout=5.0)`. A number alone is the time-out: `wait(5.0)` means
         `wait("committed", timeout=5.0)`. If the save fails first, raises its error, such as AbortedError. Raises
         WaitTimeoutError after `timeout` seconds.
         """
@@ -219,6 +250,9 @@ class SaveHandle:
                 return
             self._phase = phase
             self._error = error or self._error
+            if phase in IN_SPOOL and not self.was_spooled:
+                self.was_spooled, self.timings.spooled_s = True, now
+                self._bytes.end()
             if phase is Phase.PREPARED:
                 self.timings.durable_s, self.timings.rested_s = now, self.pace.rested_s
                 self._bytes.end()
@@ -229,6 +263,15 @@ class SaveHandle:
             self._future.set_result(self)
         elif phase in FINAL:
             self._future.set_exception(self._error)
+
+    def leave(self, error: CheckpointdError) -> None:
+        """This process closes while the shard is in the spool: nobody here hears of the outcome. Who waits gets `error`."""
+        with self._change:
+            if self.done():
+                return
+            self._is_left, self._error = True, error
+            self._change.notify_all()
+        self._future.set_exception(error)
 
     def snapshot_taken(self) -> None:
         """The snapshot is whole: from here on the tensors may change."""

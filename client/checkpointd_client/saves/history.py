@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from checkpointd.commit.machine import FINAL, Phase
+from checkpointd.errors import SupersededError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.phrases import rank_runs
 from checkpointd_client.saves.handle import SaveHandle
@@ -47,6 +48,10 @@ class SaveRecord:
                 why = "its snapshot is not whole"
             case "staged" | "persisting":
                 why = f"{handle.bytes_done} of {handle.bytes_total} bytes are on the disk"
+            case "spooled":
+                why = "it is durable in the spool, and waits for its upload"
+            case "uploading":
+                why = f"{handle.bytes_uploaded} of {handle.bytes_to_upload} bytes are uploaded"
             case _ if votes:
                 why = f"no vote from {rank_runs(votes)}"
             case _:
@@ -74,6 +79,8 @@ class SaveRecord:
             pace=handle.pace.share,
             rested_s=handle.pace.rested_s,
             full_speed=handle.pace.reason,
+            bytes_to_upload=handle.bytes_to_upload,
+            bytes_uploaded=handle.bytes_uploaded,
         )
 
 
@@ -86,6 +93,8 @@ class SaveHistory:
         self._ended: deque[SaveRecord] = deque(maxlen=KEPT)
         self.committed = 0
         self.failed = 0
+        self.superseded = 0
+        """Saves that were dropped from the spool for newer ones."""
         self.last_failed: SaveHandle | None = None
         """The newest save that ended, if it failed. Saves may end in another order than they began."""
         self._newest_began = 0.0
@@ -105,13 +114,22 @@ class SaveHistory:
             self._live.remove(save)
             self._ended.append(save)
             self.committed += phase is Phase.COMMITTED
-            self.failed += phase is not Phase.COMMITTED
+            is_superseded = isinstance(save.handle.peek(), SupersededError)
+            self.superseded += is_superseded
+            self.failed += phase is not Phase.COMMITTED and not is_superseded
             if phase is Phase.COMMITTED:
                 self._newest_committed = max(save.began, self._newest_committed or save.began)
             if save.began >= self._newest_began:
                 self._newest_began = save.began
-                self.last_failed = None if phase is Phase.COMMITTED else save.handle
+                self.last_failed = None if phase is Phase.COMMITTED or is_superseded else save.handle
             return True
+
+    def leave(self, save: SaveRecord) -> None:
+        """This process hears no more of `save`, which is in the spool."""
+        with self._lock:
+            if save in self._live:
+                self._live.remove(save)
+                self._ended.append(save)
 
     def newest_kept(self) -> float | None:
         """When the newest save began that is in flight or has committed, by time.monotonic(); None if there is none."""

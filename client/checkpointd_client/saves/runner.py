@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from checkpointd.commit.machine import FINAL, Phase, shown
-from checkpointd.errors import CheckpointdError
+from checkpointd.errors import CheckpointdError, SupersededError
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
@@ -106,7 +106,7 @@ class Endings:
             return
         if phase is Phase.COMMITTED:
             self.latest = job.info.tag if job.info.save_latest else self.latest
-        elif phase is Phase.SKIPPED:
+        elif phase is Phase.SKIPPED or isinstance(error, SupersededError):
             log.warning("%s", error)
         else:
             log.error("%s: %s", shown(phase, error.code if error else ""), error)
@@ -133,7 +133,7 @@ class InlineRunner:
         job.announced.set()
         job.progress.begin(0)  # the bytes of an earlier writer do not count for this one
         job.progress.told, job.progress.spent = None, SaveMeter(staging_s=job.save.handle.timings.staged_s)
-        attempt = Attempt(
+        attempt: Attempt = Attempt(
             self._state,
             info,
             deadline=asyncio.get_running_loop().time() + job.left_s(self._state.commit.timeout_s),

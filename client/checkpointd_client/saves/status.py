@@ -74,6 +74,9 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How long its workers have rested for that, added up."""
     full_speed: PaceReason = ""
     """Why it works at full speed although `pace` is lower: it would be "late", or somebody waits for it ("awaited")."""
+    bytes_to_upload: int = 0
+    bytes_uploaded: int = 0
+    """Bytes that go from the spool to the root, and those of them that are there; 0 without a spool."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +90,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     saves_committed: int
     saves_failed: int
+    saves_superseded: int = 0
+    """Saves that were dropped from the spool for newer ones."""
     attempts: tuple[AttemptStatus, ...]
     sidecar: str | None = None
     """The socket of the sidecar that this rank uses; None without a sidecar."""

@@ -3,6 +3,8 @@
 Invariants
   SIDECAR-1  The loss of the sidecar never loses a save whose snapshot this process still holds. As `on_sidecar_loss` says, this
       process takes the save over, hands it over again, or votes no. A takeover is always the next writer of the same attempt.
+  SIDECAR-3  A save whose shard is in the sidecar's spool needs this process no more. If the sidecar is lost, this process waits
+      for the next one, which goes on with it. It votes no only if that one has not got it, or after the spool's time-out.
   SIDECAR-2  Nothing here delays training: all of it runs on the writer's loop.
 """
 
@@ -34,7 +36,7 @@ from checkpointd.store.base import Store
 from checkpointd.waits import Waiting
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave
 from checkpointd_client.sidecar import link as links
-from checkpointd_client.sidecar.link import Link, LinkLost, NoAnswer, SidecarRefusal
+from checkpointd_client.sidecar.link import Link, LinkLost, NoAnswer, SidecarRefusal, SpoolForgot
 
 log = logging.getLogger("checkpointd")
 
@@ -76,6 +78,8 @@ class SidecarClient:
         self._untold: deque[tuple[float, wire.Inlined]] = deque(maxlen=UNTOLD_MAX)
         """Inline saves that the daemon was not told of yet, each with the time of its end. It finds older ones in the store."""
         self._rejoining: asyncio.Task[None] | None = None
+        self.spool: wire.SpoolPlaceTold | None = None
+        """The sidecar's spool, as it was told last."""
         self._lost_as = ""
         """The cause of the loss that was logged last; empty while the daemon is there."""
         self._closed = False
@@ -149,7 +153,7 @@ class SidecarClient:
 
     async def _join(self, link: Link) -> None:
         try:
-            await link.join(self._root, self._ranks)
+            self._heard(await link.join(self._root, self._ranks))
             if self._begin is not None:
                 await self._begin_on(link, self._begin)
                 self._tell_untold(link)
@@ -173,7 +177,7 @@ class SidecarClient:
         until, pause_s = asyncio.get_running_loop().time() + patience_s, _PAUSE_S_MIN
         while True:
             try:
-                return await (await self.link()).look()
+                return self._heard(await (await self.link()).look())
             except LinkLost as error:
                 if self.on_loss == "inline":
                     self.say_lost(error)
@@ -201,6 +205,7 @@ class SidecarClient:
             on_no_progress=commit.on_no_progress,
             read_back=commit.read_back,
             retention=wire.Rules.of(commit.retention),
+            knows_spool=True,
         )
         self._rejoining = asyncio.create_task(self._rejoin())
         if self._open_link is not None:
@@ -228,10 +233,14 @@ class SidecarClient:
     async def _look(self) -> wire.Joined:
         """The daemon's snapshots and attempts; nothing if it is out of reach."""
         try:
-            return await (await self.link()).look()
+            return self._heard(await (await self.link()).look())
         except (SidecarError, WireError) as error:
             self.say_lost(error)
             return wire.Joined(held=(), in_flight=())
+
+    def _heard(self, joined: wire.Joined) -> wire.Joined:
+        self.spool = joined.spool
+        return joined
 
     async def held(self) -> tuple[wire.RetainedSnapshot, ...]:
         """The snapshots that the daemon retains for this rank; none if it is out of reach."""
@@ -341,6 +350,8 @@ class SidecarRunner:
             except (SidecarError, WireError) as error:
                 lost: CheckpointdError = error
             else:
+                if self._sidecar.spool is not None:
+                    self._state.outlast_s = self._sidecar.spool.timeout_s
                 failed = await self._handed_over(job, link, takeover)
                 if failed is None:
                     self._sidecar.forget_loss()
@@ -373,6 +384,8 @@ class SidecarRunner:
 
     async def _without(self, job: PendingSave, error: CheckpointdError, takeover: int) -> bool:
         """Do what `on_sidecar_loss` says; True if the job has ended."""
+        if job.save.handle.was_spooled and not isinstance(error, SpoolForgot) and self._left_to_wait_s(job) > 0:
+            return False  # SIDECAR-3
         if not job.has_snapshot:
             # The vote of the sidecar, if it is there, counts more than this one.
             told = SidecarError(f"{job.info.tag}: the sidecar had given its memory back before it was lost: {error}")
@@ -398,7 +411,10 @@ class SidecarRunner:
         return job.left_s(self._state.commit.timeout_s)
 
     def _left_to_wait_s(self, job: PendingSave) -> float:
-        return self._left_s(job) - min(_LAST_WORD_S, self._state.commit.timeout_s / 10)
+        last_word_s = min(_LAST_WORD_S, self._state.commit.timeout_s / 10)
+        if job.save.handle.was_spooled and self._sidecar.spool is not None:
+            return job.left_s(max(self._state.commit.timeout_s, self._sidecar.spool.timeout_s)) - last_word_s
+        return self._left_s(job) - last_word_s
 
     async def close(self, *, ends_well: bool) -> None:
         await self._inline.close(ends_well=ends_well)

@@ -28,7 +28,7 @@ from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel, Received, connect
 from checkpointd.daemon.protocol.parts import contents_parts, layout_parts, snapshot_of
-from checkpointd.errors import CheckpointdError, SidecarError, SidecarFullError, WireError
+from checkpointd.errors import CheckpointdError, NotFoundError, SidecarError, SidecarFullError, WireError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import Shard, ShardProgress, ShardTensor
 from checkpointd_client.saves.runner import PendingSave
@@ -54,6 +54,10 @@ class LinkLost(SidecarError):
 
 class SidecarRefusal(LinkLost):
     """The sidecar is there, but does not take a save or its snapshot."""
+
+
+class SpoolForgot(SidecarRefusal):
+    """The sidecar has not got a shard that an earlier one had in its spool."""
 
 
 class NoAnswer(LinkLost):
@@ -99,6 +103,7 @@ class Track:
             seconds=message.seconds,
             rested_s=message.rested_s,
         )
+        progress.uploaded, progress.upload_total = message.uploaded, message.upload_total
         progress.no_progress = message.no_progress
         self.votes_missing = message.votes_missing
 
@@ -308,7 +313,8 @@ class Link:
     def _refused(self, message: wire.Refused) -> None:
         error = SidecarError(f"the sidecar refused: {message.error.message}")
         if message.save is not None:
-            self._save_refused(self._saves.get(message.save), SidecarRefusal(str(error)))
+            kind = SpoolForgot if message.error.code == NotFoundError.__name__ else SidecarRefusal
+            self._save_refused(self._saves.get(message.save), kind(str(error)))
         elif self._answers:
             asked = self._answers[0]
             if not asked.closes_handing:  # else a message before the question was refused, and the answer still comes
@@ -362,9 +368,10 @@ class Link:
         assert isinstance(received.message, kind)
         return received.message, received.descriptor
 
-    async def join(self, root: str, ranks: Ranks) -> None:
+    async def join(self, root: str, ranks: Ranks) -> wire.Joined:
         """Tell the daemon the root and the rank."""
-        await self._ask(wire.Join(root=root, rank=ranks.rank, world_size=ranks.world_size), wire.Joined)
+        joined, _ = await self._ask(wire.Join(root=root, rank=ranks.rank, world_size=ranks.world_size), wire.Joined)
+        return joined
 
     async def look(self) -> wire.Joined:
         """The snapshots that the daemon retains, and the attempts that it works at."""
@@ -397,16 +404,22 @@ class Link:
     # --- saves ---------------------------------------------------------------------------------------------------
 
     async def persist(self, job: PendingSave, *, takeover: int, left_s: float, keeps_before: int, on_phase: OnPhase) -> None:
-        """Hand `job` over and follow it to its end. LinkLost if the link is lost before that."""
-        await self._hand_over(job)
+        """Hand `job` over and follow it to its end. LinkLost if the link is lost before that.
+
+        If an earlier daemon had the snapshot in its spool, the next one has it there. SpoolForgot if it has not.
+        """
+        was_spooled = job.save.handle.was_spooled
+        if not was_spooled:
+            await self._hand_over(job)
         number, track = next(self._numbers), Track(job, on_phase)
         self._saves[number] = track
         job.save.voting = track
         try:
             await self._send(_save(number, job, takeover, left_s, keeps_before))
-            await self._announce(number, job)
-            self._follow_pace(number, job)
-            await self._follow_staging(number, track)
+            if not was_spooled:
+                await self._announce(number, job)
+                self._follow_pace(number, job)
+                await self._follow_staging(number, track)
             await track.ended
         except BaseException:
             self._take_back(job)  # LINK-3
@@ -537,4 +550,6 @@ def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_bef
         keeps_before=keeps_before,
         unfinished=info.unfinished,
         leftovers=info.leftovers,
+        required=info.required,
+        spooled=job.save.handle.was_spooled,
     )

@@ -145,7 +145,7 @@ def test_one_user_cannot_fill_the_daemon_with_saves() -> None:
     jobs = SaveJobs()
     config = ServeConfig(socket="/s", roots=("/r",), uids=(ALICE, BOB), clients_max=4)
     for number in range(config.user_clients * VOTED_MAX):
-        job: Any = SimpleNamespace(root="/r", uid=ALICE, info=SimpleNamespace(rank=number), has_voted=False)
+        job: Any = SimpleNamespace(root="/r", uid=ALICE, info=SimpleNamespace(rank=number), has_voted=False, is_in_spool=False)
         jobs._live["/r", "n", ALICE, str(number), "", number] = job
     with pytest.raises(SidecarFullError, match=f"128 of user {ALICE} and 128 in all"):
         jobs.check_room("/r", 1000, ALICE, config)

@@ -1,0 +1,170 @@
+"""The spool of this daemon: what its trainers' saves go through, and what an earlier daemon has left in it.
+
+Invariants
+  NODESPOOL-1  Before the first trainer connects, every shard that an earlier daemon has left is a save job of this one, so a
+      start hears of it as of any attempt in flight. A shard whose root does not answer yet becomes one when it does.
+  NODESPOOL-2  One daemon at a time uses a spool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+
+from checkpointd.config import PersistConfig
+from checkpointd.daemon.hub import Hub
+from checkpointd.daemon.jobs import SaveJob
+from checkpointd.daemon.status.model import SpoolStatus
+from checkpointd.errors import CheckpointdError, StoreError, UsageError
+from checkpointd.pipeline.spool.directory import SpoolDirectory
+from checkpointd.pipeline.spool.own import OwnSpool
+from checkpointd.pipeline.spool.places import hold, name_of
+from checkpointd.pipeline.spool.shards import SpooledShard
+from checkpointd.pipeline.writer_state import WriterState
+from checkpointd.store.posix.users import User
+
+log = logging.getLogger("checkpointd")
+
+TRY_S = 10.0
+"""How often a root that does not answer is asked again."""
+StateKey = tuple[str, int, int, str]
+"""Root, user, rank and nonce of the epoch."""
+
+
+class NodeSpool:
+    """The spool of one daemon. `hub` has its jobs."""
+
+    def __init__(self, hub: Hub, directory: SpoolDirectory) -> None:
+        self.directory = directory
+        self._hub = hub
+        self._lock = hold(directory.config.directory, alone=True)
+        self._states: dict[StateKey, WriterState] = {}
+        self._later: set[asyncio.Task[None]] = set()
+
+    async def own(self, root: str, user: User | None, nonce: str, uid: int) -> OwnSpool | None:
+        """The spool for the saves of one rank's epoch; None if its disk fails, since saves then go straight to the root."""
+        try:
+            return OwnSpool(self.directory, await self.directory.at(root, user), nonce, uid)
+        except CheckpointdError as error:
+            log.error("the spool %s cannot be used: %s", self.directory.config.directory, error)
+            return None
+
+    def path(self, root: str, user: User | None) -> str:
+        """Where the shards of `root` lie."""
+        return f"{self.directory.config.directory}/{name_of(root, user)}"
+
+    # --- what was left -------------------------------------------------------------------------------------------
+
+    async def take_up(self) -> None:
+        """Make save jobs of the shards that an earlier daemon has left (NODESPOOL-1). Raises nothing."""
+        try:
+            found = await self.directory.found()
+            removed = await self.directory.sweep()
+        except (CheckpointdError, OSError) as error:
+            log.error("what is left in the spool %s cannot be read: %s", self.directory.config.directory, error)
+            return
+        if removed:
+            log.info("%d unfinished objects were removed from the spool", removed)
+        if found:
+            log.warning("the spool has %d shards that an earlier daemon has left: they are uploaded now", len(found))
+        await asyncio.gather(*map(self._take_up, found))
+
+    async def _take_up(self, shard: SpooledShard) -> None:
+        if not await shard.claimed():
+            log.error("%s: another process works at its shard in the spool", shard.prefix)
+            return
+        if not await self._begun(shard):
+            task = asyncio.get_running_loop().create_task(self._try_on(shard))
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
+
+    async def _try_on(self, shard: SpooledShard) -> None:
+        while not await self._begun(shard):
+            await asyncio.sleep(TRY_S)
+
+    async def _begun(self, shard: SpooledShard) -> bool:
+        """Make a save job of `shard`. False if its root does not answer now."""
+        record = shard.record
+        try:
+            state = await self._state(shard)
+        except StoreError as error:
+            log.warning("%s: its root does not answer, so its upload waits: %s", shard.prefix, error)
+            return False
+        except CheckpointdError as error:
+            log.error("%s stays in the spool, and is not uploaded: %s", shard.prefix, error)
+            shard.let_go()
+            return True
+        job = SaveJob(
+            record.url,
+            record.nonce,
+            record.uid,
+            state,
+            shard.info,
+            left_s=record.commit_timeout_s,
+            on_change=self._hub.changed,
+            spooled=shard,
+        )
+        self._hub.jobs.add(job)
+        for older in self.directory.began(shard):
+            log.warning("%s is dropped from the spool for the newer %s", older.prefix, shard.prefix)
+        self.directory.counts.resumed += 1
+        return True
+
+    async def _state(self, shard: SpooledShard) -> WriterState:
+        record = shard.record
+        key = (record.url, record.uid, record.vote.rank, record.nonce)
+        if key not in self._states:
+            user = await self.directory.place.owner(shard.spool.name)
+            if record.uid not in self._hub.config.uids:
+                raise UsageError(f"this daemon does not serve user {record.uid}, whose save it is; start it with --uid as well")
+            store = await self._hub.roots.opened(record.url, user)
+            own = OwnSpool(self.directory, shard.spool, record.nonce, record.uid)
+            config = PersistConfig(encoders=self._hub.config.encoders)
+            state = WriterState(store=store, persist=config, commit=shard.commit, spool=own)
+            state.tidier.keeps_before = record.keeps_before
+            state.own_root.expect(record.attempt.epoch, record.nonce)
+            state.take_reader(self._hub.readers.setdefault((record.url, record.vote.rank, user), state.reader))
+            self._hub.tidiers.add(state.tidier)
+            self._states[key] = state
+        return self._states[key]
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def leaves(self) -> None:
+        """The daemon is told to leave."""
+        if self.directory.config.finish:
+            self.directory.pacing.lift()
+
+    async def close(self) -> None:
+        for task in self._later:
+            task.cancel()
+        await asyncio.gather(*self._later, return_exceptions=True)
+        await self.directory.close()
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+    def status(self) -> SpoolStatus:
+        directory, counts, config = self.directory, self.directory.counts, self.directory.config
+        room = directory.room
+        return SpoolStatus(
+            directory=config.directory,
+            used_bytes=None if room is None else room.used,
+            free_bytes=None if room is None else room.free,
+            bytes_max=config.bytes_max,
+            keep=config.keep,
+            waiting=sum(not directory.turns(one).is_active(one) for one in directory.live),
+            waiting_bytes=sum(one.nbytes for one in directory.live),
+            windows=config.windows,
+            opens_in_s=directory.pacing.opens_in_s(),
+            bandwidth_bps=config.bandwidth_bps,
+            spooled=counts.spooled,
+            uploaded=counts.uploaded,
+            uploaded_bytes=counts.uploaded_bytes,
+            superseded=counts.superseded,
+            direct_full=counts.direct_full,
+            direct_failed=counts.direct_failed,
+            damaged=counts.damaged,
+            resumed=counts.resumed,
+        )

@@ -1,0 +1,252 @@
+"""The spool with real processes: saves that are durable on the node, daemons that are killed, a bucket that is slow or away."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.daemons import Daemon
+from tests.faults.jobs import MIB, Job, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+CLOSED = "00:00-00:01"
+"""A window that is closed unless these tests run at midnight."""
+
+
+def options(folder: Path, *others: str) -> tuple[str, ...]:
+    return ("--spool", str(folder / "spool"), *others)
+
+
+def held(folder: Path) -> tuple[str, ...]:
+    """Uploads that wait for ever: what is saved stays in the spool."""
+    return options(folder, "--spool-windows", CLOSED)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    (tmp_path / "roots").mkdir()
+    with Daemon(tmp_path, *options(tmp_path)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path, *held(tmp_path)) as daemon:
+        yield daemon
+
+
+def latest(root: Path) -> str:
+    try:
+        return (root / "latest").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def wait_for_latest(root: Path, tag: str, *daemons: Daemon) -> None:
+    said = "\n".join(daemon.said() for daemon in daemons)
+    wait_until(lambda: latest(root) == tag, f"{tag} was committed\n{said}")
+
+
+def status_of(daemon: Daemon) -> dict[str, Any]:
+    found = subprocess.run(
+        [sys.executable, "-m", "checkpointd", "status", "--json", "--socket", str(daemon.socket)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(json.loads(found.stdout))
+
+
+def bulk(root: Path) -> list[str]:
+    return [str(path) for path in root.rglob("*.chunks")]
+
+
+def spooled(job: Job, step: int) -> None:
+    """Save on every rank and wait until each shard is in the spool."""
+    job.all("save", step=step)
+    assert [end["phase"] for end in job.all("end", step=step, until="spooled")]
+
+
+def killed(job: Job) -> None:
+    for rank in job.ranks:
+        rank.kill()
+
+
+def loaded_by_a_new_job(folder: Path, root: Path, step: int, **options: int) -> None:
+    with Job(folder=folder, **options) as job:
+        job.open(root)
+        job.must_load(step)
+
+
+def test_a_save_through_the_spool_commits_and_loads(tmp_path: Path, daemon: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        for step in (1, 2, 3):
+            job.must_commit(step)
+        found = status_of(daemon)["spool"]
+        assert (found["spooled"], found["uploaded"], found["direct_full"], found["direct_failed"]) == (6, 6, 0, 0)
+        killed(job)
+    loaded_by_a_new_job(tmp_path, root, 3)
+
+
+def test_a_save_is_spooled_while_uploads_may_not_run_and_the_root_has_nothing_of_it(tmp_path: Path, closed: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        for step in (1, 2, 3, 4, 5):  # more than there are slots
+            spooled(job, step)
+        assert bulk(root) == []
+        found = status_of(closed)
+        assert {save["phase"] for save in found["roots"][0]["in_flight"]} == {"spooled"}
+        assert found["spool"]["waiting"] == 10
+        assert found["spool"]["opens_in_s"] > 0
+        killed(job)
+
+
+def test_spool_4_a_daemon_that_is_killed_goes_on_with_what_is_in_the_spool(tmp_path: Path, closed: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        spooled(job, 1)
+        spooled(job, 2)
+        killed(job)
+    closed.kill()
+    assert bulk(root) == []
+    closed.start_again(options(tmp_path))
+    wait_for_latest(root, "global_step2", closed)
+    wait_until(
+        lambda: (root / "global_step1").exists() and "global_step1/00000001-0: committed" in closed.said(), "both are there"
+    )
+    loaded_by_a_new_job(tmp_path, root, 2)
+
+
+def test_sidecar_3_trainers_that_live_on_hear_of_the_commit_from_the_next_daemon(tmp_path: Path, closed: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        spooled(job, 1)
+        closed.kill()
+        closed.start_again(options(tmp_path))
+        assert [end["phase"] for end in job.all("end", step=1)] == ["committed", "committed"], closed.said()
+        job.must_commit(2)
+
+
+def test_sigterm_leaves_what_is_in_the_spool_to_the_next_daemon(tmp_path: Path, closed: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        spooled(job, 1)
+        killed(job)
+    assert closed.terminate() == 0
+    assert "left in the spool" in closed.said()
+    closed.start_again(options(tmp_path))
+    wait_for_latest(root, "global_step1", closed)
+
+
+def test_sigterm_with_spool_finish_uploads_outside_of_the_window(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Daemon(tmp_path, *held(tmp_path), "--spool-finish") as daemon, Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        spooled(job, 1)
+        killed(job)
+        assert daemon.terminate() == 0
+        assert latest(root) == "global_step1"
+        daemon.start_again()
+
+
+def test_a_restarted_trainer_leaves_what_a_living_daemon_uploads_alone(tmp_path: Path, closed: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        spooled(job, 1)
+        killed(job)
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        spooled(job, 2)
+        found = status_of(closed)
+        flights = {(save["tag"], save["phase"]) for save in found["roots"][0]["in_flight"]}
+        assert flights == {("global_step1", "spooled"), ("global_step2", "spooled")}
+        killed(job)
+    closed.kill()
+    closed.start_again(options(tmp_path))
+    wait_for_latest(root, "global_step2", closed)
+    wait_until(lambda: "global_step1/00000001-0: committed" in closed.said(), "the older one, too")
+
+
+def test_what_is_in_the_spool_is_dropped_visibly_if_a_start_comes_before_the_daemon(tmp_path: Path, closed: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        spooled(job, 1)
+        killed(job)
+    closed.kill()
+    with Job(folder=tmp_path) as job:
+        job.open(root)  # without the sidecar, which could have told of it
+        job.must_commit(2)
+    closed.start_again(options(tmp_path))
+    wait_until(lambda: "global_step1/00000001-0: aborted" in closed.said(), "it says so")
+    wait_until(lambda: not list((tmp_path / "spool").rglob("global_step1")), "its bytes are gone")
+    assert latest(root) == "global_step2"
+
+
+def test_turn_2_saves_faster_than_the_bucket_are_superseded_and_shown_so(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Daemon(tmp_path, *held(tmp_path), "--spool-keep", "newest") as daemon, Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        spooled(job, 1)
+        spooled(job, 2)
+        ends = job.all("end", step=1)
+        assert [(end["phase"], end["code"]) for end in ends] == [("superseded", "SupersededError")] * 2
+        assert job.ranks[0].do("close") is None, "no error"
+        found = status_of(daemon)
+        assert [save["phase"] for save in found["roots"][0]["recent"]] == ["superseded"] * 2
+        assert found["spool"]["superseded"] == 2
+
+
+def test_a_full_spool_is_no_reason_to_lose_a_save(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Daemon(tmp_path, *options(tmp_path, "--spool-mib", "1")) as daemon, Job(folder=tmp_path, nbytes=2 * MIB) as job:
+        job.open(root, sidecar=str(daemon.socket))
+        job.must_commit(1)
+        assert status_of(daemon)["spool"]["direct_full"] == 2
+        assert "has no room for" in daemon.said()
+
+
+def test_closing_a_trainer_does_not_wait_for_uploads(tmp_path: Path, closed: Daemon) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        spooled(job, 1)
+        job.all("close")
+    assert status_of(closed)["spool"]["waiting"] == 2
+
+
+def test_nodespool_2_a_second_daemon_cannot_use_it(tmp_path: Path, closed: Daemon) -> None:
+    other = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(tmp_path / "other" / "socket")]
+    other += ["--root", str(tmp_path), "--uid", str(os.geteuid()), *options(tmp_path)]
+    found = subprocess.run(other, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2
+    assert "uses the spool" in found.stderr
+
+
+@pytest.mark.parametrize("phase", ["persisting", "spooled", "uploading", "prepared"])
+def test_a_daemon_killed_on_any_rung_loses_nothing_that_its_trainers_hold(tmp_path: Path, phase: str) -> None:
+    root, slow = tmp_path / "root", ("--bandwidth-mib", "4") if phase in ("uploading", "prepared") else ()
+    with Daemon(tmp_path, *options(tmp_path, *slow)) as daemon, Job(folder=tmp_path, nbytes=8 * MIB) as job:
+        job.open(root, sidecar=str(daemon.socket), on_sidecar_loss="wait")
+        job.all("save", step=1)
+        job.all("end", step=1, until=phase)
+        daemon.kill()
+        daemon.start_again(options(tmp_path))
+        assert [end["phase"] for end in job.all("end", step=1)] == ["committed", "committed"], daemon.said()
+        killed(job)
+    loaded_by_a_new_job(tmp_path, root, 1, nbytes=8 * MIB)
