@@ -319,9 +319,7 @@ class Attempt:
             plans=state.own_plans,
             progress=self.progress,
             stopped=self._is_decided,
-            base=await unless(self._over, base_in_time(state.bases, self.info, None if self.spool is None else BASE_S))
-            if compares
-            else None,
+            base=await unless(self._over, base_in_time(state.bases, self.info, seconds)) if compares else None,
             on_stored=self._keep,
             before_vote=self._check_vote,
         )

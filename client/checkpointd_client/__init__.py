@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from checkpointd.commit.retention import Retention
+    from checkpointd.config import SpoolConfig
     from checkpointd_client.capture.rng import RngState
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate
@@ -28,6 +29,7 @@ __all__ = [
     "Retention",
     "RngState",
     "SaveHandle",
+    "SpoolConfig",
     "StateDict",
     "Status",
     "Timings",
@@ -44,6 +46,7 @@ _HOMES = {
     "Retention": "checkpointer",
     "RngState": "capture.rng",
     "SaveHandle": "saves.handle",
+    "SpoolConfig": "checkpointer",
     "StateDict": "export.state_dict",
     "Status": "saves.status",
     "Timings": "saves.handle",

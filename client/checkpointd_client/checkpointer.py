@@ -10,7 +10,7 @@ from typing import Any, Self
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
-from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES
+from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, SpoolConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd_client.core import Core
 from checkpointd_client.loader import Loaded
@@ -56,6 +56,8 @@ class Checkpointer:
     `read_back`: read new checkpoints back while no save is in flight. Else only before an older one is removed, if none was.
     `max_overhead`: how much longer steps may take while a save is in flight, as a part of a step. Saves then work slower, as
     long as each ends before the next one and before its deadline, and nobody waits for it. None: always at full speed.
+    `spool`: a directory on this node's own disk, or a SpoolConfig. Snapshots become durable there first, and go to the root
+    from there. The next start on this node uploads what was left. With a sidecar, give it the spool instead.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
     (another job is alive at the root), RootNotSharedError, DeadlineError (ranks that did not come), StoreError, SidecarError
@@ -90,6 +92,7 @@ class Checkpointer:
         take_over: bool = False,
         read_back: bool = True,
         max_overhead: float | None = 0.03,
+        spool: str | os.PathLike[str] | SpoolConfig | None = None,
     ) -> None:
         self._core = Core(
             root,
@@ -118,6 +121,7 @@ class Checkpointer:
                 take_over=take_over,
                 read_back=read_back,
                 max_overhead=max_overhead,
+                spool=spool,
             ),
         )
 

@@ -25,7 +25,7 @@ from checkpointd import arguments
 from checkpointd.admin.gc import delete_once
 from checkpointd.bucket_urls import directory_of
 from checkpointd.commands import start_sidecar
-from checkpointd.config import CommitConfig, PersistConfig, check_job
+from checkpointd.config import CommitConfig, PersistConfig, SpoolConfig, check_job
 from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StateError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.files import check_leftovers, check_names, check_place
 from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
@@ -52,6 +52,7 @@ from checkpointd_client.restore.plan import LoadOptions
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, SaveRequest, asked
 from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.spool import ProcessSpool
 from checkpointd_client.saves.status import Status
 from checkpointd_client.settings import Options, check_load
 from checkpointd_client.sidecar.client import OnSidecarLoss, SidecarClient
@@ -91,6 +92,8 @@ class Core:
             undo.callback(lambda: end(self._writer, self._started))
             if directory_of(self._store.url) is not None:
                 check_apart(self._store.url)
+            self._spool = self._own_spool(options.spooling, persist)
+            undo.callback(self._close_spool)
             self._sidecar = self._reach(options.sidecar, options.sidecar_uid, options.on_sidecar_loss)
             beginner = Beginner(
                 world_size=self._ranks.world_size,
@@ -99,10 +102,13 @@ class Core:
                 commit_timeout_s=commit.timeout_s,
                 instead=instead(self._store.url),
             )
-            self._epoch, self._started = begin_epoch(self._writer, self._store, self._ranks, beginner, self._start_sidecar)
+            self._epoch, self._started = begin_epoch(self._writer, self._store, self._ranks, beginner, self._surviving)
             self._board = open_board(self._ranks, self._epoch.nonce)
             check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
             state = WriterState(store=self._store, persist=persist, commit=commit)
+            if self._spool is not None:
+                state.spool = self._writer.call(self._spool.own(self._epoch.nonce), SIDECAR_PATIENCE_S)
+                self._writer.call(self._spool.take_up(self._epoch.number), SIDECAR_PATIENCE_S)
             self._own_root = state.own_root
             self._writer.call(state.own_root.begun(self._epoch.number, self._epoch.nonce), 2 * SIDECAR_PATIENCE_S)
             self._begin_sidecar(persist, commit)
@@ -142,6 +148,25 @@ class Core:
         if not self._store.capabilities.shared:
             raise UsageError(f"{self._store.url} exists only in this process: a sidecar cannot write there")
         return SidecarClient(os.path.abspath(path), self._store, self._ranks, on_loss, uid)
+
+    def _own_spool(self, config: SpoolConfig | None, persist: PersistConfig) -> ProcessSpool | None:
+        if config is None:
+            return None
+        spool = ProcessSpool(config, self._store, persist)
+        self._writer.call(spool.open(), SIDECAR_PATIENCE_S)
+        return spool
+
+    def _close_spool(self) -> None:
+        if self._spool is not None:
+            with suppress(CheckpointdError):
+                self._writer.call(self._spool.close(), SIDECAR_PATIENCE_S)
+            self._spool = None
+
+    def _surviving(self) -> tuple[str, ...]:
+        """The attempts of earlier starts that this node still works at, or goes on with."""
+        if self._spool is not None:
+            return self._writer.call(self._spool.surviving(), SIDECAR_PATIENCE_S)
+        return self._start_sidecar()
 
     def _start_sidecar(self) -> tuple[str, ...]:
         """Connect to the sidecar; returns the attempts of earlier starts ("tag/attempt") that it still works at."""
@@ -418,6 +443,7 @@ class Core:
         self._step_hook.remove()
         try:
             self._saver.close(self._tidy_left_s, ends_well=ends_well)
+            self._close_spool()
             end(self._writer, self._started, max(self._tidy_left_s(), SLICE_S))
             self._writer.call(self._store.close(), max(self._tidy_left_s(), SLICE_S))
         except StoreError as error:

@@ -12,7 +12,7 @@ from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
-from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, CommitConfig, LoadConfig, PersistConfig, check_job
+from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, CommitConfig, LoadConfig, PersistConfig, SpoolConfig, check_job
 from checkpointd.errors import UsageError
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.ranks.preemption import PreemptSignals, graces_of
@@ -52,6 +52,7 @@ class Options:
     take_over: bool = False
     read_back: bool = True
     max_overhead: float | None = 0.03
+    spool: str | os.PathLike[str] | SpoolConfig | None = None
 
     def __post_init__(self) -> None:
         if self.sidecar is not None:
@@ -72,6 +73,10 @@ class Options:
         for name in ("device_checksums", "pickle_client_state", "afresh", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))
         _ = self.persist, self.commit, self.load
+        if self.spooling is not None and self.sidecar is not None:
+            raise UsageError(
+                "the sidecar has the spool of its node: start it with `checkpointd serve --spool DIR`, without spool="
+            )
         check_job(self.job)
 
     @property
@@ -99,6 +104,11 @@ class Options:
             on_no_progress=self.on_no_progress,
             read_back=self.read_back,
         )
+
+    @property
+    def spooling(self) -> SpoolConfig | None:
+        """The spool of this process."""
+        return SpoolConfig.of(self.spool)
 
     @property
     def load(self) -> LoadConfig:

@@ -28,7 +28,7 @@ from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.root import leases
 from checkpointd.store.posix import osfile
 from checkpointd.store.posix.osdisk import OsDisk
-from checkpointd_client import Checkpointer, Retention, SaveHandle
+from checkpointd_client import Checkpointer, Retention, SaveHandle, SpoolConfig, saver
 from checkpointd_client.ranks import startup
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.stager import Stager
@@ -69,8 +69,14 @@ class Rank:
         assert self._checkpointer is not None, "no root is open"
         return self._checkpointer
 
-    def open(self, root: str, seed: int, nbytes: int, direct: bool = True, **options: Any) -> None:
-        """Begin a training of its own with a Checkpointer at `root`; without `direct`, all writes go through the page cache."""
+    def open(
+        self, root: str, seed: int, nbytes: int, direct: bool = True, spooled: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Begin a training of its own with a Checkpointer at `root`; without `direct`, all writes go through the page cache.
+        `spooled`: the settings of a spool.
+        """
+        if spooled is not None:
+            options["spool"] = SpoolConfig(**spooled)
         osfile.DIRECT_BYTES_MIN = DIRECT_BYTES_MIN if direct else sys.maxsize  # type: ignore[misc]  # as where it is refused
         self._training = Training(seed=seed, rank=self._rank, nbytes=nbytes)
         self._handles = {}
@@ -205,6 +211,11 @@ class Rank:
         ckpt, self._checkpointer = self._checkpointer, None
         if ckpt is not None:
             ckpt.close()
+
+    def close_early(self) -> None:
+        """Close the Checkpointer, which waits only a moment for saves that do not end."""
+        saver.OVERTIME_S = 0.5
+        self.close()
 
     def leave(self) -> None:
         """End the process as a script ends, with nothing closed."""

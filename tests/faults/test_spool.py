@@ -250,3 +250,53 @@ def test_a_daemon_killed_on_any_rung_loses_nothing_that_its_trainers_hold(tmp_pa
         assert [end["phase"] for end in job.all("end", step=1)] == ["committed", "committed"], daemon.said()
         killed(job)
     loaded_by_a_new_job(tmp_path, root, 1, nbytes=8 * MIB)
+
+
+# --- without a sidecar -------------------------------------------------------------------------------------------
+
+
+def test_ownspool_1_the_next_start_uploads_what_a_killed_one_left(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, spool=str(tmp_path / "spool"))
+        job.must_commit(1)
+        killed(job)
+    with Job(folder=tmp_path) as job:
+        job.open(root, spooled={"directory": str(tmp_path / "spool"), "windows": CLOSED})
+        spooled(job, 2)
+        killed(job)
+    assert latest(root) == "global_step1"
+    with Job(folder=tmp_path) as job:
+        job.open(root, spool=str(tmp_path / "spool"))
+        wait_for_latest(root, "global_step2")
+        job.must_load(2)
+        job.must_commit(3)
+
+
+def test_ownspool_1_a_start_without_the_spool_drops_it(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, spooled={"directory": str(tmp_path / "spool"), "windows": CLOSED})
+        spooled(job, 1)
+        killed(job)
+    with Job(folder=tmp_path) as job:
+        job.open(root)
+        job.must_commit(2)
+        killed(job)
+    with Job(folder=tmp_path) as job:
+        job.open(root, spool=str(tmp_path / "spool"))
+        wait_until(lambda: not list((tmp_path / "spool").rglob("global_step1")), "its bytes are gone")
+        job.must_load(2)
+
+
+def test_closing_leaves_what_is_not_uploaded_to_the_next_start(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        settings = {"directory": str(tmp_path / "spool"), "windows": CLOSED}
+        job.open(root, spooled=settings, commit_timeout_s=1.0)
+        spooled(job, 1)
+        job.all("close_early")
+    with Job(folder=tmp_path) as job:
+        job.open(root, spool=str(tmp_path / "spool"))
+        wait_for_latest(root, "global_step1")
+        job.must_load(1)

@@ -86,6 +86,15 @@ class HeldLease:
         if self._task is None and not self._over.is_set():
             self._task = asyncio.get_running_loop().create_task(self._keep_on(is_put))
 
+    async def begin(self) -> None:
+        """Put the lease now if the storage lets it, and renew it from now on. Raises nothing."""
+        try:
+            await self._put()
+            self.keep(is_put=True)
+        except CheckpointdError as error:
+            log.warning("%s cannot be put: %s; trying again", self.key, error)
+            self.keep()
+
     def lapse(self) -> None:
         """Renew the lease no more, and leave it there: the next process of this node takes the work up before it ends."""
         self._over.set()

@@ -14,7 +14,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from checkpointd.commit.machine import FINAL, Phase, shown
 from checkpointd.errors import CheckpointdError, SupersededError
@@ -28,6 +28,10 @@ log = logging.getLogger("checkpointd")
 
 RETURN_S = 1.0
 """How long the writer waits for save() to return once the snapshot has ended: a trainer that hangs must not delay the save."""
+
+
+LEAVE_S = 5.0
+"""How long uploads may take to end when the process closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,7 @@ class InlineRunner:
 
     def __init__(self, state: WriterState, endings: Endings) -> None:
         self._state, self._endings = state, endings
+        self._running: dict[asyncio.Task[Any], PendingSave] = {}
 
     async def run(self, job: PendingSave) -> None:
         await self.take(job, job.info)
@@ -142,6 +147,9 @@ class InlineRunner:
             on_free=job.free,
         )
         job.save.voting = attempt
+        task = asyncio.current_task()
+        if task is not None:
+            self._running[task] = job
         try:
             await attempt.run(_held_over(job))
         except Exception as error:  # a defect of ours must not hang the trainer that waits for the handle
@@ -150,6 +158,8 @@ class InlineRunner:
             self._endings.entered(job, Phase.FAILED, failed)
         finally:
             job.save.voting = None  # it holds the snapshot's memory
+            if task is not None:
+                self._running.pop(task, None)
 
     async def refuse(self, job: PendingSave, error: CheckpointdError, *, takeover: int) -> None:
         """Vote no with `error`, unless another writer has voted, and end as the attempt ends."""
@@ -159,5 +169,10 @@ class InlineRunner:
         await asyncio.gather(self.take(replace(job, staged=refused, lease=None), info), job.free_when_copied())
 
     async def close(self, *, ends_well: bool) -> None:
-        """Stop reading back."""
+        """Stop reading back, and leave what is in the spool to the next start."""
+        left = [task for task, job in self._running.items() if job.save.handle.is_left]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=LEAVE_S)
         await self._state.reader.close()

@@ -343,7 +343,7 @@ class SidecarRunner:
     async def _run(self, job: PendingSave) -> None:
         takeover, pause_s = 0, _PAUSE_S_MIN
         waiting = Waiting(lambda: f"{job.info.prefix}: the sidecar at {self._sidecar.path} is not back")
-        while True:
+        while not job.save.handle.is_left:
             waiting.look()
             try:
                 link = await self._sidecar.link()

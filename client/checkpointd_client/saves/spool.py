@@ -1,0 +1,137 @@
+"""The spool of a process without a sidecar: its own saves go through it, and it uploads what an earlier start has left there.
+
+Invariants
+  OWNSPOOL-1  A start takes up only attempts that survive in its epoch: those whose shard of rank 0 lies in the spool of the
+      node on which rank 0 starts. All others are decided by its recovery, and what is in the spool of them is dropped.
+  OWNSPOOL-2  Each shard is uploaded by one process of this node, whichever claims it first (SPOOL-3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from dataclasses import dataclass, field
+from functools import partial
+
+from checkpointd.config import PersistConfig, SpoolConfig
+from checkpointd.errors import CheckpointdError
+from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root.leases import HeldLease
+from checkpointd.pipeline.shard import COORDINATOR, Shard
+from checkpointd.pipeline.spool.directory import SpoolDirectory
+from checkpointd.pipeline.spool.own import OwnSpool
+from checkpointd.pipeline.spool.places import DiskPlace, hold
+from checkpointd.pipeline.spool.shards import SpooledShard
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+END_S = 5.0
+"""How long uploads may take to end when the process closes."""
+
+
+@dataclass(eq=False, slots=True)
+class ProcessSpool:
+    """The spool of this process for the root of `store`. All coroutines run on the writer's loop."""
+
+    config: SpoolConfig
+    store: Store
+    persist: PersistConfig
+    directory: SpoolDirectory = field(init=False)
+    _lock: int = -1
+    _states: dict[tuple[int, str], WriterState] = field(default_factory=dict)
+    """By rank and nonce of the epoch."""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def open(self) -> None:
+        """Raises UsageError if the directory cannot be used."""
+        place = DiskPlace(self.config.directory)
+        self._lock = hold(self.config.directory, alone=False)
+        self.directory = SpoolDirectory(self.config, place)
+
+    async def surviving(self) -> tuple[str, ...]:
+        """The attempts ("tag/attempt") of earlier starts of which rank 0 left its shard here (OWNSPOOL-1)."""
+        found = [one.record for one in await self._found() if one.record.vote.rank == COORDINATOR]
+        here = [one.prefix for one in found if await epochs.is_of_root(self.store, one.attempt.epoch, one.nonce)]
+        return tuple(dict.fromkeys(here))
+
+    async def _found(self) -> list[SpooledShard]:
+        try:
+            return await self.directory.found(self.store.url)
+        except CheckpointdError as error:
+            log.error("what is left in the spool %s cannot be read: %s", self.config.directory, error)
+            return []
+
+    async def own(self, nonce: str) -> OwnSpool | None:
+        """The spool for the saves of this rank's epoch; None if its disk fails, since saves then go straight to the root."""
+        try:
+            return OwnSpool(self.directory, await self.directory.at(self.store.url), nonce, os.geteuid())
+        except CheckpointdError as error:
+            log.error("the spool %s cannot be used: %s", self.config.directory, error)
+            return None
+
+    async def take_up(self, epoch: int) -> None:
+        """Upload what earlier starts have left, in the background, and remove what they had not finished."""
+        try:
+            await self.directory.sweep(before_epoch=epoch)
+        except CheckpointdError as error:
+            log.warning("leftovers stay in the spool %s: %s", self.config.directory, error)
+        for shard in await self._found():
+            if shard.record.attempt.epoch < epoch and await shard.claimed():
+                log.warning("%s: rank %d left its shard in the spool", shard.prefix, shard.record.vote.rank)
+                await self._begin(shard)
+
+    async def _begin(self, shard: SpooledShard) -> None:
+        record, nobody = shard.record, asyncio.get_running_loop().create_future()
+        key = (record.vote.rank, record.nonce)
+        if key not in self._states:
+            own = OwnSpool(self.directory, shard.spool, record.nonce, record.uid)
+            state = WriterState(store=self.store, persist=self.persist, commit=shard.commit, spool=own)
+            state.tidier.keeps_before = record.keeps_before
+            state.own_root.expect(record.attempt.epoch, record.nonce)
+            self._states[key] = state
+        self.directory.began(shard)
+        attempt = Attempt(self._states[key], shard.info, deadline=0.0, spooled=shard)
+        lease: HeldLease | None = None
+        if record.vote.rank == COORDINATOR:  # so that a load, or another start, leaves the attempt to this process
+            lease = leases.of_attempt(
+                self.store, shard.prefix, check=partial(self._states[key].own_root.check, record.attempt.epoch)
+            )
+            await lease.begin()
+        task = asyncio.get_running_loop().create_task(self._run(attempt, nobody, lease))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, attempt: Attempt, nobody: asyncio.Future[Shard], lease: HeldLease | None) -> None:
+        try:
+            await attempt.run(nobody)
+        except Exception:  # a defect must not end the writer
+            log.exception("%s: uploading what was left failed in an unforeseen way; please report it", attempt.info.prefix)
+            return
+        finally:
+            if lease is not None and attempt.spool is not None and attempt.spool.is_left:
+                lease.lapse()
+            elif lease is not None:
+                await lease.release()
+        info, error = attempt.info, attempt.error
+        if error is None:
+            log.info("%s: rank %d: committed from the spool", info.prefix, info.rank)
+        else:
+            log.error("%s: rank %d: what was left in the spool did not commit: %s", info.prefix, info.rank, error)
+
+    async def close(self) -> None:
+        """Leave what is not uploaded to the next start."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
+        for state in self._states.values():
+            await state.tidier.close()
+            await state.reader.close()
+        await self.directory.close()
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
