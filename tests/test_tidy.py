@@ -95,6 +95,8 @@ LAYERS = {
     "checkpointd_client.restore.plan": 37,
     "checkpointd_client.restore.store_source": 38,
     "checkpointd_client.restore.memory_source": 39,
+    "checkpointd_client.restore.candidate": 39,
+    "checkpointd_client.restore.spool_source": 39,
     "checkpointd_client": 40,
     "checkpointd_client.selftest": 41,
     "checkpointd_client.integrations.conversion": 41,

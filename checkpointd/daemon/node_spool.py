@@ -126,8 +126,8 @@ class NodeSpool:
             state.tidier.keeps_before = record.keeps_before
             state.own_root.expect(record.attempt.epoch, record.nonce)
             state.take_reader(self._hub.readers.setdefault((record.url, record.vote.rank, user), state.reader))
-            self._hub.tidiers.add(state.tidier)
-            self._states[key] = state
+            self._states.setdefault(key, state)  # another shard of this rank may have come meanwhile
+            self._hub.tidiers.add(self._states[key].tidier)
         return self._states[key]
 
     # --- the end -------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from checkpointd_client.ranks.rendezvous import Meetings
 from checkpointd_client.ranks.startup import START_TIMEOUT_S, Started, begin_epoch, check_shared, end, instead, reach_sidecars
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.plan import LoadOptions
+from checkpointd_client.restore.spool_source import NodeSpoolView
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, SaveRequest, asked
 from checkpointd_client.saves.handle import SaveHandle
@@ -277,9 +278,14 @@ class Core:
             surviving=self._started.surviving if self._started is not None else (),
             afresh=self._options.afresh,
             check_root=partial(self._own_root.check, self._epoch.number),
+            near=self._spool_near(),
         )
-        with self._saver.reads_nothing_back():
-            loaded = loader.load(tag, fallback=fallback)
+        try:
+            with self._saver.reads_nothing_back():
+                loaded = loader.load(tag, fallback=fallback)
+        finally:
+            if loader.near is not None:
+                loader.near.close()
         if self._preemption is not None:
             self._preemption.loaded()
         self._saver.is_recorded &= loader.is_recorded
@@ -288,6 +294,13 @@ class Core:
             with suppress(StateError):  # save() will raise it
                 self._saver.prepare(state)
         return loaded
+
+    def _spool_near(self) -> NodeSpoolView | None:
+        """The spool of this node for this root, whether the sidecar's or this process's own; None if there is none."""
+        path = self._spool.path if self._spool is not None else ""
+        if self._sidecar is not None and self._sidecar.spool is not None:
+            path = self._sidecar.spool.path
+        return NodeSpoolView(path, self._writer) if path and os.path.isdir(path) else None
 
     def take_up(self) -> None:
         """Act as after a load: from here on, this job may remove checkpoints of earlier ones."""

@@ -53,14 +53,15 @@ from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.waits import Waiting
 from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.aliasing import MemoryRegion
-from checkpointd_client.ranks.load_messages import CandidateChoice, Holding, Problem
+from checkpointd_client.ranks.load_messages import CandidateChoice, Holding, Problem, SpooledOffer
 from checkpointd_client.ranks.load_rounds import LoadRound
 from checkpointd_client.ranks.reading_circle import RankSharing
 from checkpointd_client.ranks.writer import ASKED, WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
-from checkpointd_client.restore.content import RankContent
+from checkpointd_client.restore.candidate import Candidate, Examined, Seen
 from checkpointd_client.restore.memory_source import MemorySource, common, counts
 from checkpointd_client.restore.plan import LoadOptions, Restoration, askable
+from checkpointd_client.restore.spool_source import NodeSpoolView, SpoolFirst, in_every_spool, may_commit, spooled_source
 from checkpointd_client.restore.store_source import CandidateSource, StoredSource, prepared
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.sidecar.client import SidecarClient
@@ -85,39 +86,10 @@ class Loaded:
     mismatched: tuple[str, ...] = ()
     fell_back_from: tuple[str, ...] = ()
     """Newer checkpoints that were damaged, in words."""
-    source: Literal["store", "memory"] = "store"
-    """memory: the snapshots that the sidecars retained."""
+    source: Literal["store", "memory", "spool"] = "store"
+    """memory: the snapshot that the sidecar retained. spool: this node's own disk. Other ranks may have read elsewhere."""
     per_rank_left: tuple[str, ...] = ()
     """Per-rank values that were left alone, because the number of ranks is not the one of the save."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """The attempt that the ranks try next: from the root, or `in_memory` from the sidecars."""
-
-    tag: str
-    attempt: AttemptId
-    in_memory: bool = False
-    share_reads: bool = False
-    """Whether ranks that read the same share the reading."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The content of a candidate for this rank, and the objects whose state a match may ask for (`restore.plan.askable`)."""
-
-    source: CandidateSource
-    content: RankContent
-    askable: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """A candidate that is whole on this rank, and the places of its tensors."""
-
-    source: CandidateSource
-    restoration: Restoration
-    content: RankContent
 
 
 _FLIGHT_POLL_S = 0.1
@@ -145,9 +117,15 @@ class Loader:
     """Whether every record of LOAD-5 could be put."""
     afresh: bool = False
     """Whether the job goes on without a checkpoint if none is whole."""
+    near: NodeSpoolView | None = None
+    """The spool of this node."""
     check_root: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Raises RootGoneError if the path no longer leads to the root of this job. None for a process that began no job."""
     _held: dict[tuple[str, str], RetainedSnapshot] = field(default_factory=dict)
+    _offers: dict[int, Holding] = field(default_factory=dict)
+    """On rank 0: what the nodes of all ranks hold."""
+    _nearby: set[str] = field(default_factory=set)
+    """On rank 0: the attempts that were tried with what the nodes have of them."""
     _failures: list[str] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
     _looked: bool = False
@@ -187,12 +165,16 @@ class Loader:
                 verdict = self._fill(number, candidate, found)
                 if verdict is None:
                     return self._finish(found)
-            if candidate.in_memory and isinstance(verdict, SidecarError | StoreError):
+            if candidate.is_not_of_root and isinstance(verdict, SidecarError | StoreError):
                 log.info("%s is loaded from the store: %s", candidate.tag, verdict)
                 continue
-            if candidate.in_memory and isinstance(verdict, DamagedError):
-                log.error("%s cannot be loaded from memory: %s. Loading from the store", candidate.tag, verdict)
+            if candidate.is_not_of_root and isinstance(verdict, DamagedError):
+                where = "memory" if candidate.in_memory else "the spool"
+                log.error("%s cannot be loaded from %s: %s. Loading from the store", candidate.tag, where, verdict)
                 continue  # the stored checkpoint may be whole
+            if candidate.near and isinstance(verdict, SidecarError | DamagedError):
+                log.error("%s cannot be read near: %s. Reading all of it at the root", candidate.tag, verdict)
+                continue  # NEAR-2
             self._failures.append(str(verdict))
             if not fallback or tag is not None or not isinstance(verdict, DamagedError):
                 raise verdict
@@ -233,27 +215,33 @@ class Loader:
             return None
         attempt = AttemptId.parse(choice.attempt)
         assert attempt is not None
-        return Candidate(choice.tag, attempt, choice.in_memory, choice.share_reads)
+        return Candidate(choice.tag, attempt, choice.in_memory, choice.in_spool, choice.near, choice.share_reads)
 
     def _choose(self, number: int, tag: str | None) -> CandidateChoice:
         try:
             held = self._held_by_all() if number == 0 and tag is None else None
-            if held is None and not self._looked:
+            spooled = self._spooled_by_all() if tag is None else None
+            if held is None and spooled is None and not self._looked:
                 self._wait_for_flights()
             chosen, passed_over = self._look(lambda patience: self._chosen(tag, patience))
-            if held is not None and (chosen is None or held.order >= chosen.outcome.order):
+            newest = (-1, -1) if chosen is None else chosen.outcome.order
+            if held is not None and held.order >= max(newest, (-1, -1) if spooled is None else spooled.order):
                 return CandidateChoice(in_memory=True, tag=held.tag, attempt=held.attempt)
+            if spooled is not None and spooled.order > newest:
+                self._nearby.add(f"{spooled.tag}/{spooled.attempt}")
+                return CandidateChoice(in_spool=True, tag=spooled.tag, attempt=spooled.attempt)
             self._at_own_root()
             self._looked = True
+            near = chosen is not None and self._is_near(chosen)
             if chosen is not None:
-                self._tried.add(chosen.prefix)
+                (self._nearby if near else self._tried).add(chosen.prefix)
         except CheckpointdError as error:
             return CandidateChoice(problem=Problem.of(self._root_gone() or error))
         damage = tuple(map(Problem.of, passed_over))
         if chosen is None:
             return CandidateChoice(passed_over=damage)
         shares = self.options.share_reads and self.ranks.world_size > 1
-        return CandidateChoice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage, share_reads=shares)
+        return CandidateChoice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage, near=near, share_reads=shares)
 
     async def _chosen(self, tag: str | None, patience: Patience) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
         if tag is not None:
@@ -292,11 +280,30 @@ class Loader:
             except StoreError as error:
                 log.warning("the sidecar did not list its snapshots: %s", error)
         self._held = {(one.tag, one.attempt): one for one in held}
-        self.load_round.offer("held", Holding(held=held))
+        note = Holding(held=held)
+        if self.near is not None:
+            self.near.look()
+            note = Holding(held=held, spooled=self.near.offers(self.ranks.rank), near=self.near.prefixes)
+        self.load_round.offer("held", note)
+
+    def _is_near(self, chosen: Checkpoint) -> bool:
+        """Whether a node has a part of `chosen` in memory or in its spool, which was not tried yet."""
+        notes = [note for note in self._offers.values() if chosen.prefix not in self._nearby]
+        named = {prefix for note in notes for prefix in (*note.near, *(f"{one.tag}/{one.attempt}" for one in note.held))}
+        return chosen.prefix in named
+
+    def _spooled_by_all(self) -> SpooledOffer | None:
+        """On rank 0: the newest undecided attempt that every rank has in the spool of its node, if it was not tried yet."""
+        for offered in in_every_spool(self._offers, self.ranks):
+            is_new = f"{offered.tag}/{offered.attempt}" not in self._nearby
+            if is_new and self._look(lambda p, one=offered: may_commit(PatientStore(self.store, p), one, self.surviving)):  # type: ignore[misc]
+                return offered
+        return None
 
     def _held_by_all(self) -> RetainedSnapshot | None:
         """On rank 0: the newest snapshot that all sidecars retain, if it counts at this root."""
-        held = common({rank: note.held for rank, note in self.load_round.offers("held").items()}, self.ranks)
+        self._offers = self.load_round.offers("held")
+        held = common({rank: note.held for rank, note in self._offers.items()}, self.ranks)
         if held is None:
             return None
         return held if self._look(lambda patience: counts(PatientStore(self.store, patience), held)) else None
@@ -328,7 +335,7 @@ class Loader:
             if not flights:
                 break
             waiting.look()
-            if all(flight.phase == Phase.PREPARED for flight in flights):
+            if all(flight.phase in (Phase.PREPARED, Phase.SPOOLED) for flight in flights):
                 until = min(until, time.monotonic() + VOTES_S)
             pause.wait(_FLIGHT_POLL_S)
         return tuple(f"{flight.tag}/{flight.attempt}" for flight in flights)
@@ -399,7 +406,7 @@ class Loader:
         )
 
     def _see(self, candidate: Candidate) -> Seen:
-        source = self._held_source(candidate) if candidate.in_memory else self._stored_source(candidate)
+        source = self._source(candidate)
         content = source.content()
         return Seen(source, content, uncollected(lambda: askable(self.state, content)))
 
@@ -421,6 +428,21 @@ class Loader:
             if not filled.issuperset(map(MemoryRegion.of, memory)):
                 raise MismatchError(f"{tag} does not have all values that {other} had, which is damaged and was loaded in part")
 
+    def _source(self, candidate: Candidate) -> CandidateSource:
+        if candidate.in_memory or (candidate.near and not candidate.share_reads and self._holds(candidate)):
+            return self._held_source(candidate)
+        if candidate.in_spool and self.near is not None:
+            prefix, args = attempt_prefix(candidate.tag, candidate.attempt), (self.config, self.timeout_s, self.ranks)
+            return spooled_source(self.near, self.store, prefix, self.writer, *args)
+        return self._stored_source(candidate)
+
+    def _holds(self, candidate: Candidate) -> bool:
+        """Whether this rank's sidecar retains the snapshot of `candidate`, which is at the root."""
+        held = self._held.get((candidate.tag, str(candidate.attempt)))
+        if held is None or held.world_size != self.ranks.world_size:
+            return False
+        return self._look(lambda patience: counts(PatientStore(self.store, patience), held))
+
     def _held_source(self, candidate: Candidate) -> MemorySource:
         """Fetch the snapshot. Any problem with it counts as damage, so the ranks load from the store instead."""
         held = self._held.get((candidate.tag, str(candidate.attempt)))
@@ -441,14 +463,16 @@ class Loader:
         outcome = self.writer.call(read, self.timeout_s + self.config.retry_s)
         checkpoint = Checkpoint(candidate.tag, candidate.attempt, outcome)
         sharing = RankSharing(self.load_round, f"reads/{checkpoint.prefix}") if candidate.share_reads else None
+        near = self.near is not None and candidate.near and checkpoint.prefix in self.near.prefixes
         return StoredSource(
-            self.store,
+            SpoolFirst(self.store, self.near.store) if near and self.near is not None else self.store,
             self.writer,
             self.config,
             self.timeout_s,
             self.ranks,
             checkpoint,
             on_failure=self._tries_again,
+            kind="spool" if near else "store",
             sharing=sharing,
         )
 

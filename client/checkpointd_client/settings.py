@@ -74,9 +74,7 @@ class Options:
             arguments.flag(name, getattr(self, name))
         _ = self.persist, self.commit, self.load
         if self.spooling is not None and self.sidecar is not None:
-            raise UsageError(
-                "the sidecar has the spool of its node: start it with `checkpointd serve --spool DIR`, without spool="
-            )
+            raise UsageError("with a sidecar, the spool is the sidecar's: start that one with a spool, and give no spool= here")
         check_job(self.job)
 
     @property

@@ -300,3 +300,91 @@ def test_closing_leaves_what_is_not_uploaded_to_the_next_start(tmp_path: Path) -
         job.open(root, spool=str(tmp_path / "spool"))
         wait_for_latest(root, "global_step1")
         job.must_load(1)
+
+
+# --- a restart climbs the ladder ---------------------------------------------------------------------------------
+
+
+def test_near_3_a_restart_loads_the_newest_save_from_the_spools_although_it_is_not_uploaded(
+    tmp_path: Path, closed: Daemon
+) -> None:
+    root = tmp_path / "root"
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        spooled(job, 1)
+        spooled(job, 2)
+        killed(job)
+    closed.kill()  # and with it the memory tier
+    closed.start_again()
+    assert bulk(root) == []
+    with Job(folder=tmp_path) as job:
+        job.open(root, sidecar=str(closed.socket))
+        loaded = job.load()
+        assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(2, "spool", [])] * 2
+        killed(job)
+
+
+def test_near_3_it_is_loaded_without_a_sidecar_too(tmp_path: Path) -> None:
+    root, settings = tmp_path / "root", {"directory": str(tmp_path / "spool"), "windows": CLOSED}
+    with Job(folder=tmp_path) as job:
+        job.open(root, spooled=settings)
+        spooled(job, 1)
+        killed(job)
+    with Job(folder=tmp_path) as job:
+        job.open(root, spooled=settings)
+        loaded = job.load()
+        assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(1, "spool", [])] * 2
+
+
+def test_near_2_a_committed_save_is_read_from_the_spool_and_damage_there_is_read_at_the_root(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Daemon(tmp_path, *options(tmp_path), "--held-mib", "0") as daemon:
+        with Job(folder=tmp_path) as job:
+            job.open(root, sidecar=str(daemon.socket))
+            job.must_commit(1)
+            killed(job)
+        with Job(folder=tmp_path) as job:
+            job.open(root, sidecar=str(daemon.socket))
+            assert [(one.step, one.source, one.wrong) for one in job.load() if one] == [(1, "spool", [])] * 2
+            killed(job)
+        chunks = sorted((tmp_path / "spool").rglob("*.chunks"), key=lambda path: -path.stat().st_size)
+        data = bytearray(chunks[0].read_bytes())
+        data[5000] ^= 1
+        chunks[0].chmod(0o600)
+        chunks[0].write_bytes(data)
+        with Job(folder=tmp_path) as job:
+            job.open(root, sidecar=str(daemon.socket))
+            assert [(one.step, one.source, one.wrong) for one in job.load() if one] == [(1, "store", [])] * 2
+            killed(job)
+        for path in chunks:
+            path.unlink()
+        with Job(folder=tmp_path) as job:
+            job.open(root, sidecar=str(daemon.socket))
+            assert [(one.step, one.wrong) for one in job.load() if one] == [(1, [])] * 2
+            killed(job)
+
+
+def test_a_replaced_node_reads_at_the_root_what_the_other_one_has_in_memory(tmp_path: Path) -> None:
+    """Two nodes, two ranks each. The second one is lost and replaced by a new one, with a new daemon."""
+    root = tmp_path / "root"
+    spools = [("--spool", str(tmp_path / name)) for name in ("spool-0", "spool-1", "spool-2")]
+    with (
+        Daemon(tmp_path, *spools[0], name="node-0") as one,
+        Daemon(tmp_path, *spools[1], name="node-1") as two,
+        Daemon(tmp_path, *spools[2], name="node-2") as new,
+    ):
+        with Job(folder=tmp_path, world_size=4) as job:
+            for rank in job.ranks:
+                rank.tell("open", **job.opening(root), sidecar=str((one, two)[rank.rank // 2].socket))
+            assert all(rank.answer() is None for rank in job.ranks)
+            job.must_commit(1)
+            killed(job)
+        with Job(folder=tmp_path, world_size=4) as job:
+            for rank in job.ranks:
+                rank.tell("open", **job.opening(root), sidecar=str((one, new)[rank.rank // 2].socket))
+            assert all(rank.answer() is None for rank in job.ranks)
+            loaded = [one for one in job.load() if one]
+            assert [(found.step, found.wrong) for found in loaded] == [(1, [])] * 4
+            assert [found.source for found in loaded] == ["memory", "memory", "store", "store"]
+            job.must_commit(2)
+            killed(job)

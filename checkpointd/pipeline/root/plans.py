@@ -9,12 +9,12 @@ Invariants
       epoch runs, only this writer removes the plan.
   PLAN-2  A writer removes its plan only if it uses a newer one, and it has seen a durable outcome of each attempt for which it
       used the plan. So the plan of a vote that is still to be decided is there.
+      A plan that comes from a spool stays until a start removes it: other processes of its node may upload shards that need it.
   PLAN-3  A start removes the plans of an older epoch only if none of its attempts survives.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -112,8 +112,6 @@ class OwnPlans:
     _current: OwnPlan | None = None
     _undecided: dict[str, set[str]] = field(default_factory=dict)
     """Of each plan, by key: the attempts that use it and of which no outcome was seen."""
-    _removing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while plans are removed, or an older one is put again."""
 
     async def use(self, store: Store, info: AttemptInfo, shard: Shard) -> OwnPlan:
         """The plan of `shard`, durable in the store. It is put only if the layout or the epoch has changed."""
@@ -125,12 +123,6 @@ class OwnPlans:
         self._undecided.setdefault(known.key, set()).add(info.prefix)
         return known
 
-    async def use_stored(self, store: Store, key: str, data: bytes, prefix: str) -> None:
-        """Put a plan that was made before, for the attempt `prefix`, which may need it until it is decided (PLAN-2)."""
-        async with self._removing:
-            self.note(key, prefix)
-            await _put_bytes(store, key, data)
-
     def note(self, key: str, prefix: str) -> None:
         """Note that the attempt `prefix` may need the plan `key` until it is decided."""
         self._undecided.setdefault(key, set()).add(prefix)
@@ -139,26 +131,26 @@ class OwnPlans:
         """Note that the attempt `prefix` has a durable outcome, and remove the plans that nothing needs any more (PLAN-2)."""
         for attempts in self._undecided.values():
             attempts.discard(prefix)
-        async with self._removing:
-            current = self._current.key if self._current is not None else None
-            for key in [key for key, attempts in self._undecided.items() if not attempts and key != current]:
-                try:
-                    await store.delete(key)
-                except CheckpointdError as error:
-                    log.info("%s stays for now: %s", key, error)
-                else:
-                    self._undecided.pop(key, None)
+        current = self._current.key if self._current is not None else None
+        for key in [key for key, attempts in self._undecided.items() if not attempts and key != current]:
+            try:
+                await store.delete(key)
+            except CheckpointdError as error:
+                log.info("%s stays for now: %s", key, error)
+            else:
+                self._undecided.pop(key, None)
 
 
 async def _put_plan(store: Store, info: AttemptInfo, shard: Shard) -> OwnPlan:
     plan = shard.plan(info)
     data = await aside(len(shard.tensors), encode_plan, plan)
     made = OwnPlan(shard.tensors, info.attempt.epoch, plan, digest(data))
-    await _put_bytes(store, made.key, data)
+    await put_plan_bytes(store, made.key, data)
     return made
 
 
-async def _put_bytes(store: Store, key: str, data: bytes) -> None:
+async def put_plan_bytes(store: Store, key: str, data: bytes) -> None:
+    """Put the bytes of a plan, unless they are there."""
     if not await store.put_if_absent(key, data) and not await _holds(store, key, data):
         log.error("%s is damaged and is written again, since its name gives the digest of the right bytes", key)
         await store.put(key, data)

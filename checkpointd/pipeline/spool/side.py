@@ -21,7 +21,6 @@ from checkpointd.errors import CheckpointdError, LinkError, StoreError, Supersed
 from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, ShardProgress
 from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.pipeline.spool.shards import SpooledShard
@@ -46,7 +45,6 @@ class WriterParts(Protocol):
     commit: CommitConfig
     rates: Rates
     tidier: Tidier
-    own_plans: OwnPlans
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,6 @@ class SpoolSide:
             config=self.state.persist,
             pacing=self.own.directory.pacing,
             progress=self.progress,
-            plans=self.state.own_plans,
             check_stop=self.hooks.check_stop,
         )
         self.index = msgspec.structs.replace(await upload.run(), tree=b"")

@@ -27,7 +27,7 @@ from checkpointd.layout.keys import object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, ObjectRef, digest
 from checkpointd.pipeline.meter import Meter
 from checkpointd.pipeline.pages import page_buffer
-from checkpointd.pipeline.root.plans import OwnPlans
+from checkpointd.pipeline.root.plans import put_plan_bytes
 from checkpointd.pipeline.shard import Bytes, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.turns import Pacing
@@ -72,7 +72,6 @@ class Upload:
     config: PersistConfig
     pacing: Pacing
     progress: ShardProgress
-    plans: OwnPlans
     check_stop: Callable[[], None]
     sent: Meter = field(default_factory=Meter)
 
@@ -112,7 +111,7 @@ class Upload:
             raise self._damaged(str(error)) from error
         if digest(data) != record.vote.plan:
             raise self._damaged(f"{record.plan_key} has other bytes than were written")
-        await self.plans.use_stored(self.root, record.plan_key, data, record.prefix)
+        await put_plan_bytes(self.root, record.plan_key, data)
 
     async def _put_index(self, key: str, data: bytes) -> None:
         note = _done(key)

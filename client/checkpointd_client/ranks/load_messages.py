@@ -43,10 +43,25 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return kind(message)
 
 
+class SpooledOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """An undecided attempt, of which the spool of a node has the shard of one rank. `order`: by this rank's own count."""
+
+    tag: str
+    attempt: str
+    step: int
+    order: tuple[int, int]
+    world_size: int
+    nonce: str
+
+
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """The snapshots that the sidecar of one rank retains."""
+    """The snapshots that the sidecar of one rank retains, and what the spool of its node has. `near`: the attempts
+    (`<tag>/<attempt>`) of which the spool has any shard.
+    """
 
     held: tuple[RetainedSnapshot, ...] = ()
+    spooled: tuple[SpooledOffer, ...] = ()
+    near: tuple[str, ...] = ()
 
 
 class AskableNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +73,14 @@ class AskableNames(msgspec.Struct, frozen=True, kw_only=True):
 class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The candidate that rank 0 chose: an attempt at a tag, none (`tag` is None), or the problem that prevented a choice.
 
-    `in_memory`: load it from the snapshots of the sidecars. `passed_over`: the damage of newer checkpoints. `share_reads`:
-    ranks that read the same share the reading, as rank 0 was asked to.
+    `in_memory`: load it from the snapshots of the sidecars. `in_spool`: load it from the spools of the nodes, since it is not
+    decided yet. `near`: each rank may read what its node has of it, in memory or in the spool. `passed_over`: the damage of
+    newer checkpoints. `share_reads`: ranks that read the same share the reading, as rank 0 was asked to.
     """
 
     in_memory: bool = False
+    in_spool: bool = False
+    near: bool = False
     tag: str | None = None
     attempt: str = ""
     problem: Problem | None = None

@@ -180,7 +180,7 @@ class MemorySource:
     rank: int
     pinned_bytes: int = PINNED_BYTES
     """The most host memory that the load pins."""
-    kind: Literal["store", "memory"] = "memory"
+    kind: Literal["store", "memory", "spool"] = "memory"
     _known: dict[tuple[str, int | None, Box], list[_Piece]] = field(default_factory=dict)
     """What holds a wanted box, by its tensor, its rank and itself: a load asks before it fills."""
 

@@ -47,7 +47,7 @@ class CandidateSource(Protocol):
     def step(self) -> int: ...
 
     @property
-    def kind(self) -> Literal["store", "memory"]: ...
+    def kind(self) -> Literal["store", "memory", "spool"]: ...
 
     def content(self) -> RankContent:
         """The content for this rank."""
@@ -170,7 +170,7 @@ class StoredSource:
     on_failure: Callable[[], None] = lambda: None
     on_absence: Callable[[], Awaitable[None]] | None = None
     """Called when an object is not there. If it raises, the read ends with that error."""
-    kind: Literal["store", "memory"] = "store"
+    kind: Literal["store", "memory", "spool"] = "store"
     sharing: RankSharing | None = None
     """Set if ranks that read the same share the reading when they fill."""
     known: CheckpointView | None = None

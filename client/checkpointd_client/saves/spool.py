@@ -23,7 +23,7 @@ from checkpointd.pipeline.root.leases import HeldLease
 from checkpointd.pipeline.shard import COORDINATOR, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
-from checkpointd.pipeline.spool.places import DiskPlace, hold
+from checkpointd.pipeline.spool.places import DiskPlace, hold, name_of
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.store.base import Store
 
@@ -45,6 +45,11 @@ class ProcessSpool:
     _states: dict[tuple[int, str], WriterState] = field(default_factory=dict)
     """By rank and nonce of the epoch."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def path(self) -> str:
+        """Where the shards of this root lie."""
+        return f"{self.config.directory}/{name_of(self.store.url, None)}"
 
     async def open(self) -> None:
         """Raises UsageError if the directory cannot be used."""
