@@ -8,9 +8,10 @@ import msgspec
 class PhaseSeconds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long each part of one rank's save took; None for a part that has not happened or was not measured.
 
-    `staging`: from save() until the snapshot was whole. `persisting`: from then until the vote. `hash`, `codec` and `disk` are
-    parts of `persisting` that may overlap: the time in which at least one chunk was hashed, encoded, or written. `waiting`:
-    from the vote until the outcome; a vote does not have it.
+    `staging`: from save() until the snapshot was whole. `persisting`: from then until the vote, or until it was in the spool.
+    `hash`, `codec` and `disk` are parts of `persisting` that may overlap: the time in which at least one chunk was hashed,
+    encoded, or written. `uploading`: from the spool to the vote, with the wait for its turn. `waiting`: from the vote until the
+    outcome. A vote has neither of these two.
     """
 
     staging: float | None = None
@@ -19,6 +20,7 @@ class PhaseSeconds(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     codec: float | None = None
     disk: float | None = None
     waiting: float | None = None
+    uploading: float | None = None
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -45,6 +45,8 @@ class SaveMeter:
     staging_s: float | None = None
     persisting_s: float | None = None
     waiting_s: float | None = None
+    uploading_s: float | None = None
+    _spooled: float | None = None
     _began: float | None = None
     _staged: float | None = None
     _voted: float | None = None
@@ -58,6 +60,11 @@ class SaveMeter:
         if phase is Phase.STAGED and self._began is not None:
             self._staged = _now()
             self.staging_s = self._staged - self._began if self.staging_s is None else self.staging_s
+        elif phase is Phase.SPOOLED:
+            self._spooled = _now()
+        elif phase is Phase.PREPARED and self._spooled is not None:
+            self._voted = _now()
+            self.uploading_s = self._voted - self._spooled
         elif phase is Phase.PREPARED:
             self.voted()
         elif phase in FINAL and self._voted is not None:
@@ -79,6 +86,7 @@ class SaveMeter:
             codec=_rounded(self.codec.seconds) if worked else None,
             disk=_rounded(self.disk.seconds) if worked else None,
             waiting=_rounded(self.waiting_s),
+            uploading=_rounded(self.uploading_s),
         )
 
 

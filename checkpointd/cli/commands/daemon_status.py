@@ -15,11 +15,11 @@ from checkpointd.cli.arguments import only_root
 from checkpointd.cli.formatting import ABSENT, count, duration, size, speed
 from checkpointd.cli.render import Bar, Bars, Block, Cell, Facts, Heading, Mood, Note, Table, show_answer
 from checkpointd.cli.watching import watch
-from checkpointd.commit.machine import FENCED
+from checkpointd.commit.machine import FENCED, SUPERSEDED
 from checkpointd.daemon.query import AsyncStatusClient
 from checkpointd.daemon.status.changes import changes
-from checkpointd.daemon.status.model import DaemonStatus, RootStatus, SaveStatus
-from checkpointd.daemon.status.save_groups import SHOWN, SaveGroup, attempts_of, fraction, gather
+from checkpointd.daemon.status.model import DaemonStatus, RootStatus, SaveStatus, SpoolStatus
+from checkpointd.daemon.status.save_groups import DONE, SHOWN, SaveGroup, attempts_of, fraction, gather
 from checkpointd.daemon.status.verdict import attention, members_of
 from checkpointd.errors import NotFoundError
 from checkpointd.mirror.news import MirrorProgress
@@ -81,6 +81,7 @@ def page(found: DaemonStatus) -> Iterator[Block]:
             ("memory", _memory_text(found)),
             ("connections", f"{found.clients} of {found.clients_max}, {_refusals(found)}"),
             *([("bandwidth limit", speed(found.bandwidth_bps))] if found.bandwidth_bps is not None else []),
+            *([("spool", _spool_cell(found.spool))] if found.spool is not None else []),
         ]
     )
     for words in found.left_out:
@@ -95,6 +96,22 @@ def page(found: DaemonStatus) -> Iterator[Block]:
         return
     for root in found.roots:
         yield from _root_blocks(root, found.now)
+
+
+def _spool_cell(spool: SpoolStatus) -> Cell:
+    """What waits in the spool, when uploads run, and what did not go through it."""
+    parts = [spool.directory, f"{spool.waiting} shards wait ({size(spool.waiting_bytes)})"]
+    if spool.used_bytes is not None and spool.free_bytes is not None:
+        parts.append(f"{size(spool.used_bytes)} used, {size(spool.free_bytes)} free")
+    if spool.opens_in_s:
+        parts.append(f"uploads begin in {duration(spool.opens_in_s)} ({spool.windows})")
+    counts = {
+        "superseded": spool.superseded,
+        "straight to the root, since it was full": spool.direct_full,
+        "straight to the root, since its disk failed": spool.direct_failed,
+    }
+    parts += [f"{number} {words}" for words, number in counts.items() if number]
+    return Cell(", ".join(parts), "bad" if spool.direct_failed else "doubt" if spool.direct_full else "")
 
 
 _MOODS: dict[str, Mood] = {"bad": "bad", "doubt": "doubt", "good": "good", "quiet": "quiet"}
@@ -255,13 +272,15 @@ def _pace(eta_s: float | None, speed_bps: float | None, raw_done: int, raw_total
 def _save_text(save: SaveStatus) -> str:
     if save.error is not None:
         return f"{save.phase}: {save.error.message}"
+    if save.phase == "uploading" and save.upload_total:
+        return f"uploading, {size(save.uploaded)} of {size(save.upload_total)}"
     if save.phase != "persisting":
         return SHOWN.get(save.phase, save.phase)
     return ", ".join(_pace(save.eta_s, save.speed_bps, save.raw_done, save.raw_total)) or save.phase
 
 
 def _save_mood(save: SaveStatus) -> Mood:
-    return "bad" if save.error is not None else "good" if save.phase == "prepared" else ""
+    return "bad" if save.error is not None else "good" if save.phase in DONE else ""
 
 
 def _recent(ended: Sequence[SaveGroup], now: float) -> Table:
@@ -284,7 +303,8 @@ def _recent(ended: Sequence[SaveGroup], now: float) -> Table:
 
 def _result_cell(attempt: SaveGroup) -> Cell:
     words = ", ".join(f"{number} {phase}" for phase, number in attempt.counts.items())
-    return Cell(words, "good" if set(attempt.counts) == {"committed"} else "bad")
+    mood: Mood = "good" if set(attempt.counts) == {"committed"} else "doubt" if set(attempt.counts) == {SUPERSEDED} else "bad"
+    return Cell(words, mood)
 
 
 def _failure_blocks(attempt: SaveGroup) -> Iterator[Block]:

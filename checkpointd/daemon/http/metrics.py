@@ -31,7 +31,7 @@ from checkpointd.daemon.status.model import DaemonStatus, RootStatus
 from checkpointd.daemon.status.tally import Tally
 from checkpointd.mirror.news import MirrorProgress
 
-PHASES = ("staging", "staged", "persisting", "prepared", "failed", "skipped")
+PHASES = ("staging", "staged", "persisting", "spooled", "uploading", "prepared", "failed", "skipped")
 """The phases of a save in flight; the last two while its no vote is being put."""
 
 
@@ -46,6 +46,7 @@ class HubCollector(Collector):
         told = used_lately(found)
         yield from _daemon(found)
         yield from _memory(found)
+        yield from _spool(found)
         yield from _roots(told, found.now)
         if found.mirrors:
             yield from _mirrors(found)
@@ -139,6 +140,26 @@ def _memory(found: DaemonStatus) -> Iterator[Metric]:
     yield _gauge("checkpointd_memory_mapped_max_bytes", "Snapshot memory that may be mapped.", memory.mapped_max)
     yield _gauge("checkpointd_memory_held_bytes", "Snapshots that are held for trainers that start again.", memory.held)
     yield _gauge("checkpointd_memory_held_max_bytes", "Snapshots that may be held.", memory.held_max)
+
+
+def _spool(found: DaemonStatus) -> Iterator[Metric]:
+    spool = found.spool
+    if spool is None:
+        return
+    if spool.used_bytes is not None and spool.free_bytes is not None:
+        yield _gauge("checkpointd_spool_used_bytes", "Bytes in the spool when a save last looked.", spool.used_bytes)
+        yield _gauge("checkpointd_spool_free_bytes", "Free bytes of its disk when a save last looked.", spool.free_bytes)
+    yield _gauge("checkpointd_spool_waiting", "Shards in the spool whose save is not decided.", spool.waiting)
+    yield _gauge("checkpointd_spool_waiting_bytes", "Bytes of these shards.", spool.waiting_bytes)
+    yield _gauge("checkpointd_spool_uploads_open", "1 while uploads may run, else 0.", spool.opens_in_s == 0)
+    yield _counter("checkpointd_spool_uploaded_bytes", "Bytes sent from the spool to roots.", [((), spool.uploaded_bytes)], ())
+    text = (
+        "Shards by what became of them: spooled (durable in the spool), uploaded (their save committed), superseded (dropped "
+        "for a newer save), direct_full and direct_failed (written straight to the root, since the spool was full or failed), "
+        "resumed (left by an earlier daemon)."
+    )
+    words = ("spooled", "uploaded", "superseded", "direct_full", "direct_failed", "resumed")
+    yield _counter("checkpointd_spool_shards", text, [((word,), getattr(spool, word)) for word in words], ("what",))
 
 
 # --- of each root --------------------------------------------------------------------------------------------
@@ -327,7 +348,8 @@ def _counts(labels: tuple[str, ...], tallies: Tallies) -> Iterator[Metric]:
 
     yield split(
         "checkpointd_saves",
-        "Saves of ranks that ended: committed, aborted by others or the deadline, fenced by a newer job, failed, skipped.",
+        "Saves of ranks that ended: committed, aborted by others or the deadline, fenced by a newer job, "
+        "superseded by a newer save in the spool, failed, skipped.",
         "result",
         lambda tally: tally.results,
     )

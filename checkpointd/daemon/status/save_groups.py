@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from checkpointd.daemon.status.model import RootStatus, SaveStatus
 from checkpointd.pipeline.shard import part_done
 
-DONE = frozenset({"prepared", "committed"})
+DONE = frozenset({"spooled", "uploading", "prepared", "committed"})
+"""The phases after persisting: the bytes are durable, at the root or in the spool."""
 SHOWN = {"prepared": "voted"}
 """Phases that people see under another name."""
 
@@ -93,7 +94,7 @@ class SaveGroup:
 
 
 def fraction(save: SaveStatus) -> float:
-    """The part of one rank's bytes that is on the disk; 1 only when it has voted."""
+    """The part of one rank's bytes that is on the disk; 1 only when they are in the spool, or it has voted."""
     return 1.0 if save.phase in DONE else part_done(save.raw_done, save.raw_total)
 
 

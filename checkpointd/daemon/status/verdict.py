@@ -14,7 +14,7 @@ from typing import get_args
 
 import msgspec
 
-from checkpointd.commit.machine import Phase
+from checkpointd.commit.machine import SUPERSEDED, Phase
 from checkpointd.daemon.status.model import RankStatus, RootStatus, RootVerdict, State
 from checkpointd.daemon.status.save_groups import SaveGroup, attempts_of
 from checkpointd.phrases import rank_runs
@@ -112,14 +112,14 @@ def _failure(failed: list[SaveGroup]) -> str:
 
 
 def failures_of(root: RootStatus) -> list[SaveGroup]:
-    """The saves that did not commit since the last one that did, newest first. Skipped ones do not count."""
+    """The saves that did not commit since the last one that did, newest first. Skipped and superseded ones do not count."""
     found: list[SaveGroup] = []
     for attempt in reversed(attempts_of(root)):
         phases = {save.phase for save in attempt.saves if save.ended_at is not None}
         ended = max((save.ended_at for save in attempt.saves if save.ended_at is not None), default=0.0)
         if "committed" in phases or (root.newest_committed_at or 0.0) > ended > 0.0:
             break
-        if phases - {Phase.SKIPPED.value} and attempt.causes:
+        if phases - {Phase.SKIPPED.value, SUPERSEDED} and attempt.causes:
             found.append(attempt)
     return found
 

@@ -72,6 +72,7 @@ class SpoolDirectory:
         """The shards of undecided attempts at which this process works."""
         self._retained: dict[TurnKey, SpooledShard] = {}
         self._roots: dict[str, RootSpool] = {}
+        self._stores: dict[str, Store] = {}
         self._turns: dict[TurnKey, Turns] = {}
         self._reserved = 0
         self._looking = asyncio.Lock()
@@ -174,9 +175,11 @@ class SpoolDirectory:
             except StoreError as error:
                 log.error("what is left in the spool below %s cannot be read: %s", name, error)
         shards.sort(key=lambda one: one.record.order)
-        for shard in shards:
-            if "committed" in shard.notes:
-                self._retained[_turn_key(shard)] = shard
+        for shard in [shard for shard in shards if "committed" in shard.notes]:
+            before = self._retained.get(_turn_key(shard))
+            self._retained[_turn_key(shard)] = shard
+            if before is not None and before.record.key != shard.record.key:
+                await drop_quietly(before)
         return [shard for shard in shards if "committed" not in shard.notes]
 
     async def _found_in(self, name: str) -> list[SpooledShard]:
@@ -209,18 +212,22 @@ class SpoolDirectory:
         """
         removed = 0
         for name in await self.place.names():
-            known = self._roots.get(name)
-            store = await self._opened(name, await self.place.owner(name)) if known is None else known.store
-            removed += await _swept(store, before_epoch)
+            removed += await _swept(await self._opened(name, await self.place.owner(name)), before_epoch)
         return removed
 
     async def close(self) -> None:
-        for spool in self._roots.values():
-            await spool.store.close()
+        for store in self._stores.values():
+            await store.close()
         self._roots.clear()
+        self._stores.clear()
 
     async def _opened(self, name: str, user: User | None) -> Store:
-        return await asyncio.get_running_loop().run_in_executor(None, self.place.open, name, user)
+        if name not in self._stores:
+            store = await asyncio.get_running_loop().run_in_executor(None, self.place.open, name, user)
+            if name in self._stores:
+                await store.close()
+            self._stores.setdefault(name, store)
+        return self._stores[name]
 
 
 async def _swept(store: Store, before_epoch: int | None) -> int:

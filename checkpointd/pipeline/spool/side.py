@@ -35,6 +35,8 @@ log = logging.getLogger("checkpointd")
 
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
 """The pause after an upload that failed, which doubles each time."""
+ROOM_S = 60.0
+"""An upload waits at most half of this until retention has made room at the root: the slot is free, so nobody else waits."""
 
 
 class WriterParts(Protocol):
@@ -135,7 +137,7 @@ class SpoolSide:
             return False
         await unless(self.hooks.over, self.hooks.check_root())
         loop = asyncio.get_running_loop()
-        until = loop.time() + self.state.commit.timeout_s
+        until = loop.time() + min(self.state.commit.timeout_s, ROOM_S)
         if not self._has_room:
             self.state.tidier.expect(self.info)
             await unless(self.hooks.over, self.state.tidier.room_for(self.info, until, shard.record.vote.raw_bytes))

@@ -66,6 +66,7 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("take_over", NO_FLAGS),
         ("read_back", NO_FLAGS),
         ("device_checksums", NO_FLAGS),
+        ("spool", [3, True, "", b"path", "a\0b"]),
         ("max_overhead", [0, 0.0, 11, *[value for value in NO_NUMBERS if value is not None]]),
     ],
 )
@@ -203,7 +204,9 @@ def test_phases_and_times_that_are_mixed_up_are_refused(tmp_path: Path) -> None:
         handle = ckpt.save(1, STATE)
         with pytest.raises(UsageError, match=r"has two time-outs: name the phase, as in wait\('staged', 5\.0\)"):
             handle.wait(5.0, 6.0)
-        with pytest.raises(UsageError, match=r"^until is 'done'; choose one of staged, persisting, prepared, committed"):
+        with pytest.raises(
+            UsageError, match=r"^until is 'done'; choose one of staged, persisting, spooled, uploading, prepared, com"
+        ):
             handle.wait("done")  # type: ignore[arg-type]  # that is the test
 
 

@@ -1,6 +1,6 @@
 // Groups the saves of single ranks by attempt.
 
-export const isFinal = (save) => ["committed", "aborted", "fenced", "failed", "skipped"].includes(save.phase) && save.ended_at !== null;
+export const isFinal = (save) => ["committed", "aborted", "fenced", "superseded", "failed", "skipped"].includes(save.phase) && save.ended_at !== null;
 
 /** Saves by attempt, in the order in which the attempts began: {key, tag, attempt, step, saves, began, ended}. */
 export function attempts(saves, now) {
@@ -20,9 +20,11 @@ export function attempts(saves, now) {
   return [...found.values()].sort((a, b) => a.began - b.began);
 }
 
-/** How much of a rank's bytes is persisted, from 0 to 1. */
+const DONE = ["spooled", "uploading", "prepared", "committed"];
+
+/** How much of a rank's bytes is durable, at the root or in the spool, from 0 to 1. */
 export function fraction(save) {
-  if (save.phase === "prepared" || save.phase === "committed") return 1;
+  if (DONE.includes(save.phase)) return 1;
   return save.raw_total ? Math.min(0.99, save.raw_done / save.raw_total) : 0; // as part_done of checkpointd/pipeline/shard.py
 }
 
@@ -45,9 +47,9 @@ export function progress(attempt) {
 /** The pieces of a save for the picture: [kind, from, to], in seconds since 1970. */
 export function pieces(save, now) {
   const end = save.ended_at ?? now;
-  const times = [save.began_at, save.staged_at, save.persisting_at, save.voted_at];
-  const kinds = ["staging", "waiting", "persisting", "voted"];
-  const known = times.map((time, at) => [kinds[at], time]).filter(([, time]) => time !== null);
+  const times = [save.began_at, save.staged_at, save.persisting_at, save.spooled_at, save.uploading_at, save.voted_at];
+  const kinds = ["staging", "waiting", "persisting", "spooled", "uploading", "voted"];
+  const known = times.map((time, at) => [kinds[at], time]).filter(([, time]) => time != null);
   const found = known.map(([kind, from], at) => [kind, from, Math.max(from, known[at + 1]?.[1] ?? end)]);
   if (save.ended_at !== null && save.phase !== "committed") found.at(-1)[0] = "lost";
   return found;

@@ -17,7 +17,7 @@ export function inFlight(root, now, ui) {
   );
 }
 
-const SHOWN = [["staging", "staging"], ["staged", "staged"], ["persisting", "persisting"], ["prepared", "voted"], ["failed", "failed"], ["fenced", "fenced"], ["skipped", "skipped"]];
+const SHOWN = [["staging", "staging"], ["staged", "staged"], ["persisting", "persisting"], ["spooled", "spooled"], ["uploading", "uploading"], ["prepared", "voted"], ["failed", "failed"], ["fenced", "fenced"], ["superseded", "superseded"], ["skipped", "skipped"]];
 
 function flight(attempt, now, ui) {
   const p = progress(attempt);
@@ -65,6 +65,7 @@ function rankBars(attempt) {
 
 function rankWord(save) {
   if (save.error) return `${save.phase}: ${printable(save.error.message)}`;
+  if (save.phase === "uploading" && save.upload_total) return `uploading, ${size(save.uploaded)} of ${size(save.upload_total)}`;
   if (save.phase !== "persisting") return save.phase === "prepared" ? "voted" : save.phase;
   const left = save.eta_s === null ? "" : `, ${duration(save.eta_s)} left`;
   return `${percent(fraction(save))}${save.speed_bps ? `, ${speed(save.speed_bps)}` : ""}${left}`;

@@ -11,6 +11,7 @@ const PARTS = [
   ["hash", "hashing", true],
   ["codec", "encoding", true],
   ["disk", "writing", true],
+  ["uploading", "Uploading from the spool", false],
   ["waiting", "Waiting for votes", false],
 ];
 

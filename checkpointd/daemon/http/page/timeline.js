@@ -10,6 +10,8 @@ export const KINDS = [
   ["staging", "staging: copying the snapshot"],
   ["waiting", "staged, waiting"],
   ["persisting", "persisting: making it durable"],
+  ["spooled", "in the spool, waiting for its upload"],
+  ["uploading", "uploading from the spool"],
   ["voted", "voted, waiting for the commit"],
   ["lost", "ended, not committed"],
 ];

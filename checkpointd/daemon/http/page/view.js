@@ -117,6 +117,17 @@ function refused(status) {
   return `${status.refused.toLocaleString("en")}${reasons.length ? ` (${reasons.join(", ")})` : ""}`;
 }
 
+/** What waits in the spool, when uploads run, and what did not go through it. */
+function spool(found) {
+  const facts = [printable(found.directory), `${found.waiting.toLocaleString("en")} shards wait (${size(found.waiting_bytes)})`];
+  if (found.used_bytes !== null) facts.push(`${size(found.used_bytes)} used, ${size(found.free_bytes)} free`);
+  if (found.opens_in_s) facts.push(`uploads begin in ${duration(found.opens_in_s)}`);
+  if (found.superseded) facts.push(`${found.superseded.toLocaleString("en")} superseded`);
+  if (found.direct_full) facts.push(`${found.direct_full.toLocaleString("en")} straight to the root, since it was full`);
+  if (found.direct_failed) facts.push(`${found.direct_failed.toLocaleString("en")} straight to the root, since its disk failed`);
+  return facts.join(", ");
+}
+
 function daemon(status) {
   const facts = [
     ["Release", status.release],
@@ -126,6 +137,7 @@ function daemon(status) {
     ["Connections", `${status.clients} of ${status.clients_max}`],
     ["Refused", refused(status)],
     ["Bandwidth limit", status.bandwidth_bps === null ? "none" : speed(status.bandwidth_bps)],
+    ...(status.spool ? [["Spool", spool(status.spool)]] : []),
   ];
   return h(
     "section",

@@ -15,10 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 from checkpointd.config import ServeConfig, ServedMirror
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import FORGET_S, Hub, RootScan
+from checkpointd.daemon.node_spool import NodeSpool
 from checkpointd.daemon.status.model import DaemonStatus, SpaceStatus
 from checkpointd.daemon.status.tally import BOUNDS_S, RESULTS, Durations
 from checkpointd.errors import UsageError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.store.requests import Requests
 from tests.unit.daemon.example_statuses import BUSY_ROOT, busy, checkpoints, failing
 
@@ -123,7 +125,7 @@ def test_both_forms_say_the_same(hub: Hub) -> None:
 def test_the_counts_of_ranks(hub: Hub) -> None:
     found = families(hub)
     results = {r: value(found, "checkpointd_saves_total", root="/r", result=r) for r in RESULTS}
-    assert results == {"committed": 18, "aborted": 4, "fenced": 8, "failed": 6, "skipped": 2}
+    assert results == {"committed": 18, "aborted": 4, "fenced": 8, "superseded": 0, "failed": 6, "skipped": 2}
     assert value(found, "checkpointd_persist_bytes_total", root="/r") == 2000
     assert value(found, "checkpointd_stored_bytes_total", root="/r") == 1200
     assert value(found, "checkpointd_stall_seconds_total", root="/r") == 1.25  # on the rank that was held longest
@@ -304,3 +306,18 @@ def test_nothing_reaches_the_global_registry(hub: Hub) -> None:
     metrics.registry(hub)
     metrics.registry(hub)
     assert "checkpointd" not in prometheus_client.generate_latest(prometheus_client.REGISTRY).decode()
+
+
+def test_the_spool_shows_what_became_of_its_shards(tmp_path: Path) -> None:
+    config = ServeConfig(socket=str(tmp_path / "s"), roots=("/",), spool=str(tmp_path / "spool"))
+    hub = Hub(config)
+    assert "checkpointd_spool_waiting" not in families(hub), "no spool"
+    assert config.spool_config is not None
+    spool = NodeSpool(hub, SpoolDirectory(config.spool_config))
+    hub.spool = spool
+    spool.directory.counts.direct_full = 3
+    found = families(hub)
+    assert value(found, "checkpointd_spool_shards_total", what="direct_full") == 3
+    assert value(found, "checkpointd_spool_shards_total", what="superseded") == 0
+    assert value(found, "checkpointd_spool_waiting") == 0
+    assert value(found, "checkpointd_spool_uploads_open") == 1
