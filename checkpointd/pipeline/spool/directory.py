@@ -212,7 +212,8 @@ class SpoolDirectory:
         """
         removed = 0
         for name in await self.place.names():
-            removed += await _swept(await self._opened(name, await self.place.owner(name)), before_epoch)
+            store = await self._opened(name, await self.place.owner(name))
+            removed += await _swept(store, before_epoch) + await store.sweep()
         return removed
 
     async def close(self) -> None:
