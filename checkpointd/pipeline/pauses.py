@@ -14,7 +14,7 @@ _GROWTH: Final = 1.5
 _LONGEST: Final = 10
 """The longest pause, in looks, where each look is charged."""
 
-SPOOL_POLL_S: Final = 30.0
+SPOOL_POLL_S: Final = 5.0
 """The longest pause while uploads from a spool are awaited."""
 
 

@@ -21,6 +21,7 @@ from checkpointd.daemon.status.tally import BOUNDS_S, RESULTS, Durations
 from checkpointd.errors import UsageError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.spool.directory import SpoolDirectory
+from checkpointd.pipeline.spool.places import Room
 from checkpointd.store.requests import Requests
 from tests.unit.daemon.example_statuses import BUSY_ROOT, busy, checkpoints, failing
 
@@ -44,6 +45,9 @@ WITHOUT_UNIT = {
         "checkpointd_mirror_failing",
         "checkpointd_mirror_newest_step",
         "checkpointd_mirror_checkpoints",
+        "checkpointd_spool_shards",
+        "checkpointd_spool_uploads_open",
+        "checkpointd_spool_waiting",
     ),
 }
 
@@ -51,8 +55,13 @@ WITHOUT_UNIT = {
 @pytest.fixture
 def hub(tmp_path: Path) -> Hub:
     mirrors = (ServedMirror(origin="/r", mirror="/m"),)
-    config = ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), bandwidth_bps=1e9, mirrors=mirrors)
+    spool = str(tmp_path / "spool")
+    config = ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), bandwidth_bps=1e9, mirrors=mirrors, spool=spool)
     hub = Hub(config)
+    assert config.spool_config is not None
+    hub.spool = node_spool = NodeSpool(hub, SpoolDirectory(config.spool_config))
+    node_spool.directory.room = Room(used=1 << 30, free=1 << 32, total=1 << 33)
+    node_spool.directory.counts.direct_full = 3
     for rank in range(2):
         record = hub.rank("/r", rank, world_size=2, pid=7)
         for tally in (record.tally, hub.tallies["/r"]):
@@ -308,16 +317,12 @@ def test_nothing_reaches_the_global_registry(hub: Hub) -> None:
     assert "checkpointd" not in prometheus_client.generate_latest(prometheus_client.REGISTRY).decode()
 
 
-def test_the_spool_shows_what_became_of_its_shards(tmp_path: Path) -> None:
-    config = ServeConfig(socket=str(tmp_path / "s"), roots=("/",), spool=str(tmp_path / "spool"))
-    hub = Hub(config)
-    assert "checkpointd_spool_waiting" not in families(hub), "no spool"
-    assert config.spool_config is not None
-    spool = NodeSpool(hub, SpoolDirectory(config.spool_config))
-    hub.spool = spool
-    spool.directory.counts.direct_full = 3
+def test_the_spool_shows_what_became_of_its_shards(hub: Hub) -> None:
     found = families(hub)
     assert value(found, "checkpointd_spool_shards_total", what="direct_full") == 3
     assert value(found, "checkpointd_spool_shards_total", what="superseded") == 0
     assert value(found, "checkpointd_spool_waiting") == 0
+    assert value(found, "checkpointd_spool_used_bytes") == 1 << 30
     assert value(found, "checkpointd_spool_uploads_open") == 1
+    hub.spool = None
+    assert not [name for name in families(hub) if "spool" in name]
