@@ -214,11 +214,19 @@ class Node:
             self.config, self.place, now=lambda: self.midnight + timedelta(seconds=loop.time()), clock=loop.time
         )
 
-    def save(self, step: int, *, required: bool = False, save_latest: bool = True, nbytes: int = 1 << 16) -> Attempt:
-        """Begin a save of `step`."""
+    def save(
+        self,
+        step: int,
+        *,
+        required: bool = False,
+        save_latest: bool = True,
+        nbytes: int = 1 << 16,
+        state: dict[str, Any] | None = None,
+    ) -> Attempt:
+        """Begin a save of `step`, of `state` or of one that differs for each step."""
 
         async def staged() -> Shard:
-            return make_shard(arrays(step, self.rank, nbytes))
+            return make_shard(arrays(step, self.rank, nbytes) if state is None else state)
 
         return self.run(
             AttemptInfo(

@@ -1,0 +1,83 @@
+"""The spool on a real disk: names, locks and room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpointd.errors import UsageError
+from checkpointd.pipeline.spool.places import DiskPlace, FileClaim, hold, name_of
+from checkpointd.store.posix.users import User
+
+TAKES = """
+import sys, time
+from checkpointd.pipeline.spool.places import FileClaim
+claim = FileClaim.of(sys.argv[1])
+print(claim is not None, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_name_is_readable_and_another_one_for_each_root_and_user() -> None:
+    one, two = name_of("/mnt/ckpts/run3", None), name_of("s3://bucket/run3", None)
+    assert one.startswith("mnt-ckpts-run3-")
+    assert two.startswith("bucket-run3-")
+    assert len({one, two, name_of("/mnt/ckpts/run3", User(5, 5)), name_of("/mnt/ckpts/run3", User(6, 6))}) == 4
+    assert name_of("/", None).startswith("root-")
+    assert "/" not in name_of("/ä/../x y", None)
+
+
+def test_spool_3_a_claim_ends_with_its_process_and_is_one_process_s(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    record.write_text("x")
+    command = [sys.executable, "-c", TAKES, str(record)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        assert FileClaim.of(str(record)) is None
+        other.kill()
+        other.wait()
+    claim = FileClaim.of(str(record))
+    assert claim is not None
+    assert FileClaim.of(str(record)) is None, "nor a second time in this process"
+    claim.release()
+    again = FileClaim.of(str(record))
+    assert again is not None
+    again.release()
+    record.unlink()
+    assert FileClaim.of(str(record)) is None
+
+
+async def test_the_room_counts_all_files(tmp_path: Path) -> None:
+    place = DiskPlace(str(tmp_path / "spool"))
+    place.open("r", None)
+    (tmp_path / "spool" / "r" / "a").write_bytes(bytes(1000))
+    (tmp_path / "spool" / "r" / "b").mkdir()
+    (tmp_path / "spool" / "r" / "b" / "c").write_bytes(bytes(24))
+    room = await place.room()
+    assert room.used == 1024
+    assert 0 < room.free <= room.total
+
+
+def test_nodespool_2_one_daemon_or_several_trainers(tmp_path: Path) -> None:
+    one, two = hold(str(tmp_path), alone=False), hold(str(tmp_path), alone=False)
+    with pytest.raises(UsageError, match="or trainers without a sidecar, uses the spool"):
+        hold(str(tmp_path), alone=True)
+    os.close(one)
+    os.close(two)
+    daemon = hold(str(tmp_path), alone=True)
+    with pytest.raises(UsageError, match="a sidecar uses the spool"):
+        hold(str(tmp_path), alone=False)
+    os.close(daemon)
+
+
+def test_a_spool_must_be_a_directory_of_one_s_own(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made"):
+        DiskPlace(str(tmp_path / "file" / "spool"))
+    with pytest.raises(UsageError, match="cannot be made"):
+        DiskPlace(str(tmp_path / "file"))
