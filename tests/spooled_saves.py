@@ -62,10 +62,10 @@ class AwayStore(PassingStore):
         self._check(reads=False)
         await super().delete(key, durable=durable)
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         self._check(reads=False)
         self.opened.append(key)
-        return _Counted(self, await super().open_writer(key, size_hint=size_hint))
+        return _Counted(self, await super().open_writer(key, size_hint=size_hint, size_max=size_max))
 
     async def get(self, key: str, *, size_max: int = 1 << 30) -> bytes:
         self._check(reads=True)

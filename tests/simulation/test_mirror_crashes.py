@@ -163,8 +163,8 @@ def _unfinished(patch: pytest.MonkeyPatch) -> None:
                 await self._writer.discard()
 
         class To:
-            async def open_writer(self, key: str, *, size_hint: int = 0) -> Any:
-                return Hasty(await destination.open_writer(key, size_hint=size_hint))
+            async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> Any:
+                return Hasty(await destination.open_writer(key, size_hint=size_hint, size_max=size_max))
 
         await original(source, To(), key, size, pieces, **others)  # type: ignore[arg-type]
 

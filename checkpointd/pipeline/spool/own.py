@@ -51,8 +51,8 @@ class SpooledWrites(PassingStore):
     async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         return await self._of(key).put_if_absent(key, data, durable=durable)
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        return await self._of(key).open_writer(key, size_hint=size_hint)
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        return await self._of(key).open_writer(key, size_hint=size_hint, size_max=size_max)
 
     async def stat(self, key: str) -> int | None:
         return await self._of(key).stat(key)

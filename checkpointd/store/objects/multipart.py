@@ -32,7 +32,7 @@ PART_BYTES_MIN: Final = 8 * MIB
 PARTS_MAX: Final = 9000
 """S3 takes 10,000 parts."""
 AHEAD_BYTES_MAX: Final = 256 * MIB
-"""The most bytes that are kept because bytes before them are missing."""
+"""The most bytes that are kept because bytes before them are missing. Further writes wait for those."""
 
 
 def part_bytes_for(size: int) -> int:
@@ -55,6 +55,7 @@ class MultipartUpload:
         self._next = 0
         """The first byte that has not come yet."""
         self._ahead: dict[int, Bytes] = {}
+        self._moved = asyncio.Event()
         self._tail: Bytes | None = None
         self._filled = 0
         self._parts: asyncio.Queue[Bytes | None] = asyncio.Queue()
@@ -66,10 +67,12 @@ class MultipartUpload:
         view = memoryview(data)
         given = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
         self._check()
-        if offset > self._next:
-            if given.size:
-                self._keep(offset, given)
-            return
+        while offset > self._next:
+            if not given.size or sum(kept.size for kept in self._ahead.values()) + given.size <= AHEAD_BYTES_MAX:
+                self._ahead |= {offset: given.copy()} if given.size else {}
+                return
+            await self._moved.wait()
+            self._check()
         if offset < self._next and given.size:
             raise self._failure(f"byte {offset} was written before")
         done = self._take(given)
@@ -80,17 +83,11 @@ class MultipartUpload:
             await part.wait()
         self._check()
 
-    def _keep(self, offset: int, data: Bytes) -> None:
-        if sum(kept.size for kept in self._ahead.values()) + data.size > AHEAD_BYTES_MAX:
-            raise self._failure(
-                f"byte {self._next} has not come, and {AHEAD_BYTES_MAX} bytes behind it wait already: write nearly in order"
-            )
-        self._ahead[offset] = data.copy()
-
     def _take(self, data: Bytes) -> list[asyncio.Event]:
         """Send what fills a part; keep the rest as a copy."""
         done: list[asyncio.Event] = []
         self._next += data.size
+        self._wake()
         while data.size:
             if self._filled or data.size < self._part_bytes:
                 if self._tail is None:
@@ -139,6 +136,12 @@ class MultipartUpload:
             raise
         finally:
             self._drop_queued()
+            self._wake()
+
+    def _wake(self) -> None:
+        """Whoever waits for earlier bytes looks again."""
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     def _drop_queued(self) -> None:
         """Whoever waits for parts that are queued wakes up."""
@@ -182,6 +185,7 @@ class MultipartUpload:
             return
         finishing, self._finishing = self._finishing, False
         self._ended = True
+        self._wake()
         if self._sending is not None:
             self._drop_queued()
             self._parts.put_nowait(None)

@@ -576,10 +576,10 @@ class Watched(PassingStore):
         self.puts.append(key)
         return await super().put_if_match(key, expected, data)
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         self.puts.append(key)
         self.opened.append(key)
-        return await super().open_writer(key, size_hint=size_hint)
+        return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
 
 
 class Breaking(PassingStore):
@@ -614,7 +614,7 @@ class Breaking(PassingStore):
         for key in keys:
             await self.delete(key)
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         writer = await self._count(partial(super().open_writer, key, size_hint=size_hint))
         return BreakingWriter(self, writer)
 
@@ -698,8 +698,8 @@ class Damaging(PassingStore):
         super().__init__(store)
         self._part = part
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
-        writer = await super().open_writer(key, size_hint=size_hint)
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        writer = await super().open_writer(key, size_hint=size_hint, size_max=size_max)
         return DamagingWriter(writer) if self._part in key else writer
 
 

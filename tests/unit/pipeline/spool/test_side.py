@@ -351,14 +351,14 @@ def test_spool_8_a_full_spool_sends_the_save_straight_to_the_root() -> None:
 class FullStore(MemoryStore):
     """A disk that is full although it said that it had room."""
 
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> Any:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> Any:
         from checkpointd.errors import StoreFullError
 
         raise StoreFullError("no space left on device")
 
 
 class BrokenStore(MemoryStore):
-    async def open_writer(self, key: str, *, size_hint: int = 0) -> Any:
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> Any:
         from checkpointd.errors import StoreError
 
         raise StoreError("input/output error")

@@ -114,12 +114,29 @@ async def test_a_small_object_is_one_request() -> None:
     assert [name for name, _ in bucket.asked] == ["put"]
 
 
-async def test_multipart_2_bytes_far_ahead_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_multipart_2_bytes_far_ahead_wait_for_those_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipart, "AHEAD_BYTES_MAX", 100)
+    bucket = FakeBucket()
+    writer = upload(bucket)
+    await writer.write_at(10, b"b" * 90)
+    far = [asyncio.ensure_future(writer.write_at(at, b"c" * 50)) for at in (100, 150)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not any(one.done() for one in far)
+    await writer.write_at(0, b"a" * 10)
+    await asyncio.gather(*far)
+    await writer.finish(200)
+    assert bucket.objects["large"].data == b"a" * 10 + b"b" * 90 + b"c" * 100
+
+
+async def test_bytes_far_ahead_of_an_upload_that_ends_wait_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multipart, "AHEAD_BYTES_MAX", 100)
     writer = upload(FakeBucket())
-    await writer.write_at(10, bytes(90))
-    with pytest.raises(StoreError, match="byte 0 has not come"):
-        await writer.write_at(100, bytes(11))
+    far = asyncio.ensure_future(writer.write_at(10, bytes(101)))
+    await asyncio.sleep(0)
+    await writer.discard()
+    with pytest.raises(StoreError, match="finished or discarded"):
+        await far
 
 
 async def test_a_gap_is_an_error() -> None:
