@@ -95,8 +95,9 @@ class ObjectWriter(Protocol):
     """One large object being written. Parts may come in any order and concurrently, never overlapping."""
 
     async def write_at(self, offset: int, data: Buffer) -> None:
-        """Write `data` at byte `offset`. The caller keeps `data` unchanged until this returns. Bytes far ahead may wait for those
-        before them.
+        """Write `data` at byte `offset`. The caller keeps `data` unchanged until this returns.
+
+        Bytes far ahead of all that was written may wait for those before them.
 
         A large write has then left the system's cache, if the back end can tell, so progress counts it as written.
         """
