@@ -13,16 +13,20 @@ from typing import Self
 
 
 class Daemon:
-    """`checkpointd serve` for the roots below `folder`; listening when the constructor returns. `within`: what runs it."""
+    """`checkpointd serve` for the roots at or below `root`, by default `folder`; listening when the constructor returns.
+    `within`: what runs it.
+    """
 
-    def __init__(self, folder: Path, *options: str, name: str = "sidecar", within: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, *options: str, name: str = "sidecar", within: Sequence[str] = (), root: str | None = None
+    ) -> None:
         self.socket = folder / name / "socket"
-        self._folder, self._options, self._within = folder, options, within
+        self._root, self._options, self._within = root or str(folder), options, within
         self._log = folder / f"{name}.log"
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(self.socket), "--root", str(self._folder)]
+        command = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(self.socket), "--root", self._root]
         command += ["--uid", str(os.geteuid())]  # root has to be named
         with self._log.open("a") as log:
             process = subprocess.Popen(

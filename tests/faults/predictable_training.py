@@ -216,7 +216,7 @@ def _facts(training: Training, loaded: Any) -> dict[str, object]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--root", required=True)
     parser.add_argument("--journal", type=Path, required=True, help="directory of the journals")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--nbytes", type=int, required=True)

@@ -44,7 +44,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.root = self.folder / "root"
+        self.root: str | Path = self.folder / "root"
         self.ranks = [JournalReader(self.folder / f"rank-{rank}.jsonl") for rank in range(2)]
         self.job: Torchrun | None = None
 
@@ -59,10 +59,15 @@ class Rounds:
             self.check_the_start(self.job)
             self.wait_for_saves(self.job)
             moment = "while saving"
-        self.promised = max(self.promised, *committed_steps(self.ranks), *committed_at(self.root))
+        self.promised = max(self.promised, *committed_steps(self.ranks), *self.at_store())
         self.struck = self.pids()
         self.kills[f"{target} {moment}"] += 1
         self.kill(self.job, target)
+
+    def at_store(self) -> set[int]:
+        """The steps whose attempts have a commit at the store."""
+        outcomes = [json.loads(path.read_text()) for path in Path(self.root).glob("*/*/outcome")]
+        return {outcome["step"] for outcome in outcomes if outcome["outcome"] == "commit"} | {-1}
 
     def pids(self) -> set[int]:
         return {event["pid"] for rank in self.ranks for event in rank.look()}
@@ -128,12 +133,6 @@ class Rounds:
             self.job.close()
 
 
-def committed_at(root: Path) -> set[int]:
-    """The steps whose attempts have a commit at the store."""
-    outcomes = [json.loads(path.read_text()) for path in root.glob("*/*/outcome")]
-    return {outcome["step"] for outcome in outcomes if outcome["outcome"] == "commit"} | {-1}
-
-
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
@@ -151,7 +150,7 @@ async def test_no_kill_loses_a_committed_checkpoint(tmp_path: Path, pytestconfig
     await check_all(rounds.root, seed, at_least=committed_steps(rounds.ranks))
 
 
-async def check_all(root: Path, seed: int, *, at_least: set[int]) -> None:
+async def check_all(root: str | Path, seed: int, *, at_least: set[int]) -> None:
     """All that was ever committed is there, and a random choice of it right in every bit."""
     async with open_store(root) as store:
         steps = {c.outcome.step for c in await catalog.checkpoints(store)}

@@ -24,7 +24,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.store import open_store
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Torchrun, wait_until
-from tests.faults.test_kill_rounds import NBYTES, Rounds, check_all, committed_at
+from tests.faults.test_kill_rounds import NBYTES, Rounds, check_all
 from tests.faults.training_journals import committed_steps
 
 TARGETS = ("daemon", "rank 0", "stop", "rank 1", "all and daemon", "all")
@@ -49,7 +49,10 @@ class SidecarRounds(Rounds):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.daemon = Daemon(self.folder, *self.options())
+        self.daemon = self.serve()
+
+    def serve(self) -> Daemon:
+        return Daemon(self.folder, *self.options())
 
     def options(self) -> tuple[str, ...]:
         return ("--bandwidth-mib", str(self.chance.choice(MIB_PER_S)))
@@ -73,7 +76,7 @@ class SidecarRounds(Rounds):
         if self.job is None:
             self.job = self.launch()
         moment = self.come_to_a_moment(self.job)
-        self.promised = max(self.promised, *committed_steps(self.ranks), *committed_at(self.root), *self.said_committed())
+        self.promised = max(self.promised, *committed_steps(self.ranks), *self.at_store(), *self.said_committed())
         print(f"{target} ({self.loss}) {moment}; {self.promised} is promised", flush=True)
         self.kills[f"{target} {moment}"] += 1
         self.strike(self.job, target)
@@ -119,7 +122,7 @@ class SidecarRounds(Rounds):
 
     async def verify_new(self) -> None:
         """Every checkpoint that was not verified before is whole."""
-        if not self.root.exists():
+        if not self.was_used():
             return
         async with open_store(self.root) as store:
             for checkpoint in await catalog.checkpoints(store):
@@ -127,6 +130,9 @@ class SidecarRounds(Rounds):
                     verdict = await verify(store, checkpoint, LoadConfig())
                     assert verdict.whole, (self.seed, verdict)
                     self.verified.add(checkpoint.prefix)
+
+    def was_used(self) -> bool:
+        return Path(self.root).exists()
 
     def close(self) -> None:
         super().close()
