@@ -23,7 +23,7 @@ from checkpointd.layout.catalog_records import (
     numbers,
     summary_key,
 )
-from checkpointd.layout.keys import LEASE, OUTCOME, AttemptId
+from checkpointd.layout.keys import OUTCOME, AttemptId
 from checkpointd.layout.manifest import digest
 from checkpointd.pipeline.root.catalog_mending import rebuild
 from checkpointd.store.base import Store
@@ -60,7 +60,7 @@ class CatalogWatch:
             return ""
         if folder == CATALOG and name.endswith((".record", ".summary")):
             return self._touched(change, name)
-        if change.what in ("made", "begun") and name != LEASE:
+        if change.what in ("made", "begun"):
             return self._object_put(change.key)
         return ""
 

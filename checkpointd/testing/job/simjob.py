@@ -451,20 +451,22 @@ class SimJob:
             self.ledger.report(error)
 
     def _refusal(self, effect: Effect) -> int | None:
-        fault = self._next_fault(effect.process, effect.kind)
+        fault = self._next_fault(effect.process, effect.kind, effect.path)
         if not isinstance(fault, Refuse):
             return None
         self.ledger.refused.add(effect.process)
         return fault.number
 
     def _fate(self, request: Request) -> Fate | None:
-        fault = self._next_fault(request.process, request.kind)
+        fault = self._next_fault(request.process, request.kind, f"/{request.key}")
         return fault.fate if isinstance(fault, Fail) else None
 
-    def _next_fault(self, process: str, kind: str) -> Refuse | Fail | None:
+    def _next_fault(self, process: str, kind: str, path: str) -> Refuse | Fail | None:
         """The fault that the next call of `process` meets; there is one less of it now."""
         fault = self._refusals.get(process)
         if fault is None or (fault.kind and fault.kind != kind):
+            return None
+        if isinstance(fault, Fail) and not path.endswith(fault.name):
             return None
         if fault.count <= 1:
             del self._refusals[process]

@@ -20,7 +20,8 @@
                        that start began.
   left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
   always-starts        A start waits at most the length of one lease for another job.
-  always-ends          An attempt ends in a final phase. It may stay in doubt only if a fault hindered it.
+  always-ends          An attempt ends in a final phase, soon after its deadline. It may stay in doubt only if a fault hindered
+                       it.
   always-commits       Without a fault, each save commits.
   catalog-tells        An attempt is announced in the catalog before its first object, and closed there after its outcome, both
                        durably. Nothing replaces a record, no summary misses one, and what goes is covered by two summaries.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
+from checkpointd.layout.keys import holds_bytes
 from checkpointd.store.base import Store
 from checkpointd.store.objects.store import ObjectStore
 from checkpointd.store.posix.store import PosixStore
@@ -176,7 +177,9 @@ class BucketRoot:
             self._known.discard(key)
             return ObjectChange(effect.process, "removed", key) if was_there else None
         self._known.add(key)
-        return ObjectChange(effect.process, "replaced" if was_there else "made", key)
+        # A small object that is put without a condition may be there or not, as on a disk; a large one is new.
+        may_be_there = was_there or (effect.kind == "put" and not holds_bytes(key.rpartition("/")[2]))
+        return ObjectChange(effect.process, "replaced" if may_be_there else "made", key)
 
     def visible(self, key: str) -> bytes | None:
         found = self.storage.state.objects.get(key)

@@ -56,12 +56,15 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The next `count` tries of requests of kind `kind` (all kinds: empty) by one rank meet `fate` (`simbucket.py`)."""
+    """The next `count` tries of requests of kind `kind` (all kinds: empty), for objects whose name ends in `name`, by one rank
+    meet `fate` (`simbucket.py`).
+    """
 
     rank: int
     fate: Fate
     count: int
     kind: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,7 @@ MOMENTS = (
 EFFECTS_PER_STEP_IN_BUCKET = 32
 FATES: tuple[Fate, ...] = ("lost", "unanswered", "late", "late", "repeated", "slow down", "denied")
 KINDS_IN_BUCKET = ("", "", "create", "create", "replace", "put", "part", "complete", "delete", "get", "look", "list")
+NAMES_IN_BUCKET = (*NAMES, "/lease", "/ballot", ".record", ".summary", "/verified", "/epochs/00000002", "/epochs/00000003")
 MOMENTS_IN_BUCKET = (
     (".vote", ("create",), 3),
     ("/outcome", ("create",), 1),
@@ -210,7 +214,11 @@ def _in_bucket(seed: int, schedule: Schedule) -> Schedule:
     for _ in range(rng.choice((0, 0, 1, 2))):
         made = _random_failure(rng, job) if rng.random() < 0.6 else _random_outage(rng)
         faults.append((_random_time_in_bucket(rng, job.steps), made))
-    weather: dict[Fate, float] = {"repeated": rng.choice((0.0, 0.01, 0.05)), "slow down": rng.choice((0.0, 0.0, 0.02))}
+    weather: dict[Fate, float] = {
+        "repeated": rng.choice((0.0, 0.01, 0.05)),
+        "slow down": rng.choice((0.0, 0.0, 0.02)),
+        "overtaken": rng.choice((0.0, 0.0, 0.02)),
+    }
     bucket = BucketConfig(numbered=rng.random() < 0.5, page=rng.choice((3, 8, PAGE)), weather=tuple(weather.items()))
     return replace(schedule, faults=tuple(faults), sweeps_foreign=False, bucket=bucket)
 
@@ -224,7 +232,10 @@ def _random_time_in_bucket(rng: random.Random, steps: int) -> int | Moment:
 
 def _random_failure(rng: random.Random, job: JobConfig) -> Fail:
     rank = ACTOR if rng.random() < 0.2 else rng.randrange(job.world_size)
-    return Fail(rank, rng.choice(FATES), rng.choice((1, 1, 3, 20)), rng.choice(KINDS_IN_BUCKET))
+    fate, count = rng.choice(FATES), rng.choice((1, 1, 3, 20))
+    if rng.random() < 0.4:
+        return Fail(rank, fate, count, name=rng.choice(NAMES_IN_BUCKET))
+    return Fail(rank, fate, count, rng.choice(KINDS_IN_BUCKET))
 
 
 def _random_outage(rng: random.Random) -> Outage:

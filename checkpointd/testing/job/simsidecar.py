@@ -22,6 +22,9 @@ from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
 from checkpointd.testing.job.simledger import InvariantError, Ledger
 from checkpointd.testing.simloop import Process
 
+END_S, END_S_MAX = 15.0, 45.0
+"""An attempt ends so long after its deadline at most: without a fault of the storage, and with one."""
+
 
 @dataclass(slots=True)
 class SimRunner:
@@ -33,11 +36,12 @@ class SimRunner:
 
     async def run(self, info: AttemptInfo, staged: Awaitable[Shard], on_free: Callable[[], None] = lambda: None) -> Attempt:
         """The finished attempt. InvariantError if it raised an error or did not end."""
-        timeout_s = self.state.commit.timeout_s
+        timeout_s, loop = self.state.commit.timeout_s, asyncio.get_running_loop()
+        began = loop.time()
         attempt = Attempt(
             self.state,
             info,
-            deadline=asyncio.get_running_loop().time() + timeout_s,
+            deadline=began + timeout_s,
             on_phase=lambda phase: self._entered(attempt, phase),
             on_free=on_free,
         )
@@ -47,6 +51,9 @@ class SimRunner:
             raise InvariantError("always-ends", f"{self.name}: {info.prefix} raised {error!r}") from error
         if attempt.phase not in FINAL:
             raise InvariantError("always-ends", f"{self.name}: {info.prefix} ended in phase {attempt.phase}")
+        late_s = loop.time() - began - timeout_s
+        if not self.ledger.hindered and late_s > (END_S_MAX if self.ledger.excuses(self.name) else END_S):
+            raise InvariantError("always-ends", f"{self.name}: {info.prefix} ended {late_s:.1f} s after its deadline")
         return attempt
 
     def _entered(self, attempt: Attempt, phase: Phase) -> None:
