@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -204,7 +205,7 @@ class Node:
 
     async def begin(self) -> Node:
         self.directory = self._directory()
-        own = OwnSpool(self.directory, await self.directory.at(self.root.url), self.nonce, 0)
+        own = OwnSpool(self.directory, await self.directory.at(self.root.url), self.nonce, os.geteuid())
         self.state = WriterState(store=self.root, persist=self.persist, commit=self.commit, spool=own)
         return self
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -38,10 +38,10 @@ from checkpointd.layout.keys import OUTCOME
 from checkpointd.layout.manifest import ErrorReport, Outcome
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_error
-from checkpointd.pipeline.awaited import Awaited
+from checkpointd.pipeline.awaited import Awaited, stirred
 from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
 from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome
-from checkpointd.pipeline.pauses import pauses, upload_pause_s
+from checkpointd.pipeline.pauses import pauses, spooled_pause_s
 from checkpointd.pipeline.read.readback import checkpoint_of
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
@@ -125,7 +125,7 @@ class Attempt:
         self._bases_forgotten = 0
         """The durable index of this rank's shard."""
         self._missing = Awaited(info, self.progress)
-        self._over = asyncio.Event()
+        self._over, self._stirred = asyncio.Event(), asyncio.Event()
         """Set when nothing more needs to be written."""
         self._announcement = CatalogAnnouncement(info, state.tidier.known, state.announcements, state.commit, self._check_root)
         self.spool: SpoolSide | None = None
@@ -420,7 +420,7 @@ class Attempt:
     async def _follow(self) -> Outcome:
         """Wait for the outcome. The coordinator puts it when the votes are in; any rank puts an abort after the deadline."""
         loop = asyncio.get_running_loop()
-        delays = pauses(self._state.commit, self._store.capabilities, self.info.world_size)
+        delays = self._delays()
         while True:
             hopeless = self._hopeless  # a look that began before may have missed the outcome
             outcome = await self._look_in_time()
@@ -431,8 +431,18 @@ class Attempt:
             if loop.time() >= self._deadline and self._hopeless is None:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing)
-            pause_s = next(delays) if self.spool is None else max(next(delays), upload_pause_s(loop.time() - self._entered_at))
-            await asyncio.sleep(max(0.0, min(pause_s, self._deadline - loop.time())))
+            pause_s = max(0.0, min(next(delays), self._deadline - loop.time()))
+            if self.spool is None:
+                await asyncio.sleep(pause_s)
+            elif await stirred(self._stirred, self._spooled_pause_s(pause_s)):
+                delays = self._delays()
+
+    def _delays(self) -> Iterator[float]:
+        return pauses(self._state.commit, self._store.capabilities, self.info.world_size)
+
+    def _spooled_pause_s(self, pause_s: float) -> float:
+        now = asyncio.get_running_loop().time()
+        return max(0.0, min(max(pause_s, spooled_pause_s(self.phase, now - self._entered_at)), self._deadline - now))
 
     async def _look_in_time(self) -> Outcome | None:
         """One look, which ends at the deadline even if the store does not answer."""
@@ -575,6 +585,7 @@ class Attempt:
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self._entered_at = phase, asyncio.get_running_loop().time()
+        self._stirred.set()
         if phase in (Phase.SPOOLED, Phase.PREPARED):  # ATTEMPT-9
             outlast_s = self._state.outlast_s if self.spool is None else self.spool.own.timeout_s
             self._timeout_s = max(self._timeout_s, outlast_s)

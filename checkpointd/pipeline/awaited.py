@@ -15,6 +15,17 @@ NAMED_MAX = 32
 """The most ranks that one line of the log names."""
 
 
+async def stirred(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for `event`, and clear it; False if it does not come within `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    event.clear()
+    return True
+
+
 class Awaited:
     """The wait of one rank's attempt. It starts again at each new phase, each byte on the disk and each vote."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.store.base import Capabilities
 
@@ -14,13 +15,14 @@ _GROWTH: Final = 1.5
 _LONGEST: Final = 10
 """The longest pause, in looks, where each look is charged."""
 
-SPOOL_POLL_S: Final = 5.0
-"""The longest pause while uploads from a spool are awaited."""
+UPLOAD_POLL_S, SPOOL_POLL_S = 5.0, 60.0
+"""The longest pause between two looks for the outcome of an attempt that is uploaded for long, here or by other ranks, and of
+one that waits in the spool: many may wait, and each look is a request to the root."""
 
 
-def upload_pause_s(waited_s: float) -> float:
-    """The pause between two looks for uploads, here or elsewhere, that were awaited for `waited_s` seconds."""
-    return min(waited_s / 20, SPOOL_POLL_S)
+def spooled_pause_s(phase: Phase, waited_s: float) -> float:
+    """The least pause between two looks. It grows while an attempt waits for long in `phase`."""
+    return min(waited_s / 20, SPOOL_POLL_S if phase is Phase.SPOOLED else UPLOAD_POLL_S)
 
 
 def pauses(commit: CommitConfig, capabilities: Capabilities, ranks: int = 1) -> Iterator[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,9 +170,9 @@ class SpoolDirectory:
     async def found(self, url: str | None = None) -> list[SpooledShard]:
         """The shards that earlier processes have left, oldest first; at `url` alone if that is given. Damaged records go."""
         shards: list[SpooledShard] = []
-        for name in await self.place.names():
+        for name in await self._names(url):
             try:
-                shards += [one for one in await self._found_in(name) if url in (None, one.record.url)]
+                shards += await self._found_in(name)
             except StoreError as error:
                 log.error("what is left in the spool below %s cannot be read: %s", name, error)
         shards.sort(key=lambda one: one.record.order)
@@ -183,9 +184,8 @@ class SpoolDirectory:
         return [shard for shard in shards if "committed" not in shard.notes]
 
     async def _found_in(self, name: str) -> list[SpooledShard]:
-        spool = self._roots.get(name)
+        spool, user = self._roots.get(name), await self.place.owner(name)
         if spool is None:
-            user = await self.place.owner(name)
             spool = RootSpool("", name, await self._opened(name, user), self.place)
         names = [entry.name for entry in await spool.store.list(SPOOLED) if not entry.is_prefix]
         shards = []
@@ -199,19 +199,27 @@ class SpoolDirectory:
                 self.counts.damaged += 1
                 await spool.store.delete(key)
                 continue
-            spool.url = spool.url or record.url
+            if name_of(record.url, user) != name or record.uid != (os.geteuid() if user is None else user.uid):
+                log.error("%s is not of the root and the user whose directory %s is, and is left alone", key, name)
+                continue
+            spool.url = record.url
             spool.plans(record.vote.rank).note(record.plan_key, record.prefix)
             shards.append(SpooledShard(spool, record, notes))
         if spool.url:
             self._roots.setdefault(name, spool)
         return shards
 
-    async def sweep(self, before_epoch: int | None = None) -> int:
-        """Remove objects without a record (SPOOL-2), those of epochs before `before_epoch` alone if it is given. Returns how
-        many.
+    async def _names(self, url: str | None) -> list[str]:
+        """The roots in the spool, or the one with this URL."""
+        wanted = None if url is None else name_of(url, None)
+        return [name for name in await self.place.names() if wanted in (None, name)]
+
+    async def sweep(self, url: str | None = None, before_epoch: int | None = None) -> int:
+        """Remove objects without a record (SPOOL-2); of one root, and of its epochs before `before_epoch` alone if these are
+        given. Returns how many.
         """
         removed = 0
-        for name in await self.place.names():
+        for name in await self._names(url):
             store = await self._opened(name, await self.place.owner(name))
             removed += await _swept(store, before_epoch) + await store.sweep()
         return removed

@@ -152,7 +152,7 @@ class FileClaim:
     def of(path: str) -> FileClaim | None:
         """The claim on the record at `path`; None if another process has it, or if it is gone."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         try:

@@ -81,7 +81,7 @@ class ProcessSpool:
     async def take_up(self, epoch: int) -> None:
         """Upload what earlier starts have left, in the background, and remove what they had not finished."""
         try:
-            await self.directory.sweep(before_epoch=epoch)
+            await self.directory.sweep(self.store.url, before_epoch=epoch)
         except CheckpointdError as error:
             log.warning("leftovers stay in the spool %s: %s", self.config.directory, error)
         for shard in await self._found():

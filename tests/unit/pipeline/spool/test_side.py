@@ -489,3 +489,67 @@ def test_a_process_that_is_told_to_leave_may_lift_both() -> None:
         assert attempt.phase is Phase.COMMITTED
 
     run(main())
+
+
+# --- what an earlier process has left ----------------------------------------------------------------------------
+
+
+def test_a_start_of_one_root_leaves_the_other_roots_in_the_spool_alone() -> None:
+    async def main() -> None:
+        one, two = AwayStore(MemoryStore("one")), AwayStore(MemoryStore("two"))
+        place = MemoryPlace()
+        node = await Node(one, spool(), nonce=await begun_root(one), place=place).begin()
+        other = await Node(two, spool(), nonce=await begun_root(two), place=place).begin()
+        one.away = two.away = True
+        node.save(1)
+        other.save(7)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL and other.attempts[0].phase in IN_SPOOL)
+        writing = await other.directory.at(two.url)
+        await writing.store.put_if_absent("global_step8/00000001-0/00000-0.chunks", b"being written by a living process")
+        (left,) = await node.directory.found(one.url)
+        assert left.prefix == "global_step1/00000001-0"
+        assert await node.directory.sweep(one.url, before_epoch=9) == 0
+        assert await writing.store.stat("global_step8/00000001-0/00000-0.chunks") is not None
+
+    run(main())
+
+
+def test_spool_2_objects_without_a_record_go_and_those_with_one_stay() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL)
+        await node.dies()
+        (store,) = node.place.stores.values()
+        await store.put_if_absent("global_step9/00000001-0/00000-0.chunks", b"cut off")
+        node = await node.restarts()
+        assert await node.directory.sweep() == 1
+        root.away = False
+        await node.over()
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
+def test_a_damaged_record_is_dropped_with_a_word_and_the_others_are_uploaded(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        for step in (1, 2):
+            node.save(step)
+            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
+        await node.dies()
+        (store,) = node.place.stores.values()
+        first = min(key for key in contents(store) if "/spooled/" in key and "." not in key.rpartition("/")[2])
+        damage(store, first, 60)
+        node = await node.restarts()
+        assert node.directory.counts.damaged == 1
+        root.away = False
+        await node.over()
+        assert len(await committed(root)) == 1
+
+    run(main())
+    assert "the spool has a damaged record" in caplog.text
