@@ -22,7 +22,9 @@ one that waits in the spool: many may wait, and each look is a request to the ro
 
 def spooled_pause_s(phase: Phase, waited_s: float) -> float:
     """The least pause between two looks. It grows while an attempt waits for long in `phase`."""
-    return min(waited_s / 20, SPOOL_POLL_S if phase is Phase.SPOOLED else UPLOAD_POLL_S)
+    if phase is Phase.SPOOLED:  # nothing is at the root yet, but for a no of another rank
+        return min(max(UPLOAD_POLL_S, waited_s / 20), SPOOL_POLL_S)
+    return min(waited_s / 20, UPLOAD_POLL_S)
 
 
 def pauses(commit: CommitConfig, capabilities: Capabilities, ranks: int = 1) -> Iterator[float]:

@@ -137,6 +137,7 @@ class SpoolDirectory:
     async def ended(self, shard: SpooledShard, *, committed: bool) -> None:
         """The attempt of `shard` is decided. A commit stays for restarts, in place of the older one; all else goes."""
         self.live.discard(shard)
+        self.turns(shard).ended(shard)
         self.counts.uploaded += committed
         if committed and self.config.retain and shard.record.vote.save_latest:
             await self._retain(shard)
@@ -163,6 +164,7 @@ class SpoolDirectory:
     def leave(self, shard: SpooledShard) -> None:
         """This process works no longer at `shard`: the next one on this node does (SPOOL-4)."""
         self.live.discard(shard)
+        self.turns(shard).ended(shard)
         shard.let_go()
 
     # --- what was left -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,11 +107,14 @@ class SpoolSide:
         """
         assert self.shard is not None
         turns, pause_s = self.own.directory.turns(self.shard), PAUSE_S_MIN
+        leads = self.info.rank == COORDINATOR
         while True:
-            await unless(self.hooks.over, turns.taken(self.shard))
+            await unless(self.hooks.over, turns.taken(self.shard, None if leads else self._led))
+            has_voted = False
             try:
                 on_start()
-                return await self._uploaded(self.shard)
+                has_voted = await self._uploaded(self.shard)
+                return has_voted
             except (DecidedBefore, LinkError):
                 raise
             except StoreError as error:
@@ -120,9 +123,16 @@ class SpoolSide:
                 self._said = cause
                 turns.add(self.shard)
             finally:
-                turns.given_back(self.shard)
+                turns.given_back(self.shard, leads=leads and has_voted and self.info.world_size > 1)
             await self.pause(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    async def _led(self, prefixes: Collection[str]) -> Collection[str]:
+        """Which of these attempts the catalog shows as announced and undecided; none if it cannot be read."""
+        known = self.state.tidier.known
+        await known.refresh()
+        found = {prefix: known.state.entries.get(prefix) for prefix in prefixes}
+        return [] if known.fault else [prefix for prefix, entry in found.items() if entry is not None and entry.is_open]
 
     async def pause(self, seconds: float = PAUSE_S_MAX) -> None:
         """Wait before the next try. Raises Stopped if the attempt was decided meanwhile."""

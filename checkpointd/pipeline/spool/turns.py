@@ -1,10 +1,14 @@
 """Whose shard is uploaded next, and when: the newest first, within the windows of the day, below a bandwidth.
 
 Invariants
-  TURN-1  Of one rank at one root, one shard is uploaded at a time; the newest that waits is next.
+  TURN-1  Of one rank at one root, one shard is uploaded at a time; the newest that waits is next, after those of TURN-3.
   TURN-2  With `keep="newest"`, a shard that waits is dropped when a newer one of its rank is in the spool. A shard whose upload
       runs is not. Nor is one that must stay: `required`, one that did not ask for `latest`, and one that retention keeps for
       good, by its step or because it may be the best.
+  TURN-3  The ranks upload the same attempt. The coordinator chooses, announces it, and begins no other before it is decided;
+      the others take what is announced. Otherwise saves that come faster than uploads would leave each rank with shards of
+      other attempts, and none would ever be whole. Who sees nothing announced for LED_S takes the newest, and the
+      coordinator waits for HOLD_S at most.
 """
 
 from __future__ import annotations
@@ -12,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any, TypeAlias
 
 from checkpointd.config import SpoolConfig
 from checkpointd.errors import SupersededError
@@ -26,6 +31,10 @@ log = logging.getLogger("checkpointd")
 
 LOOK_S_MAX = 60.0
 """How often the clock is looked at while no window is open, since it may be set."""
+LED_S, LED_LOOK_S = 60.0, 1.0
+"""How long a rank that does not lead looks for an announcement, and how often."""
+HOLD_S = 600.0
+"""How long the coordinator leaves the other ranks the time to upload what it has uploaded."""
 
 
 class Pacing:
@@ -54,19 +63,27 @@ class Pacing:
             self.bucket.lift()
 
 
+Led: TypeAlias = Callable[[Collection[str]], Awaitable[Collection[str]]]
+"""Tells which of some attempts the coordinator has announced, and are not decided."""
+
+
 @dataclass(eq=False, slots=True)
 class Turns:
     """The shards of one rank at one root that wait for their upload."""
 
     pacing: Pacing
     keep_all: bool
-    _waiting: list[SpooledShard] = field(default_factory=list)
+    _waiting: dict[SpooledShard, asyncio.Event] = field(default_factory=dict)
+    """With what wakes each of them: if it is next, or dropped. The others sleep, since there may be thousands."""
     _active: SpooledShard | None = None
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _led: Collection[str] = ()
+    """Those of the shards that wait which the coordinator has announced, when it was last looked."""
+    _held_for: SpooledShard | None = None
+    _held_until: float = 0.0
 
     def add(self, shard: SpooledShard) -> list[SpooledShard]:
         """Let `shard` wait. Returns the older ones that are dropped for it (TURN-2)."""
-        self._waiting.append(shard)
+        self._waiting[shard] = asyncio.Event()
         dropped = [older for older in self._waiting if self._replaces(shard, older)]
         for older in dropped:
             older.superseded_by = shard.record.vote.tag
@@ -78,10 +95,13 @@ class Turns:
             return False
         return older.record.order < shard.record.order and not shard.is_superseded
 
-    async def taken(self, shard: SpooledShard) -> None:
-        """Return when it is the turn of `shard` (TURN-1). SupersededError if it is dropped before."""
+    async def taken(self, shard: SpooledShard, led: Led | None = None) -> None:
+        """Return when it is the turn of `shard` (TURN-1). SupersededError if it is dropped before. `led`: None on the
+        coordinator, which leads (TURN-3).
+        """
         if shard not in self._waiting:
             self.add(shard)
+        began = asyncio.get_running_loop().time()
         try:
             while True:
                 if shard.is_superseded:
@@ -89,38 +109,76 @@ class Turns:
                         f"{shard.prefix} was superseded in the spool by {shard.superseded_by or 'a newer save'} before its "
                         "upload had begun"
                     )
-                if self._active is None and shard is max(self._waiting, key=lambda one: one.record.order):
-                    opened = asyncio.ensure_future(self.pacing.opened())
-                    stirred = asyncio.ensure_future(self._changed.wait())
-                    try:
-                        await asyncio.wait({opened, stirred}, return_when=asyncio.FIRST_COMPLETED)
-                    finally:
-                        opened.cancel()
-                        stirred.cancel()
-                    if self.pacing.opens_in_s() == 0 and self._is_next(shard):
+                self._waiting[shard].clear()
+                if not self._is_newest(shard):
+                    await self._waiting[shard].wait()
+                elif self._active is not None or self._held_s() > 0:
+                    await self._either(shard, asyncio.sleep(self._held_s() or LOOK_S_MAX))
+                else:
+                    await self._either(shard, self.pacing.opened())
+                    if self.pacing.opens_in_s() == 0 and self._is_next(shard) and await self._may_begin(shard, led, began):
                         self._active = shard
                         return
-                else:
-                    await self._changed.wait()
         finally:
-            self._waiting.remove(shard)
+            self._waiting.pop(shard)
             self._stir()
 
+    async def _either(self, shard: SpooledShard, work: Coroutine[Any, Any, object]) -> None:
+        """Return when `work` has ended, or something has changed for `shard`."""
+        tasks = {asyncio.ensure_future(work), asyncio.ensure_future(self._waiting[shard].wait())}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _may_begin(self, shard: SpooledShard, led: Led | None, began: float) -> bool:
+        """Whether `shard`, which is next, may begin; otherwise another one may be next now, or some time has passed."""
+        if led is None or shard.record.vote.world_size == 1:
+            return True
+        self._led = frozenset(await led([one.prefix for one in self._waiting]))
+        if not self._is_next(shard):
+            self._stir()
+            return False
+        if shard.prefix in self._led or asyncio.get_running_loop().time() >= began + LED_S:
+            return True
+        await self._either(shard, asyncio.sleep(LED_LOOK_S))
+        return False
+
     def _is_next(self, shard: SpooledShard) -> bool:
-        is_newest = shard is max(self._waiting, key=lambda one: one.record.order)
-        return self._active is None and is_newest and not shard.is_superseded
+        return self._active is None and self._held_s() <= 0 and not shard.is_superseded and self._is_newest(shard)
+
+    def _is_newest(self, shard: SpooledShard) -> bool:
+        return shard is max(self._waiting, key=self._urgency)
+
+    def _held_s(self) -> float:
+        """How long the coordinator still waits for the other ranks."""
+        return 0.0 if self._held_for is None else max(0.0, self._held_until - asyncio.get_running_loop().time())
+
+    def _urgency(self, shard: SpooledShard) -> tuple[bool, object]:
+        return shard.prefix in self._led, shard.record.order
 
     def is_active(self, shard: SpooledShard) -> bool:
         """Whether `shard` is being uploaded now."""
         return self._active is shard
 
-    def given_back(self, shard: SpooledShard) -> None:
-        """The upload of `shard` has ended, or pauses."""
+    def given_back(self, shard: SpooledShard, *, leads: bool = False) -> None:
+        """The upload of `shard` has ended, or pauses. `leads`: the other ranks shall follow (TURN-3)."""
         if self._active is shard:
             self._active = None
+            if leads:
+                self._held_for, self._held_until = shard, asyncio.get_running_loop().time() + HOLD_S
+            self._stir()
+
+    def ended(self, shard: SpooledShard) -> None:
+        """The attempt of `shard` is decided, or this process works at it no longer."""
+        if self._held_for is shard:
+            self._held_for = None
             self._stir()
 
     def _stir(self) -> None:
-        """Wake all who wait."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Wake those for whom something has changed."""
+        newest = max(self._waiting, key=self._urgency, default=None)
+        for shard, event in self._waiting.items():
+            if shard is newest or shard.is_superseded:
+                event.set()
