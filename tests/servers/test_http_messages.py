@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.servers.faults import Slow, Twice
+from tests.servers.faults import SLOW_DOWN, Slow, Twice
 from tests.servers.faulty_proxy import FaultyProxy
 from tests.servers.http_messages import ReplyHead, RequestHead, read_head
 
@@ -89,7 +89,6 @@ class Mirror(BaseHTTPRequestHandler):
     """Takes bodies of either framing, and gives the last one back in chunks."""
 
     protocol_version = "HTTP/1.1"
-    wbufsize = -1
     body = b""
     reads = threading.Event()
     """Cleared, it takes no body."""
@@ -185,3 +184,63 @@ def test_a_large_body_is_never_held(proxy: FaultyProxy, connection: http.client.
     finally:
         tracemalloc.stop()
     assert peak < HELD_MAX, f"{peak >> 20} MiB"
+
+
+def send_raw(proxy: FaultyProxy, head: bytes) -> socket.socket:
+    url = urlsplit(proxy.endpoint)
+    connection = socket.create_connection((url.hostname, url.port), timeout=20)
+    connection.sendall(head)
+    return connection
+
+
+def test_a_refused_head_has_no_body(proxy: FaultyProxy) -> None:
+    proxy.add(SLOW_DOWN)
+    head = b"HEAD /bucket/key HTTP/1.1\r\nConnection: close\r\n\r\n"
+    with send_raw(proxy, head) as connection, connection.makefile("rb") as answers:
+        text = answers.read()
+    assert text.startswith(b"HTTP/1.1 503 ")
+    assert text.index(b"\r\n\r\n") == len(text) - 4
+
+
+PUT = b"PUT /bucket/key HTTP/1.1\r\nContent-Length: 5\r\nExpect: 100-continue\r\n\r\n"
+
+
+@pytest.mark.parametrize("fault", [None, Twice()], ids=str)
+def test_leave_to_send_a_body_is_passed_on_once(proxy: FaultyProxy, fault: Twice | None) -> None:
+    if fault is not None:
+        proxy.add(fault)
+    with send_raw(proxy, PUT) as connection, connection.makefile("rb") as answers:
+        assert answers.readline().startswith(b"HTTP/1.1 100 ")
+        assert answers.readline() == b"\r\n"
+        connection.sendall(b"hello")
+        assert answers.readline().startswith(b"HTTP/1.1 200 ")
+
+
+def test_who_is_refused_need_not_send_the_body(proxy: FaultyProxy) -> None:
+    proxy.add(SLOW_DOWN)
+    with send_raw(proxy, PUT) as connection, connection.makefile("rb") as answers:
+        text = answers.read()
+    assert text.startswith(b"HTTP/1.1 503 ")
+    assert b"Connection: close" in text
+    assert text.endswith(b"</Error>")
+
+
+def test_a_server_may_answer_before_it_has_the_body() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, FaultyProxy(f"http://127.0.0.1:{listener.getsockname()[1]}") as proxy:
+
+        def answer_at_once() -> None:
+            server, _ = listener.accept()
+            with server:
+                server.recv(1 << 16)
+                server.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\nConnection: close\r\n\r\nlong")
+                proxy.journal.wait_until(lambda: proxy.journal.entries[0].client == "400")
+
+        thread = threading.Thread(target=answer_at_once)
+        thread.start()
+        client = http.client.HTTPConnection("127.0.0.1", urlsplit(proxy.endpoint).port, timeout=20)
+        client.request("PUT", "/bucket/key", bytes(LARGE))
+        response = client.getresponse()
+        assert (response.status, response.read()) == (400, b"long")
+        client.close()
+        thread.join()

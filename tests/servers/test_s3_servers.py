@@ -51,8 +51,8 @@ def test_only_the_first_creates(s3_place: Place) -> None:
 
 
 def test_one_of_those_who_create_at_once_wins(s3_place: Place) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda number: ask(s3_place, "PUT", "key", b"%d" % number, CREATE), range(8)))
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda number: ask(s3_place, "PUT", "key", b"%d" % number, CREATE), range(4)))
     winners = [number for number, answer in enumerate(answers) if answer.status == 200]
     assert len(winners) == 1, answers
     assert ask(s3_place, "GET", "key").body == b"%d" % winners[0]
