@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import IO, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from tests.servers.bodies import Cut, cut_after, keep, only, pass_on, silence, slowly, stored
 from tests.servers.faults import (
     ArriveLate,
     BlackHole,
@@ -35,21 +36,15 @@ from tests.servers.faults import (
     Slow,
     Twice,
 )
-from tests.servers.http_messages import CONTINUE, HEAD_MAX, PIECE, ReplyHead, RequestHead, read_head
+from tests.servers.http_messages import HEAD_MAX, ReplyHead, RequestHead, read_head
 from tests.servers.journal import Exchange, Journal
 from tests.servers.s3_server import free_ports
 
 IN_MEMORY = 1 << 20
 """A body that is sent twice, or later, lies in a file if it is larger."""
-SLICE_S = 0.05
-"""How long the slices of a slow body take."""
 CALL_S_MAX = 60.0
 
 T = TypeVar("T")
-
-
-class Cut(Exception):
-    """The connection to the client ends here."""
 
 
 class FaultyProxy:
@@ -154,8 +149,13 @@ class FaultyProxy:
     def _start(self, job: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(job)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
         return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._mistakes.append(error)
 
     async def _stop(self) -> None:
         if self._listener is not None:
@@ -183,10 +183,8 @@ class FaultyProxy:
                     self._count_down(exchange)
                 if not goes_on:
                     break
-        except (Cut, OSError, EOFError, asyncio.CancelledError):
+        except (Cut, OSError, EOFError):
             pass
-        except BaseException as error:
-            self._mistakes.append(error)
         finally:
             writer.transport.abort()  # all that was written has been sent
 
@@ -232,12 +230,12 @@ class FaultyProxy:
 
     async def _ask(self, exchange: Exchange, body: AsyncIterator[bytes], client: Client) -> bool:
         """Ask the server, and pass on what it answers. Raises Cut if it does not, or if the client is to hear no more."""
-        self.journal.asked(exchange)
         try:
             reader, writer = await asyncio.open_connection(*self._server, limit=HEAD_MAX)
         except OSError as error:
-            self.journal.answered(exchange, "away")
+            self.journal.asked(exchange, reached=False)
             raise Cut from error
+        self.journal.asked(exchange, reached=True)
         writer.transport.set_write_buffer_limits(0)
         writer.write(exchange.request.raw)
         upload = asyncio.create_task(pass_on(body, writer))
@@ -390,63 +388,3 @@ class Client:
         if self.writer is not None:
             self.writer.write(data)
             await self.writer.drain()
-
-
-async def only(piece: bytes) -> AsyncIterator[bytes]:
-    yield piece
-
-
-async def pass_on(body: AsyncIterator[bytes], writer: asyncio.StreamWriter) -> None:
-    """To the server. What it no longer takes, since it has answered, is read all the same: the client is to get the answer."""
-    wanted = True
-    try:
-        async for piece in body:
-            if wanted:
-                try:
-                    writer.write(piece)
-                    await writer.drain()
-                except OSError:
-                    wanted = False
-    except BaseException:
-        writer.transport.abort()
-        raise
-
-
-async def keep(request: RequestHead, body: AsyncIterator[bytes], writer: asyncio.StreamWriter, file: IO[bytes] | None) -> None:
-    """Read a body, which the client may only send when it is told to, into a file, or drop it."""
-    if request.waits_for_continue:
-        writer.write(CONTINUE)
-        await writer.drain()
-    async for piece in body:
-        if file is not None:
-            file.write(piece)
-
-
-async def stored(file: IO[bytes]) -> AsyncIterator[bytes]:
-    file.seek(0)
-    while piece := file.read(PIECE):
-        yield piece
-
-
-async def silence(reader: asyncio.StreamReader) -> None:
-    """Until the client leaves."""
-    while await reader.read(PIECE):
-        pass
-    raise Cut
-
-
-async def cut_after(body: AsyncIterator[bytes], count: int) -> AsyncIterator[bytes]:
-    async for piece in body:
-        yield piece[:count]
-        count -= len(piece)
-        if count < 0:
-            raise Cut
-
-
-async def slowly(body: AsyncIterator[bytes], bytes_per_s: float) -> AsyncIterator[bytes]:
-    size = max(1, int(bytes_per_s * SLICE_S))
-    async for piece in body:
-        for at in range(0, len(piece), size):
-            part = piece[at : at + size]
-            await asyncio.sleep(len(part) / bytes_per_s)
-            yield part

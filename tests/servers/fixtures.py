@@ -122,6 +122,7 @@ def seaweed_proxy(seaweed: SeaweedFS) -> Iterator[FaultyProxy]:
     """A proxy without faults yet, between a test and SeaweedFS."""
     with FaultyProxy(seaweed.endpoint) as proxy:
         yield proxy
+    print(proxy.journal)  # pytest shows it where the test failed
 
 
 @pytest.fixture
@@ -129,3 +130,4 @@ def moto_proxy(moto: MotoServer) -> Iterator[FaultyProxy]:
     """A proxy without faults yet, between a test and moto."""
     with FaultyProxy(moto.endpoint) as proxy:
         yield proxy
+    print(proxy.journal)  # pytest shows it where the test failed

@@ -87,7 +87,7 @@ class Journal:
             self._forwarded.clear()
 
     def wait_until(self, holds: Callable[[], bool], limit_s: float = 20) -> None:
-        """Wait until something is true of the counts or the entries."""
+        """Wait until something is true of the counts or the entries. It blocks: a coroutine calls it by `asyncio.to_thread`."""
         with self.changed:
             assert self.changed.wait_for(holds, limit_s), f"not within {limit_s:g} s:\n{self}"
 
@@ -101,11 +101,11 @@ class Journal:
             self.changed.notify_all()
         return exchange
 
-    def asked(self, exchange: Exchange) -> None:
-        """The request goes to the server."""
+    def asked(self, exchange: Exchange, *, reached: bool) -> None:
+        """The request goes to the server, if that could be reached."""
         with self.changed:
-            self._forwarded[exchange.operation] += 1
-            exchange.server.append("asked")
+            self._forwarded[exchange.operation] += reached
+            exchange.server.append("asked" if reached else "away")
             self.changed.notify_all()
 
     def answered(self, exchange: Exchange, what: str) -> None:

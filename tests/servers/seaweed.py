@@ -1,7 +1,8 @@
 """SeaweedFS: a real S3 server with its data in files, which tests may kill and start again.
 
 A start takes 2.2 s and 0.2 s of CPU, the first object of a bucket 0.2 s. So most tests share one server and one bucket: see
-`fixtures.py`.
+`fixtures.py`. Of those who create or replace one key at the same moment, one wins, and each of the others may wait for a second
+longer than the one before: a race of eight takes up to 7 s.
 """
 
 from __future__ import annotations

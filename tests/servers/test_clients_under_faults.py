@@ -65,7 +65,7 @@ def client(seaweed_place: Place, seaweed_proxy: FaultyProxy) -> Client:
     return Client(seaweed_place, seaweed_proxy)
 
 
-def test_a_lost_reply_makes_ones_own_object_another_s(client: Client) -> None:
+def test_after_a_lost_reply_ones_own_object_already_exists(client: Client) -> None:
     client.proxy.add(LoseReply())
     with pytest.raises(errors.AlreadyExistsError):
         client.create(b"mine")
@@ -73,7 +73,7 @@ def test_a_lost_reply_makes_ones_own_object_another_s(client: Client) -> None:
     assert client.stored() == b"mine"
 
 
-def test_a_doubled_request_makes_ones_own_object_another_s(client: Client) -> None:
+def test_after_a_doubled_request_ones_own_object_already_exists(client: Client) -> None:
     client.proxy.add(Twice())
     with pytest.raises(errors.AlreadyExistsError):
         client.create(b"mine")
@@ -81,7 +81,7 @@ def test_a_doubled_request_makes_ones_own_object_another_s(client: Client) -> No
     assert client.stored() == b"mine"
 
 
-def test_a_conflict_means_an_object_that_need_not_exist(client: Client) -> None:
+def test_after_a_conflict_an_object_already_exists_that_does_not(client: Client) -> None:
     client.proxy.add(CONFLICT)
     with pytest.raises(errors.AlreadyExistsError):
         client.create()
@@ -89,7 +89,7 @@ def test_a_conflict_means_an_object_that_need_not_exist(client: Client) -> None:
     assert client.stored() is None
 
 
-def test_a_lost_reply_makes_ones_own_replacement_another_s(client: Client) -> None:
+def test_after_a_lost_reply_ones_own_replacement_is_in_the_way(client: Client) -> None:
     seen = client.past.put("key", b"first")
     client.proxy.add(LoseReply())
     with pytest.raises(errors.PreconditionError):
@@ -189,7 +189,7 @@ def test_a_deletion_takes_a_list_even_of_one(client: Client) -> None:
     assert client.proxy.received == {"PutObject": 1, "DeleteObjects": 2}
 
 
-def test_a_reader_s_errors_have_two_classes(seaweed_place: Place) -> None:
+def test_who_may_only_read_gets_another_error_for_a_deletion(seaweed_place: Place) -> None:
     reader = s3_store(seaweed_place.server.endpoint, SeaweedFS.reader, seaweed_place.bucket, prefix=seaweed_place.prefix)
     with pytest.raises(errors.PermissionDeniedError):
         reader.put("key", b"text")

@@ -6,6 +6,7 @@ import http.client
 import os
 import re
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tests.servers.faults import (
     CutBody,
     CutReply,
     Delay,
+    Fault,
     LoseReply,
     Refuse,
     RepeatLater,
@@ -34,7 +36,7 @@ from tests.servers.fixtures import Place
 from tests.servers.s3_requests import Answer, send
 
 CREATE = {"If-None-Match": "*"}
-LARGE = 24 << 20
+LARGE = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -256,3 +258,45 @@ def test_a_server_that_is_not_there_is_seen(asked: Asked) -> None:
         with pytest.raises(GONE):
             send(proxy.endpoint, asked.place.server.admin, "GET", "/a/b")
         assert proxy.journal.entries[0].server == ["away"]
+        assert (proxy.received["GetObject"], proxy.forwarded["GetObject"]) == (1, 0)
+
+
+AT_RANDOM: list[Fault] = [
+    *(CutBefore(), CutBody(2), CutReply(1), Delay(0.01, 0.01), Slow(1000), SLOW_DOWN),
+    *(LoseReply(), Twice(), ArriveLate(3), RepeatLater(2)),
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_and_journal_are_right_when_all_goes_wrong_at_once(moto_place: Place, seed: int) -> None:
+    """And no more than one request of those that create a key is ever answered with success."""
+    with FaultyProxy(moto_place.server.endpoint, seed=seed) as proxy:
+        asked = Asked(moto_place, proxy)
+        rules = [proxy.add(fault, times=None, probability=0.15) for fault in AT_RANDOM]
+        heard = Counter[str]()
+
+        def work(number: int) -> None:
+            key = f"key-{number % 10}"
+            try:
+                if number % 3:
+                    heard[str(asked.ask("PUT", key, b"%d" % number, If_None_Match="*").status)] += 1
+                else:
+                    heard[str(asked.ask("GET", key).status)] += 1
+            except (*GONE, http.client.IncompleteRead):
+                heard["cut"] += 1
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(120)))
+        proxy.deliver()
+        proxy.go_away()
+        journal = proxy.journal.entries
+
+        of_clients = [one for one in journal if one.copy_of is None]
+        assert len(of_clients) == sum(proxy.received.values()) == 120
+        assert sum(len(one.server) for one in journal) == sum(proxy.forwarded.values())
+        assert Counter("cut" if "cut" in one.client else one.client for one in of_clients) == heard
+        assert all(rule.hits for rule in rules)
+        puts = [one for one in journal if one.operation == "PutObject"]
+        created = Counter(one.request.path for one in puts for answer in one.server if answer == "200")
+        there = [asked.path(key) for key in (f"key-{number}" for number in range(10)) if asked.stored(key) is not None]
+        assert created == Counter(there)

