@@ -1,4 +1,7 @@
-"""moto: an S3 server in the memory of a process of its own. It asks nobody for rights, and a killed one has forgotten all."""
+"""moto: an S3 server in the memory of a process of its own, which starts in half a second.
+
+It checks neither rights nor digests, and a killed one has forgotten all. Conditions and the order of listings are as on AWS.
+"""
 
 from __future__ import annotations
 
