@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from checkpointd import __version__
+from checkpointd.bucket_urls import is_bucket_url
 from checkpointd.config import ServeConfig, share
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.hub_status import standing
@@ -363,7 +364,7 @@ async def _safe(job: SaveJob) -> None:
 
 def _resolved(root: str) -> str:
     """A root, with the path that its links lead to now: the daemon follows no links later."""
-    real = os.path.realpath(root)
+    real = root if is_bucket_url(root) else os.path.realpath(root)
     return root if real == root else f"{root} (it is {real})"
 
 

@@ -215,11 +215,13 @@ class Attempt:
         if self.spool is not None and self.spool.shard is not None:
             await self._ended_well(self._upload(self.spool))
             return
-        early = asyncio.ensure_future(self._announcement.make_early())
+        # With a spool, the root need not be there until the upload, and many snapshots may come before that.
+        early = asyncio.ensure_future(self._announcement.make_early()) if self.spool is None else None
         try:
             await self._ended_well(self._persist(staged))
         finally:
-            early.cancel()
+            if early is not None:
+                early.cancel()
             self._let_go()
 
     def _let_go(self) -> None:

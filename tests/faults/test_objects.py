@@ -13,6 +13,7 @@ from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd.store.uploads import unfinished_uploads_of
 from tests.servers.faults import (
+    CONFLICT,
     INTERNAL_ERROR,
     SLOW_DOWN,
     TOO_MANY_REQUESTS,
@@ -100,6 +101,22 @@ async def test_store_1_a_repetition_that_comes_late_changes_nothing(
     assert await store.put_if_match("latest", b"1", b"2")
     assert len(seaweed_proxy.deliver()) == 1
     assert (await store.get("outcome"), await store.get("latest")) == (b"first", b"2")
+
+
+@pytest.mark.parametrize("call", ["create", "replace", "put"])
+async def test_store_1_a_conflict_with_a_request_under_way_is_no_loss(
+    store: Store, seaweed_proxy: FaultyProxy, call: str
+) -> None:
+    await store.put("latest", b"1")
+    rule = seaweed_proxy.add(CONFLICT, operation="PutObject", times=2)
+    if call == "create":
+        assert await store.put_if_absent("outcome", b"commit") is True
+    elif call == "replace":
+        assert await store.put_if_match("latest", b"1", b"2") is True
+    else:
+        await store.put("latest", b"2")
+    assert rule.hits == 2
+    assert await store.get("outcome" if call == "create" else "latest") == (b"commit" if call == "create" else b"2")
 
 
 async def test_store_1_one_of_many_wins_whatever_is_lost(store: Store, seaweed_proxy: FaultyProxy) -> None:

@@ -54,6 +54,13 @@ def is_answer(error: BaseException) -> bool:
     return isinstance(error, ValueError) or _STATUS.search(str(error)) is not None
 
 
+def is_conflict(error: BaseException) -> bool:
+    """Whether the server refused the request only because another one for the same object was under way. The client calls that
+    an object that exists, although there may be none.
+    """
+    return "409 Conflict" in str(error)
+
+
 def is_past_the_end(error: BaseException) -> bool:
     """Whether `error` says that the object ends before the range that was asked for."""
     text = str(error)

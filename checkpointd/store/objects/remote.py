@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import random
 import threading
 import time
 from asyncio import Future
@@ -27,7 +28,15 @@ from checkpointd.errors import NotFoundError
 from checkpointd.store.base import Entry
 from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
 from checkpointd.store.objects.credentials import s3_credentials, s3_session
-from checkpointd.store.objects.failures import FAILURES, is_answer, is_missing, is_past_the_end, missing, store_error
+from checkpointd.store.objects.failures import (
+    FAILURES,
+    is_answer,
+    is_conflict,
+    is_missing,
+    is_past_the_end,
+    missing,
+    store_error,
+)
 from checkpointd.store.objects.paths import name_of, path_of
 from checkpointd.store.objects.unfinished import S3Uploads
 from checkpointd.store.requests import Requests
@@ -41,6 +50,8 @@ T = TypeVar("T")
 
 PARTS_AT_ONCE: Final = 8
 """How many parts of one upload are under way."""
+CONFLICT_S: Final = 0.2
+"""The pause before a request is repeated that met another one for the same object."""
 PAGE: Final = 1000
 """The names in one page of a listing, and the objects in one request to delete."""
 _MARK: Final = "checkpointd-mark"
@@ -111,15 +122,26 @@ class RemoteBucket(Bucket):
                     )
                 )
             except lost as error:
+                if is_conflict(error):  # others write it at this moment; there may be no object afterwards
+                    await self._after_conflict("writing", key, error, until)
+                    continue
                 if isinstance(error, FileNotFoundError) and not is_missing(error):
                     raise store_error("writing", key, self.url, error, reads=False) from error
                 return False
             except FAILURES as error:
                 # The client does not repeat a conditional request that got no answer, since it knows nothing of marks.
-                if is_answer(error) or asyncio.get_running_loop().time() >= until:
+                if is_conflict(error):
+                    await self._after_conflict("writing", key, error, until)
+                elif is_answer(error) or asyncio.get_running_loop().time() >= until:
                     raise store_error("writing", key, self.url, error, reads=False) from error
             else:
                 return True
+
+    async def _after_conflict(self, doing: str, key: str, error: BaseException, until: float) -> None:
+        """Pause before the next try. Raises if the time is over."""
+        if asyncio.get_running_loop().time() >= until:
+            raise store_error(doing, key, self.url, error, reads=False) from error
+        await asyncio.sleep(random.uniform(0.5, 1.5) * CONFLICT_S)
 
     async def upload(self, key: str, parts: AsyncIterator[Buffer], part_bytes: int) -> None:
         self._requests.puts += 2
