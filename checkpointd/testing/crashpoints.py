@@ -1,7 +1,8 @@
 """Runs a scenario once for each crash point: the crash comes just after effect number n, and the scenario checks what is left.
 
-A scenario is a function of a `Crash`. It makes a SimDisk, sets up, and awaits `crash.strikes(disk, tasks)`, which returns
-whether the crash came before the tasks were done. `every_crash_point` calls it with n = 1, 2, 3, ... until it is too late.
+A scenario is a function of a `Crash`. It makes a simulated disk or bucket, sets up, and awaits `crash.strikes(storage, tasks)`,
+which returns whether the crash came before the tasks were done. `every_crash_point` calls it with n = 1, 2, 3, ... until it is
+too late.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from checkpointd.testing import simloop
-from checkpointd.testing.simdisk import SimDisk
-from checkpointd.testing.simstorage import Effect
+from checkpointd.testing.simstorage import Effect, SimStorage
 
 POINTS_MAX = 20_000
 
@@ -24,19 +24,19 @@ class Crash:
     """A crash just after effect `number`, counted from 1 at the call of `strikes`. `how` makes it, by default a power cut."""
 
     number: int
-    how: Callable[[SimDisk, Effect], None] = lambda disk, _: disk.power_cut()
+    how: Callable[[SimStorage, Effect], None] = lambda storage, _: storage.power_cut()
 
-    async def strikes(self, disk: SimDisk, tasks: Iterable[asyncio.Task[Any]]) -> bool:
+    async def strikes(self, storage: SimStorage, tasks: Iterable[asyncio.Task[Any]]) -> bool:
         """Wait for the crash or the end of `tasks`; returns whether the crash came first. Raises errors of the tasks."""
-        struck = disk.loop.create_future()
-        base = disk.effects
+        struck = storage.loop.create_future()
+        base = storage.effects
 
         def after(effect: Effect, _done: bool) -> None:
             if effect.number - base == self.number:
-                self.how(disk, effect)
+                self.how(storage, effect)
                 struck.set_result(None)
 
-        disk.after = after
+        storage.after = after
         done = asyncio.gather(*tasks)
         await asyncio.wait({done, struck}, return_when=asyncio.FIRST_COMPLETED)
         if done.done():
@@ -48,7 +48,7 @@ Scenario: TypeAlias = Callable[[Crash], Coroutine[Any, Any, bool]]
 
 
 def every_crash_point(
-    scenario: Scenario, seeds: Iterable[int], how: Callable[[SimDisk, Effect], None] | None = None, *, stride: int = 1
+    scenario: Scenario, seeds: Iterable[int], how: Callable[[SimStorage, Effect], None] | None = None, *, stride: int = 1
 ) -> int:
     """Run `scenario` with a crash after each effect, for each seed; the number of runs. A failure names seed and effect.
 
