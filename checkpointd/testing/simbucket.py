@@ -343,19 +343,21 @@ class SimClient(Bucket):
         request = Request(self._name, kind, key, data)
         del data
         began, pause_s = loop.time(), PAUSE_S_MIN
-        while True:
-            self._check()
-            try:
-                return await self._try(request, act)
-            except _FailedError as failed:
-                if not failed.again or loop.time() - began + pause_s > bucket.retry_s:
+        try:
+            while True:
+                self._check()
+                try:
+                    return await self._try(request, act)
+                except _FailedError as failed:
+                    if not failed.again or loop.time() - began + pause_s > bucket.retry_s:
+                        bucket.hindered(self._name)
+                        raise self._error(kind, key, str(failed)) from None
+                await asyncio.sleep(pause_s)
+                pause_s = min(bucket.rng.uniform(PAUSE_S_MIN, 2 * pause_s), PAUSE_S_MAX)
+                if loop.time() - began > SLOW_S:
                     bucket.hindered(self._name)
-                    request.data = None
-                    raise self._error(kind, key, str(failed)) from None
-            await asyncio.sleep(pause_s)
-            pause_s = min(bucket.rng.uniform(PAUSE_S_MIN, 2 * pause_s), PAUSE_S_MAX)
-            if loop.time() - began > SLOW_S:
-                bucket.hindered(self._name)
+        finally:
+            request.data = None  # so that no frame keeps a part
 
     async def _try(self, request: Request, act: Callable[[bytes], T]) -> T:
         """The answer to one try, which is carried out at most once."""

@@ -255,6 +255,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._closed = True
         if self.pending():
             raise StuckError(self._stuck(f"tasks go on after {_UNWIND_ROUNDS_MAX} cancellations"))
+        # weakref.finalize, with this loop as its argument, would keep alive what the loop still holds.
+        self._timers.clear()
+        self._tasks.clear()
 
     def _unwind(self) -> None:
         for process in self._processes:

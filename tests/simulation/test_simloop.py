@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -230,6 +232,31 @@ def test_what_is_left_unwinds_without_a_word() -> None:
 
     run(0, main())
     assert unwound.count("task") == 2
+
+
+@pytest.mark.parametrize("holder", ["timer", "task"])
+def test_a_loop_that_has_ended_keeps_nothing_alive(holder: str) -> None:
+    class Held:
+        """What a timer or a task still holds at the end."""
+
+    ended: list[str] = []
+
+    async def waits(held: Held) -> None:
+        await asyncio.sleep(1e6)
+        raise AssertionError(held)
+
+    async def main() -> None:
+        held = Held()
+        weakref.finalize(held, lambda _loop: ended.append(holder), loop())
+        if holder == "timer":
+            loop().call_later(1e6, print, held)
+        else:
+            loop().process("dead").spawn(waits(held))
+        await asyncio.sleep(1)
+
+    run(0, main())
+    gc.collect()
+    assert ended == [holder]
 
 
 def test_a_task_that_refuses_to_end_is_reported() -> None:
