@@ -1,0 +1,127 @@
+"""A Checkpointer with a spool of its own, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointd.errors import ClosedError, SupersededError, UsageError
+from checkpointd_client import Checkpointer, SpoolConfig, saver
+from tests.unit.client.shown_files import example, save
+
+CLOSED = "00:00-00:01"
+"""A window that is closed unless these tests run at midnight."""
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((300, 100), float(step)), "bias": torch.arange(7) + step}}
+
+
+def into() -> dict[str, Any]:
+    return {"model": {"weight": torch.zeros(300, 100), "bias": torch.zeros(7, dtype=torch.int64)}}
+
+
+def held(folder: Path, **settings: Any) -> SpoolConfig:
+    return SpoolConfig(directory=str(folder / "spool"), windows=CLOSED, **settings)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits only a moment for uploads."""
+    monkeypatch.setattr(saver, "OVERTIME_S", -600.0)
+
+
+def test_a_save_climbs_each_rung(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root", spool=tmp_path / "spool") as ckpt:
+        handle = ckpt.save(1, state(1))
+        assert handle.wait("spooled").was_spooled
+        handle.wait()
+        timings = handle.timings
+        assert timings.spooled_s is not None
+        assert timings.durable_s is not None
+        assert timings.committed_s is not None
+        assert timings.spooled_s <= timings.durable_s <= timings.committed_s
+        assert (handle.bytes_uploaded, handle.progress) == (handle.bytes_to_upload, 1.0)
+        assert handle.bytes_to_upload > 300 * 100 * 4
+        loaded = ckpt.load(target := into())
+        assert loaded is not None
+        assert (loaded.step, loaded.source) == (1, "spool")
+        assert torch.equal(target["model"]["weight"], state(1)["model"]["weight"])
+
+
+def test_without_a_spool_spooled_means_durable_at_the_root(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root") as ckpt:
+        handle = ckpt.save(1, state(1)).wait("spooled")
+        assert handle.phase in ("prepared", "committed")
+        assert not handle.was_spooled
+        assert handle.timings.spooled_s is None
+
+
+@pytest.mark.usefixtures("impatient")
+def test_more_saves_than_slots_are_spooled_while_nothing_is_uploaded(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path))
+    handles = [ckpt.save(step, state(step)).wait("spooled") for step in range(1, 6)]
+    assert {handle.phase for handle in handles} == {"spooled"}
+    assert [one.phase for one in ckpt.status().attempts] == ["spooled"] * 5
+    loaded = ckpt.load(target := into())
+    assert loaded is not None
+    assert (loaded.step, loaded.source) == (5, "spool")
+    assert torch.equal(target["model"]["weight"], state(5)["model"]["weight"])
+    ckpt.close()
+    with pytest.raises(ClosedError, match="the next start on this node uploads it"):
+        handles[0].wait()
+    assert handles[0].wait("spooled").done()
+    with Checkpointer(tmp_path / "root", spool=str(tmp_path / "spool")) as again:
+        loaded = again.load(target := into())
+        assert loaded is not None
+        assert loaded.step == 5
+        again.save(6, state(6)).wait()
+    with Checkpointer(tmp_path / "root", afresh=True) as without:
+        assert [one.step for one in without.list()][:1] == [6]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_superseded_saves_are_no_failures(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path, keep="newest"))
+    first = ckpt.save(1, state(1)).wait("spooled")
+    kept = ckpt.save(2, state(2), required=True).wait("spooled")
+    newest = ckpt.save(3, state(3)).wait("spooled")
+    with pytest.raises(SupersededError, match="superseded in the spool by global_step2"):
+        first.wait()
+    assert (first.phase, kept.phase, newest.phase) == ("superseded", "spooled", "spooled")
+    status = ckpt.status()
+    assert (status.saves_failed, status.saves_superseded) == (0, 1)
+    ckpt.close()
+
+
+def test_a_sidecar_has_the_spool_of_its_node(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="with a sidecar, the spool is the sidecar's"):
+        Checkpointer(tmp_path / "root", sidecar=tmp_path / "socket", spool=tmp_path / "spool")
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"keep": "some"}, "spool_keep is 'some'"),
+        ({"windows": "22-06"}, "is no window of a day"),
+        ({"bandwidth_bps": 0}, "spool_bandwidth_bps is 0"),
+        ({"bytes_max": 0}, "spool_bytes_max is 0"),
+        ({"timeout_s": 0}, "spool_timeout_s is 0"),
+    ],
+)
+def test_the_settings_are_checked_by_name(settings: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=match):
+        SpoolConfig(directory=str(tmp_path), **settings)
+
+
+def test_files_go_through_the_spool_and_are_shown_at_the_commit(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run" / ".checkpointd", spool=tmp_path / "spool") as ckpt:
+        files = example()
+        shown = save(ckpt, files)
+        assert sorted(path.name for path in shown.iterdir()) == sorted(files)
+        assert ckpt.status().attempts[-1].bytes_uploaded > 0
+        for name in files:
+            torch.load(shown / name, weights_only=True)
