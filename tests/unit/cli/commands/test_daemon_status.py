@@ -23,9 +23,9 @@ from checkpointd.cli.render import plain
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.decoder import Decoder
 from checkpointd.daemon.status.changes import changes
-from checkpointd.daemon.status.model import DaemonStatus
+from checkpointd.daemon.status.model import DaemonStatus, SpoolStatus
 from checkpointd.daemon.status.verdict import judged
-from checkpointd.layout.manifest import Inline
+from checkpointd.layout.manifest import ErrorReport, Inline
 from tests.unit.cli.conftest import Cli
 from tests.unit.daemon.example_statuses import (
     BUSY_ROOT,
@@ -37,6 +37,7 @@ from tests.unit.daemon.example_statuses import (
     hostile,
     rank_status,
     root_status,
+    save,
 )
 
 WELCOME = wire.Welcome(protocol=1, release="0.1.0", pid=1, frame_bytes_max=64 << 20, slots_max=1, memory_bytes_max=1)
@@ -152,6 +153,45 @@ def test_what_trainers_persisted_themselves_and_what_was_refused(daemon: Daemon,
     lines = cli("status", "--socket", daemon.path).lines
     assert "the trainers persisted 16 saves themselves; the last one: the sidecar refused: no room" in lines
     assert "connections: 8 of 512, 2 refused so far (2 full)" in lines
+
+
+def test_each_rung_of_the_spool_is_shown(daemon: Daemon, cli: Cli) -> None:
+    [root] = busy().roots
+    waits, uploads = root.in_flight[:2]
+    flights = (
+        msgspec.structs.replace(waits, rank=0, phase="spooled", votes_missing=None),
+        msgspec.structs.replace(uploads, rank=1, phase="uploading", uploaded=1 << 30, upload_total=1 << 31, votes_missing=None),
+    )
+    gone = save(0, 4000, began=NOW - 50, phase="superseded", error=ErrorReport(code="SupersededError", message="a newer save"))
+    spool = SpoolStatus(
+        directory="/nvme/spool",
+        used_bytes=3 << 30,
+        free_bytes=7 << 30,
+        bytes_max=None,
+        keep="newest",
+        waiting=2,
+        waiting_bytes=1 << 31,
+        windows="22:00-06:00",
+        opens_in_s=7200.0,
+        bandwidth_bps=None,
+        spooled=9,
+        uploaded=4,
+        uploaded_bytes=1 << 33,
+        superseded=3,
+        direct_full=1,
+        direct_failed=0,
+        damaged=0,
+        resumed=2,
+    )
+    told = daemon_status(msgspec.structs.replace(root, in_flight=flights, recent=(gone,)))
+    daemon.says = msgspec.structs.replace(told, spool=spool)
+    lines = cli("status", "--socket", daemon.path).lines
+    words = "/nvme/spool, 2 shards wait (2.0GiB), 3.0GiB used, 7.0GiB free, uploads begin in 2h00m (22:00-06:00), 3 superseded"
+    assert f"spool: {words}, 1 straight to the root, since it was full" in lines
+    assert "rank 0  100%  spooled" in lines
+    assert "rank 1  100%  uploading, 1.0GiB of 2.0GiB" in lines
+    assert any("1 superseded" in line for line in lines)
+    assert not any("failing" in line for line in lines), "a superseded save is no failure"
 
 
 def test_what_is_left_out_is_said(daemon: Daemon, cli: Cli) -> None:
