@@ -97,6 +97,11 @@ class SpoolDirectory:
 
     # --- room ----------------------------------------------------------------------------------------------------
 
+    def is_crowded(self, url: str, uid: int, rank: int) -> bool:
+        """Whether so many shards of a rank wait that it gets no more in."""
+        turns = self._turns.get((url, uid, rank))
+        return turns is not None and turns.is_crowded
+
     async def reserve(self, nbytes: int) -> bool:
         """Reserve room for `nbytes` (SPOOL-5); False if there is too little. `give_back` ends it."""
         async with self._looking:

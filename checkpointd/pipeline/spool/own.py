@@ -22,6 +22,7 @@ from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.record import SpoolRecord
 from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, put_record, rules_of
+from checkpointd.pipeline.spool.turns import WAITING_MAX
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import write_shard
 from checkpointd.pipeline.write.vote import drop_shard, yes_vote
@@ -90,15 +91,15 @@ class OwnSpool:
         counts, info = self.directory.counts, job.info
         nbytes = job.shard.nbytes + len(job.shard.tree) + MARGIN_BYTES
         try:
-            if not await self.directory.reserve(nbytes):
+            why = f"has no room for {byte_size(nbytes)}"
+            if self.directory.is_crowded(self.root.url, self.uid, info.rank):
+                is_in, why = False, f"has {WAITING_MAX} saves of this rank that wait for their upload"
+            else:
+                is_in = await self.directory.reserve(nbytes)
+            if not is_in:
                 counts.direct_full += 1
-                log.warning(
-                    "%s: the spool %s has no room for %s; rank %d writes straight to the root",
-                    info.prefix,
-                    self.directory.config.directory,
-                    byte_size(nbytes),
-                    info.rank,
-                )
+                words = "%s: the spool %s %s; rank %d writes straight to the root"
+                log.warning(words, info.prefix, self.directory.config.directory, why, info.rank)
                 return None
         except StoreError as error:
             self._say_failed(info, error)

@@ -24,6 +24,7 @@ from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, ShardProgress
 from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.pipeline.spool.shards import SpooledShard
+from checkpointd.pipeline.spool.turns import Turns
 from checkpointd.pipeline.spool.uploads import Upload
 from checkpointd.pipeline.workers import unless
 from checkpointd.pipeline.write.job import PersistJob
@@ -106,14 +107,20 @@ class SpoolSide:
         Raises SupersededError if the shard was dropped for a newer one, DamagedError if the spool has damaged it, and Stopped.
         """
         assert self.shard is not None
-        turns, pause_s = self.own.directory.turns(self.shard), PAUSE_S_MIN
-        leads = self.info.rank == COORDINATOR
+        turns = self.own.directory.turns(self.shard)
+        try:
+            return await self._uploaded_in_turn(self.shard, turns, on_start)
+        finally:
+            turns.forget(self.shard)  # or it would keep all others from their turn
+
+    async def _uploaded_in_turn(self, shard: SpooledShard, turns: Turns, on_start: Callable[[], None]) -> bool:
+        leads, pause_s = self.info.rank == COORDINATOR, PAUSE_S_MIN
         while True:
-            await unless(self.hooks.over, turns.taken(self.shard, None if leads else self._led))
+            await unless(self.hooks.over, turns.taken(shard, None if leads else self._led))
             has_voted = False
             try:
                 on_start()
-                has_voted = await self._uploaded(self.shard)
+                has_voted = await self._uploaded(shard)
                 return has_voted
             except (DecidedBefore, LinkError):
                 raise
@@ -121,9 +128,9 @@ class SpoolSide:
                 if (cause := str(error)) != self._said:
                     log.warning("%s: rank %d cannot upload now: %s; trying again", self.info.prefix, self.info.rank, error)
                 self._said = cause
-                turns.add(self.shard)
+                turns.add(shard)
             finally:
-                turns.given_back(self.shard, leads=leads and has_voted and self.info.world_size > 1)
+                turns.given_back(shard, leads=leads and has_voted and self.info.world_size > 1)
             await self.pause(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 

@@ -33,6 +33,8 @@ LOOK_S_MAX = 60.0
 """How often the clock is looked at while no window is open, since it may be set."""
 LED_S, LED_LOOK_S = 60.0, 1.0
 """How long a rank that does not lead looks for an announcement, and how often."""
+WAITING_MAX = 256
+"""The most shards of one rank that wait. Each has an attempt in flight, with looks at the root."""
 HOLD_S = 600.0
 """How long the coordinator leaves the other ranks the time to upload what it has uploaded."""
 
@@ -101,7 +103,7 @@ class Turns:
         """
         if shard not in self._waiting:
             self.add(shard)
-        began = asyncio.get_running_loop().time()
+        began, woken = asyncio.get_running_loop().time(), self._waiting[shard]
         try:
             while True:
                 if shard.is_superseded:
@@ -109,30 +111,29 @@ class Turns:
                         f"{shard.prefix} was superseded in the spool by {shard.superseded_by or 'a newer save'} before its "
                         "upload had begun"
                     )
-                self._waiting[shard].clear()
+                woken.clear()
                 if not self._is_newest(shard):
-                    await self._waiting[shard].wait()
+                    await woken.wait()
                 elif self._active is not None or self._held_s() > 0:
-                    await self._either(shard, asyncio.sleep(self._held_s() or LOOK_S_MAX))
+                    await _either(woken, asyncio.sleep(self._held_s() or LOOK_S_MAX))
                 else:
-                    await self._either(shard, self.pacing.opened())
-                    if self.pacing.opens_in_s() == 0 and self._is_next(shard) and await self._may_begin(shard, led, began):
+                    await _either(woken, self.pacing.opened())
+                    if (
+                        self.pacing.opens_in_s() == 0
+                        and self._is_next(shard)
+                        and await self._may_begin(shard, led, began, woken)
+                    ):
                         self._active = shard
                         return
         finally:
-            self._waiting.pop(shard)
+            self.forget(shard)
+
+    def forget(self, shard: SpooledShard) -> None:
+        """Wait no more for the turn of `shard`: it has begun, or there is nothing to upload any more."""
+        if self._waiting.pop(shard, None) is not None:
             self._stir()
 
-    async def _either(self, shard: SpooledShard, work: Coroutine[Any, Any, object]) -> None:
-        """Return when `work` has ended, or something has changed for `shard`."""
-        tasks = {asyncio.ensure_future(work), asyncio.ensure_future(self._waiting[shard].wait())}
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _may_begin(self, shard: SpooledShard, led: Led | None, began: float) -> bool:
+    async def _may_begin(self, shard: SpooledShard, led: Led | None, began: float, woken: asyncio.Event) -> bool:
         """Whether `shard`, which is next, may begin; otherwise another one may be next now, or some time has passed."""
         if led is None or shard.record.vote.world_size == 1:
             return True
@@ -142,14 +143,14 @@ class Turns:
             return False
         if shard.prefix in self._led or asyncio.get_running_loop().time() >= began + LED_S:
             return True
-        await self._either(shard, asyncio.sleep(LED_LOOK_S))
+        await _either(woken, asyncio.sleep(LED_LOOK_S))
         return False
 
     def _is_next(self, shard: SpooledShard) -> bool:
         return self._active is None and self._held_s() <= 0 and not shard.is_superseded and self._is_newest(shard)
 
     def _is_newest(self, shard: SpooledShard) -> bool:
-        return shard is max(self._waiting, key=self._urgency)
+        return shard is max(self._waiting, key=self._urgency, default=None)
 
     def _held_s(self) -> float:
         """How long the coordinator still waits for the other ranks."""
@@ -157,6 +158,11 @@ class Turns:
 
     def _urgency(self, shard: SpooledShard) -> tuple[bool, object]:
         return shard.prefix in self._led, shard.record.order
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many shards wait that no more are taken into the spool."""
+        return len(self._waiting) >= WAITING_MAX
 
     def is_active(self, shard: SpooledShard) -> bool:
         """Whether `shard` is being uploaded now."""
@@ -172,6 +178,7 @@ class Turns:
 
     def ended(self, shard: SpooledShard) -> None:
         """The attempt of `shard` is decided, or this process works at it no longer."""
+        self.forget(shard)
         if self._held_for is shard:
             self._held_for = None
             self._stir()
@@ -182,3 +189,13 @@ class Turns:
         for shard, event in self._waiting.items():
             if shard is newest or shard.is_superseded:
                 event.set()
+
+
+async def _either(woken: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
+    """Return when `work` has ended, or `woken` is set."""
+    tasks = {asyncio.ensure_future(work), asyncio.ensure_future(woken.wait())}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

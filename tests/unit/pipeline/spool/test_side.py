@@ -553,3 +553,49 @@ def test_a_damaged_record_is_dropped_with_a_word_and_the_others_are_uploaded(cap
 
     run(main())
     assert "the spool has a damaged record" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_turn_1_a_newer_save_that_ends_while_it_waits_keeps_no_older_one_from_its_turn(seed: int) -> None:
+    """Another rank aborts the newer save, at which this rank's upload has failed before."""
+
+    async def main() -> None:
+        bucket = MemoryStore()
+        first = await node_at(bucket, 2)
+        far = AwayStore(bucket)
+        second = await Node(far, spool(), rank=1, world_size=2, nonce=first.nonce).begin()
+        far.away = True
+        for step in (1, 2):
+            first.save(step)
+            second.save(step)
+            await until(lambda: second.attempts[-1].phase in IN_SPOOL)
+        await asyncio.sleep(HOUR_S)
+        first.attempts[1].give_up("somebody gave it up")
+        await until(lambda: first.tasks[1].done())
+        far.away = False
+        await asyncio.gather(first.over(), second.over())
+        assert [attempt.phase for attempt in second.attempts] == [Phase.COMMITTED, Phase.ABORTED]
+        assert asyncio.get_running_loop().time() < 1.2 * HOUR_S
+        assert await committed(bucket) == ["global_step1"]
+
+    run(main(), seed)
+
+
+def test_turn_1_what_was_decided_before_a_restart_keeps_nobody_waiting() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        for step in (1, 2):
+            node.save(step)
+            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
+        await node.dies()
+        root.away = False
+        decided = await Node(root, spool(), nonce=node.nonce, place=MemoryPlace(), saves=1).begin()
+        decided.save(2)  # another node has taken it over, and committed it
+        await decided.over()
+        node = await node.restarts()
+        await node.over()
+        assert await committed(root) == ["global_step2", "global_step1"]
+
+    run(main())

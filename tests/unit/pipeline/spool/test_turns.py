@@ -9,7 +9,10 @@ from datetime import datetime
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from checkpointd.config import SpoolConfig
+from checkpointd.pipeline.spool import turns as turns_module
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.turns import HOLD_S, LED_S, Pacing, Turns
 from checkpointd.testing import simloop
@@ -151,5 +154,20 @@ def test_turn_3_an_attempt_that_ends_frees_the_coordinator_at_once() -> None:
         began = loop.time()
         await next_one
         assert loop.time() == began
+
+    run(main())
+
+
+def test_too_many_that_wait_are_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "WAITING_MAX", 3)
+
+    async def main() -> None:
+        turns = Turns(pacing(), keep_all=True)
+        for number in range(3):
+            assert not turns.is_crowded
+            turns.add(shard(number))
+        assert turns.is_crowded
+        turns.forget(next(iter(turns._waiting)))
+        assert not turns.is_crowded
 
     run(main())
