@@ -118,11 +118,8 @@ class Turns:
                     await _either(woken, asyncio.sleep(self._held_s() or LOOK_S_MAX))
                 else:
                     await _either(woken, self.pacing.opened())
-                    if (
-                        self.pacing.opens_in_s() == 0
-                        and self._is_next(shard)
-                        and await self._may_begin(shard, led, began, woken)
-                    ):
+                    is_open = self.pacing.opens_in_s() == 0
+                    if is_open and self._is_next(shard) and await self._may_begin(shard, led, began, woken):
                         self._active = shard
                         return
         finally:
