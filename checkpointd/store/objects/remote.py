@@ -54,7 +54,8 @@ CONFLICT_S: Final = 0.2
 """The pause before a request is repeated that met another one for the same object."""
 PAGE: Final = 1000
 """The names in one page of a listing, and the objects in one request to delete."""
-_MARK: Final = "checkpointd-mark"
+_MARK: Final = "checkpointdmark"
+"""A word that every provider takes: Azure refuses hyphens, and proxies drop underscores."""
 _REST_S: Final = 5.0
 _CONNECTIONS: Final = "64"
 _AZURE: Final = {"account": "account_name", "endpoint": "endpoint"}
