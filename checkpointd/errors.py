@@ -107,6 +107,12 @@ class RootNotSharedError(StoreError):
     retryable = False
 
 
+class ConditionsIgnoredError(StoreError):
+    """The server of this root ignores the conditions of requests, so two outcomes of one save could win. Nothing was begun."""
+
+    retryable = False
+
+
 class RootGoneError(StoreError):
     """The root is no longer the directory in which this job began, for example after an unmount; nothing was written there.
 

@@ -21,6 +21,7 @@ from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.report.holder import Holder, newest_holder
 from checkpointd.report.latest import pointer
 from checkpointd.store.base import Store
+from checkpointd.store.conditions import check_conditions_of
 
 log = logging.getLogger("checkpointd")
 
@@ -73,6 +74,7 @@ async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
         return RecoveryReport(
             root=store.url, dry_run=False, epoch=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
         )
+    await check_conditions_of(store, new=False)
     epoch, lease = await leases.begin(store, _beginner(store, take_over=take_over))
     try:
         done = await recover(store, epoch.epoch, epoch.surviving, accepts_loss=True)

@@ -12,6 +12,7 @@ TEMPORARY = f"{SERVICE}/tmp"
 UNFINISHED = f"{SERVICE}/unfinished"
 LOCK = f"{SERVICE}/lock"
 PLANS = f"{SERVICE}/plans"
+CONDITIONS = f"{SERVICE}/conditions"
 SHOWN = f"{SERVICE}/shown"
 """Below it lies a directory for each directory of plain files, which goes with its record."""
 PASSING = (PLANS, SHOWN)

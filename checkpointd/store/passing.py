@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from checkpointd.errors import CheckpointdError
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store
+from checkpointd.store.conditions import check_conditions_of
 from checkpointd.store.identity import Identity, forget_synced, identity_of
 from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.requests import Requests, requests_of
@@ -89,6 +90,9 @@ class PassingStore(Store):
 
     async def abort_upload(self, upload: UnfinishedUpload) -> None:
         await abort_upload_of(self._store, upload)
+
+    async def check_conditions(self, *, new: bool) -> None:
+        await check_conditions_of(self._store, new=new)
 
     async def settle(self, key: str) -> None:
         await self._store.settle(key)

@@ -26,6 +26,7 @@ _ADVICE: Final = {
     "ExpiredToken": "the credentials have expired; get new ones",
     "AccessDenied": "the credentials may not do this; docs/OBJECT_STORES.md has the rights that checkpointd needs",
     "SlowDown": "the server asked to slow down for the whole time; use more prefixes, or fewer requests at once",
+    "NotImplemented": "the server does not know such requests; update it, or choose another one",
     "PermanentRedirect": "the bucket is in another region; name it: ?region=...",
     "AuthorizationHeaderMalformed": "the bucket is in another region; name it: ?region=...",
 }

@@ -24,6 +24,7 @@ from checkpointd.errors import ClosedError, DamagedError, NotFoundError, StoreEr
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store, each
 from checkpointd.store.names import check_key, check_prefix, is_key
 from checkpointd.store.objects.bucket import Bucket
+from checkpointd.store.objects.conditions import check_conditions
 from checkpointd.store.objects.failures import missing
 from checkpointd.store.objects.multipart import MultipartUpload, part_bytes_for
 from checkpointd.store.requests import Requests
@@ -180,6 +181,10 @@ class ObjectStore(Store):
     async def abort_upload(self, upload: UnfinishedUpload) -> None:
         self._check_write("aborting the upload of", upload.key)
         await self._bucket.abort(upload)
+
+    async def check_conditions(self, *, new: bool) -> None:
+        self._check_open()
+        await check_conditions(self._bucket, new=new)
 
     async def sweep(self) -> int:
         self._check_open()

@@ -18,6 +18,7 @@ from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.store import writers
 from checkpointd.store.base import Store
+from checkpointd.store.conditions import check_conditions_of
 from checkpointd_client.ranks.board import Board, broadcast_from_coordinator
 from checkpointd_client.ranks.writer import WriterThread
 
@@ -110,6 +111,7 @@ def instead(root: str) -> str:
 async def begin(store: Store, beginner: Beginner) -> Started:
     """Take the next epoch, and recover: decide the attempts that older epochs left in doubt."""
     before, known = await epochs.newest(store), CatalogLog(store)
+    await check_conditions_of(store, new=not before)
     try:
         epoch, lease = await leases.begin(store, beginner, known)
     except StoreFullError as error:
