@@ -10,10 +10,13 @@ from obstore import exceptions
 from checkpointd.errors import NotFoundError, StoreError, UnreadableError
 
 _STATUS: Final = re.compile(r"status code: (\d{3}[^:<]*)")
-_CODE: Final = re.compile(r"<Code>([^<]{1,100})</Code>")
+_CODE: Final = re.compile(r"(?:<Code>|\(code: )([\w.]{1,100})")
+"""In an answer of its own, and as the client tells it of one object in a request to delete many."""
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,300})</Message>")
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _REASON_MAX: Final = 300
+_REFUSALS: Final = ("401 ", "403 ", "(AccessDenied)")
+"""How the reasons begin whose cause is a missing right."""
 
 FAILURES: Final = (exceptions.BaseError, FileNotFoundError, OSError, ValueError)
 """What the client raises."""
@@ -36,7 +39,7 @@ _NO_ANSWER: Final = "the server was not reached, or has not answered in time; th
 
 def store_error(doing: str, key: str, url: str, error: BaseException, *, reads: bool) -> StoreError:
     """The StoreError for `error`, an UnreadableError if the request only reads."""
-    reason, advice = _reason(error)
+    reason, advice = reason_of(error)
     words = f"{doing} {key!r} in {url} failed: {reason}" + (f": {advice}" if advice else "")
     return UnreadableError(words) if reads else StoreError(words)
 
@@ -70,18 +73,24 @@ def is_past_the_end(error: BaseException) -> bool:
 
 def is_forbidden(error: BaseException | None) -> bool:
     """Whether missing rights caused `error`, so that another try cannot help."""
-    while error is not None and not isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+    while error is not None and not _is_refusal(error):
         error = error.__cause__
     return error is not None
 
 
-def _reason(error: BaseException) -> tuple[str, str]:
+def _is_refusal(error: BaseException) -> bool:
+    """The client has classes for them, but not in listings and in requests to delete many."""
+    known = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
+    return known or (isinstance(error, exceptions.BaseError) and reason_of(error)[0].startswith(_REFUSALS))
+
+
+def reason_of(error: BaseException) -> tuple[str, str]:
     """What the server said, in a line, and what to do. The client's own text ends in a dump of its state."""
     text = str(error).partition("\n\nDebug source")[0].strip()
     status, code, message = (found[1] if (found := one.search(text)) else "" for one in (_STATUS, _CODE, _MESSAGE))
     if not code and any(one in text for one in _NO_BUCKET):
         code = "NoSuchBucket"
-    if not status:
+    if not status and not code:
         last = text.rpartition("\n")[2].rpartition(" - ")[2]
         return last[-_REASON_MAX:] or type(error).__name__, "" if isinstance(error, ValueError) else _NO_ANSWER
     words = " ".join(one for one in (status.strip(), code and f"({code})") if one) + (f" {message}" if message else "")
