@@ -89,6 +89,10 @@ class BucketUrl:
         """The place `name` in this one."""
         return replace(self, prefix=f"{self.prefix}/{name}" if self.prefix else name)
 
+    def trying_for(self, retry_s: float) -> BucketUrl:
+        """The same place; a request that gets no answer is repeated for `retry_s` seconds, unless the URL says otherwise."""
+        return replace(self, options={"retry_s": f"{retry_s:g}", **self.options})
+
     def flag(self, name: str) -> bool:
         """The option `name`, which is `true` or `false`; False if it is not given."""
         return _BOOLS[self.options.get(name, "false")]

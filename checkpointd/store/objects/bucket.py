@@ -30,11 +30,15 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class ObjectHead:
-    """An object without its bytes. `mark`: of the `create` or `replace` that wrote it, or "" if a `put` or `upload` did."""
+    """An object without its bytes. `mark`: of the `create` or `replace` that wrote it, or "" if a `put` or `upload` did.
+
+    `written`: when it was written, in seconds since 1970 by the server's clock. It is for people; no decision uses it.
+    """
 
     size: int
     version: Version
     mark: str = ""
+    written: float = 0.0
 
 
 class Bucket(Protocol):

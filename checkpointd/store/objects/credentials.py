@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from checkpointd.bucket_urls import BucketUrl
 from checkpointd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,24 @@ def s3_session(profile: str | None) -> Any | None:
     except ProfileNotFound as error:
         raise UsageError(f"{error}; `aws configure list-profiles` shows those that exist") from error
     return session
+
+
+def s3_client(url: BucketUrl) -> Any | None:
+    """A client of botocore for what the client in Rust cannot ask; None if botocore is not installed. Its calls block."""
+    session = s3_session(url.options.get("profile"))
+    if session is None:
+        return None
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    given = url.options
+    config = Config(
+        connect_timeout=10,
+        read_timeout=url.request_s,
+        signature_version=UNSIGNED if url.flag("anonymous") else "s3v4",
+        s3={"addressing_style": given.get("addressing", "path")},
+    )
+    return session.create_client("s3", endpoint_url=given.get("endpoint"), region_name=given.get("region"), config=config)
 
 
 def s3_credentials(session: Any | None) -> Callable[[], S3Credential] | None:

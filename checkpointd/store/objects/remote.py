@@ -258,7 +258,8 @@ async def _answer(request: Awaitable[T]) -> T:
 
 def _head(found: GetResult) -> ObjectHead:
     version = Version(found.meta["e_tag"], found.meta["version"])
-    return ObjectHead(found.meta["size"], version, found.attributes.get(_MARK, ""))
+    written = found.meta["last_modified"].timestamp()
+    return ObjectHead(found.meta["size"], version, found.attributes.get(_MARK, ""), written)
 
 
 def _client(location: BucketUrl) -> ObjectStore:

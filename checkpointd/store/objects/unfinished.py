@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from checkpointd.bucket_urls import BucketUrl
 from checkpointd.errors import StoreError, UnreadableError
-from checkpointd.store.objects.credentials import s3_session
+from checkpointd.store.objects.credentials import s3_client
 from checkpointd.store.objects.paths import key_of, path_of
 from checkpointd.store.uploads import UnfinishedUpload
 from checkpointd.waits import to_the_end
@@ -58,22 +58,7 @@ class S3Uploads:
 
     def _client(self) -> Any:
         if self._made is None:
-            session = s3_session(self._url.options.get("profile"))
-            if session is None:
-                return None
-            from botocore import UNSIGNED
-            from botocore.config import Config
-
-            given = self._url.options
-            config = Config(
-                connect_timeout=10,
-                read_timeout=self._url.request_s,
-                signature_version=UNSIGNED if self._url.flag("anonymous") else "s3v4",
-                s3={"addressing_style": given.get("addressing", "path")},
-            )
-            self._made = session.create_client(
-                "s3", endpoint_url=given.get("endpoint"), region_name=given.get("region"), config=config
-            )
+            self._made = s3_client(self._url)
         return self._made
 
     async def _on_thread(self, doing: str, call: Callable[[], T], kind: type[StoreError]) -> T:

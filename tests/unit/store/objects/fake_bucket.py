@@ -103,7 +103,13 @@ class FakeBucket(Bucket):
         return None if found is None else found.head
 
     async def list(self, prefix: str) -> list[Entry]:
-        raise NotImplementedError
+        found: dict[str, Entry] = {}
+        for key, stored in self.objects.items():
+            if key.startswith(f"{prefix}/" if prefix else ""):
+                name, deeper, _ = key[len(prefix) + 1 if prefix else 0 :].partition("/")
+                found[name] = Entry(name, 0 if deeper else len(stored.data), bool(deeper))
+        await self._answered("list", prefix, None)
+        return [found[name] for name in sorted(found)]
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
