@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from checkpointd import __version__
+from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.doctor import machine, memory, mounts, sidecar, software, space, trials
 from checkpointd.doctor.finding import Diagnosis, Finding, StateSize, Topic
 from checkpointd.doctor.scratch import scratch
@@ -28,6 +30,9 @@ TRIALS: tuple[tuple[str, Callable[[str], Finding]], ...] = (
     ("names", trials.names),
     ("clock", trials.clock),
 )
+
+RETRY_S: Final = 10.0
+"""How long the doctor waits for a server that does not answer, unless the root's URL says otherwise. A job waits longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,8 @@ def _newest_size(root: str) -> tuple[int | None, str]:
     """The raw bytes of the newest checkpoint at `root` that records them, and words that name the checkpoint."""
 
     async def newest() -> tuple[int | None, str]:
-        async with open_store(root) as store:
+        place = parse(root).trying_for(RETRY_S).url if is_bucket_url(root) else root
+        async with open_store(place) as store:
             for row in (await listing(store)).rows:
                 if row.state == "committed" and row.raw_bytes:
                     return row.raw_bytes, f"as {row.tag} has"
@@ -97,6 +103,11 @@ def _newest_size(root: str) -> tuple[int | None, str]:
 
 
 def _root(root: str | None, state: StateSize | None, copies: int) -> Iterator[Finding]:
+    if root is not None and is_bucket_url(root):
+        from checkpointd.doctor.bucket import examine as bucket  # with obstore, which only buckets need
+
+        yield from bucket.here(parse(root).trying_for(RETRY_S), state)
+        return
     if root is None:
         advice = "name the root, or set CHECKPOINTD_ROOT: most failures come from the root's file system"
         yield Finding("root", "root", "note", "no root was given", advice)

@@ -30,7 +30,7 @@ def scratch(root: str) -> Iterator[str]:
     """A new empty directory below `root`, which is made if it is missing. OSError if it cannot be made."""
     place = f"{root}/{PLACE}"
     made: list[str] = []
-    with _signals_unwind():
+    with signals_unwind():
         try:
             own = _made_in(place, made)
             try:
@@ -73,7 +73,7 @@ def _clear_leftovers(place: str) -> None:
 
 
 @contextlib.contextmanager
-def _signals_unwind() -> Iterator[None]:
+def signals_unwind() -> Iterator[None]:
     """Within the block, signals that would end the process at once raise SystemExit, as Ctrl-C raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield

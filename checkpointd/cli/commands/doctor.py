@@ -48,8 +48,9 @@ def command(
 ) -> int:
     """Check this machine, ROOT and the sidecar's socket, and say what to fix.
 
-    The checks really try everything, in a directory below ROOT/.checkpointd that is removed afterwards. Run it as the user that
-    trains, on each kind of node. Ends with code 1 if a check failed, otherwise 0: a warning is not a failure.
+    The checks really try everything, in a directory or prefix below ROOT/.checkpointd that is removed afterwards. ROOT may be
+    the URL of a bucket. Run it as the user that trains, on each kind of node. Ends with code 1 if a check failed, otherwise 0:
+    a warning is not a failure.
 
     --device also tests staging and loading on the accelerator, with planted mistakes, and measures them. Attach this report
     to an issue. Without an accelerator, it ends with code 2.
