@@ -19,8 +19,8 @@ READY := $(VENV)/ready-$(firstword $(shell cat pyproject.toml constraints.txt | 
 help: ## What can be done here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: setup ## Train a small GPT, kill a rank in mid-save and compare bit for bit; then kill all beside a sidecar
-	$(BIN)/python examples/demo/demo.py
+demo: setup ## Train a small GPT, kill a rank in mid-save and compare bit for bit; then kill all beside a sidecar (a bucket: make demo ARGS="--root s3")
+	$(BIN)/python examples/demo/demo.py $(ARGS)
 
 test: setup ## All tests (narrow it: make test ARGS="-k codec")
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)

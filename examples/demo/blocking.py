@@ -36,7 +36,8 @@ def save_blocking(state: Mapping[str, Any], path: Path) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="where torch.save writes")
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--length", type=int, default=128)
@@ -49,7 +50,7 @@ def main() -> None:
         if ckpt.load(state, strict=False) is None:  # only what was asked for, not loader, scheduler and generators
             raise SystemExit(f"{args.root} holds no checkpoint to measure with")
 
-    path = args.root.with_name(f"blocking-{dist.get_rank()}.pt")
+    path = args.folder / f"blocking-{dist.get_rank()}.pt"
     for _ in range(args.rounds):
         seconds = torch.tensor(save_blocking(state, path), dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)

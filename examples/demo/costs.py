@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,8 @@ class Save:
     attempt: str
     phase: str
     cost: SaveCost
+    requests: Mapping[str, int] | None = None
+    """Those of all ranks to a bucket, by kind, since the save before; None where the root is not in a bucket."""
 
 
 def read_saves(folder: Path, *, ranks: int) -> list[Save]:
@@ -51,6 +53,7 @@ def _read_rank(path: Path) -> dict[tuple[str, str], Save]:
             attempt=entry["attempt"],
             phase=entry["phase"],
             cost=SaveCost(**{field.name: entry[field.name] for field in fields(SaveCost)}),
+            requests=entry["requests"],
         )
         for entry in entries
     ]
@@ -59,7 +62,9 @@ def _read_rank(path: Path) -> dict[tuple[str, str], Save]:
 
 def _of_all_ranks(saves: Sequence[Save]) -> Save:
     cost = SaveCost(**{field.name: _slowest(saves, field.name) for field in fields(SaveCost)})
-    return Save(tag=saves[0].tag, attempt=saves[0].attempt, phase=saves[0].phase, cost=cost)
+    first, counts = saves[0], [save.requests for save in saves if save.requests is not None]
+    requests = {kind: sum(count[kind] for count in counts) for kind in counts[0]} if counts else None
+    return Save(tag=first.tag, attempt=first.attempt, phase=first.phase, cost=cost, requests=requests)
 
 
 def _slowest(saves: Sequence[Save], name: str) -> float | None:
@@ -75,6 +80,12 @@ def typical(costs: Sequence[SaveCost]) -> SaveCost:
 def _median(values: Iterator[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+def typical_requests(saves: Sequence[Save]) -> dict[str, int]:
+    """The median of each kind of request, over the saves that counted them; empty where none did."""
+    counts = [save.requests for save in saves if save.requests is not None]
+    return {kind: round(median(count[kind] for count in counts)) for kind in counts[0]} if counts else {}
 
 
 def step_seconds(folder: Path, *, ranks: int, save_every: int) -> tuple[float, float]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from places import CHUNKS, UNFINISHED, Place
+
 POLL_S = 0.002
-"""How often the watchers look: short against a save, and cheap against training."""
+"""How often the watcher of a sidecar looks."""
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -128,10 +129,10 @@ class Strike:
     latest: str
     written: int  # bytes of the rank's chunks that hold data
     expected: int  # bytes that they had in the checkpoint before
-    present: tuple[str, ...]  # every object of the attempt
+    present: tuple[str, ...]  # every object of the attempt, and every unfinished upload
 
 
-def kill_during_save(job: Job, root: Path, tags: Sequence[str], *, rank: int, after: float) -> Strike | None:
+def kill_during_save(job: Job, place: Place, tags: Sequence[str], *, rank: int, after: float) -> Strike | None:
     """SIGKILL `rank` when it has written so much of its shard, saving one of `tags`; None where every save was too quick.
 
     `after` is a part of what the rank's shard took in the checkpoint before.
@@ -139,7 +140,7 @@ def kill_during_save(job: Job, root: Path, tags: Sequence[str], *, rank: int, af
     A kill that came too late (the rank's vote is there) does not count: torchrun restarts the job, and the next tag is tried.
     """
     for tag in tags:
-        save = SaveInFlight(root, tag, rank)
+        save = SaveInFlight(place, tag, rank)
         pid = save.wait_for(after, job)
         if pid is None:
             continue
@@ -151,89 +152,60 @@ def kill_during_save(job: Job, root: Path, tags: Sequence[str], *, rank: int, af
 
 
 class SaveInFlight:
-    """One rank's save of `tag` below `root`: begun when it has a chunks object, over when it has voted."""
+    """One rank's save of `tag` at `place`: begun when it has a chunks object, or its upload; over when it has voted."""
 
-    def __init__(self, root: Path, tag: str, rank: int) -> None:
-        self.root, self.tag, self.rank = root, tag, rank
+    def __init__(self, place: Place, tag: str, rank: int) -> None:
+        self.place, self.tag, self.rank = place, tag, rank
 
-    def attempt(self) -> Path | None:
-        """The folder of the undecided attempt that the rank is writing, if it is."""
-        for chunks in (self.root / self.tag).glob(f"*/{self.rank:05d}-*.chunks"):
-            attempt = chunks.parent
-            if not (attempt / f"{self.rank:05d}.vote").exists() and not (attempt / "outcome").exists():
-                return attempt
+    def look(self) -> tuple[str, Mapping[str, int]] | None:
+        """The undecided attempt that the rank is writing, if it is, and the objects in it."""
+        for attempt, objects in self.place.attempts(self.tag).items():
+            ours = any(self.is_ours(name) for name in objects)
+            if ours and f"{self.rank:05d}.vote" not in objects and "outcome" not in objects:
+                return attempt, objects
         return None
 
     def wait_for(self, part: float, job: Job) -> int | None:
         """The rank's process id as soon as it has written this part of its shard; None where its save ended before."""
         seen = False
         while job.running():
-            attempt = self.attempt()
-            if attempt is not None:
+            found = self.look()
+            if found is not None:
                 seen = True
-                written = self.written(attempt)
-                pid = job.pids().get(self.rank) if written > part * self.expected() else None
+                written = self.written(found[1])
+                pid = job.pids().get(self.rank) if written >= part * self.expected() else None
                 if pid is not None:
                     return pid
-            elif seen or any((self.root / self.tag).glob("*/outcome")):
+            elif seen or any("outcome" in objects for objects in self.place.attempts(self.tag).values()):
                 return None
-            time.sleep(POLL_S)
+            time.sleep(self.place.poll_s)
         return None
 
-    def written(self, attempt: Path) -> int:
-        return sum(data_bytes(path) for path in self.chunks(attempt))
+    def is_ours(self, name: str) -> bool:
+        return name.startswith(f"{self.rank:05d}-") and name.removesuffix(UNFINISHED).endswith(CHUNKS)
+
+    def written(self, objects: Mapping[str, int]) -> int:
+        return sum(size for name, size in objects.items() if self.is_ours(name))
 
     def expected(self) -> int:
         """What the rank's chunks took in the checkpoint that `latest` names, in bytes; 0 where there is none."""
-        latest = self.latest()
-        sizes = [sum(map(data_bytes, self.chunks(attempt.parent))) for attempt in (self.root / latest).glob("*/outcome")]
-        return max(sizes, default=0) if latest else 0
-
-    def latest(self) -> str:
-        """The tag that `latest` names; empty where there is none."""
-        path = self.root / "latest"
-        return path.read_text().strip() if path.exists() else ""
-
-    def chunks(self, attempt: Path) -> list[Path]:
-        return list(attempt.glob(f"{self.rank:05d}-*.chunks"))
+        latest = self.place.latest()
+        attempts = self.place.attempts(latest).values() if latest else ()
+        return max((self.written(objects) for objects in attempts if "outcome" in objects), default=0)
 
     def struck(self, pid: int) -> Strike | None:
         """What the killed rank left of its attempt; None where it had voted."""
-        attempt = self.attempt()
-        if attempt is None:
+        found = self.look()
+        if found is None:
             return None
+        attempt, objects = found
         return Strike(
             rank=self.rank,
             pid=pid,
             tag=self.tag,
-            attempt=attempt.name,
-            latest=self.latest(),
-            written=self.written(attempt),
+            attempt=attempt,
+            latest=self.place.latest(),
+            written=self.written(objects),
             expected=self.expected(),
-            present=tuple(sorted(path.name for path in attempt.iterdir())),
+            present=tuple(sorted(objects)),
         )
-
-
-def data_bytes(path: Path) -> int:
-    """Bytes of a file that have been written: space that is only reserved is a hole to SEEK_DATA. 0 where there is no file."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:  # its writer dropped it meanwhile
-        return 0
-    try:
-        return sum(end - begin for begin, end in _data_segments(descriptor))
-    finally:
-        os.close(descriptor)
-
-
-def _data_segments(descriptor: int) -> Iterator[tuple[int, int]]:
-    end = 0
-    while True:
-        try:
-            begin = os.lseek(descriptor, end, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but holes up to the end
-                return
-            raise
-        end = os.lseek(descriptor, begin, os.SEEK_HOLE)
-        yield begin, end

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 import torch
 from torch import Tensor
 
+from checkpointd.store.requests import Requests
 from checkpointd_client import SaveHandle
 from parallel import whole
 
@@ -20,16 +21,17 @@ class RunLog:
     """The log of one rank, three files in `folder`: `losses-<rank>.jsonl`, `saves-<rank>.jsonl`, `final-<rank>.json`.
 
     A resumed run trains the steps after its checkpoint again, so their losses are dropped first: line n of the
-    losses is always step n, once.
+    losses is always step n, once. `requests` gives those that this rank has sent to a bucket so far.
     """
 
-    def __init__(self, folder: Path, *, rank: int, start: int) -> None:
+    def __init__(self, folder: Path, *, rank: int, start: int, requests: Callable[[], Requests | None] = lambda: None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.rank = folder, rank
         self._losses = _keep_lines(folder / f"losses-{rank}.jsonl", start)
         self._saves = (folder / f"saves-{rank}.jsonl").open("a", encoding="utf-8")
         self._pending: list[tuple[int, SaveHandle]] = []
         self._last: float | None = None
+        self._requests, self._counted = requests, requests()
 
     def step(self, step: int, loss: float) -> None:
         """Write the loss exactly (`float.hex`), the seconds since the step before, and the saves that have ended meanwhile.
@@ -55,7 +57,12 @@ class RunLog:
     def _finished_saves(self) -> None:
         for step, handle in [pending for pending in self._pending if pending[1].done()]:
             self._pending.remove((step, handle))
-            _write(self._saves, _save_entry(step, handle))
+            _write(self._saves, {**_save_entry(step, handle), "requests": self._since_the_last()})
+
+    def _since_the_last(self) -> dict[str, int] | None:
+        """The requests of this rank since the save before had ended; None where the root is not in a bucket."""
+        before, self._counted = self._counted, self._requests()
+        return None if before is None or self._counted is None else (self._counted - before).by_kind()
 
 
 def _save_entry(step: int, handle: SaveHandle) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from checkpointd_client.query import StatusClient
 from launch import POLL_S, Job
+from places import Place
 
 RANKS = 2
 BANDWIDTH_MIB = 64
@@ -51,9 +53,9 @@ def _loss(folder: Path, rank: int, step: int) -> str | None:
 class SecondAct:
     """Three jobs at one root and one sidecar: killed after a save, restarted from memory, restarted from the store."""
 
-    def __init__(self, folder: Path, job: Callable[..., Job], console: Console, *, save_every: int) -> None:
-        self.folder, self.job, self.console = folder, job, console
-        self.root, self.socket = folder / "checkpoints", folder / "run" / "socket"
+    def __init__(self, folder: Path, place: Place, job: Callable[..., Job], console: Console, *, save_every: int) -> None:
+        self.folder, self.place, self.job, self.console = folder, place, job, console
+        self.socket = folder / "run" / "socket"
         self.every = save_every
         self.tag = f"global_step{2 * save_every - 1}"
 
@@ -71,10 +73,10 @@ class SecondAct:
     @contextmanager
     def sidecar(self) -> Iterator[None]:
         """`checkpointd serve`, as a service manager would run it; its first line says where its status page is."""
-        command = [Path(sys.executable).with_name("checkpointd"), "serve", "--socket", self.socket, "--root", self.folder]
+        command = [Path(sys.executable).with_name("checkpointd"), "serve", "--socket", self.socket, "--root", self.place.served]
         command += ["--uid", str(os.geteuid())]  # root has to be named
         options = ["--http", "127.0.0.1:0", "--bandwidth-mib", str(BANDWIDTH_MIB)]
-        self.console.print(f"$ {' '.join(['checkpointd', *map(str, command[1:]), *options])}", soft_wrap=True)
+        self.console.print(f"$ {shlex.join(['checkpointd', *map(str, command[1:]), *options])}", soft_wrap=True)
         with (self.folder / "sidecar.log").open("w") as log:
             process = subprocess.Popen(
                 [*command, *options], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
@@ -142,7 +144,7 @@ class SecondAct:
         )
 
     def _training(self, name: str, *, until: int, save_every: int) -> Job:
-        saving = ["--save-every", str(save_every), "--root", str(self.root), "--sidecar", str(self.socket)]
+        saving = ["--save-every", str(save_every), "--root", self.place.root, "--sidecar", str(self.socket)]
         return self.job(self.folder / name, *saving, "--until", str(until), "--print-every", "1")
 
     def wait_for_commit(self, killed: float) -> None:
@@ -151,11 +153,10 @@ class SecondAct:
         while self._latest() != self.tag:
             if time.monotonic() > until:
                 raise RuntimeError(f"{self.tag} was not committed: {(self.folder / 'sidecar.log').read_text()}")
-            time.sleep(POLL_S)
+            time.sleep(self.place.poll_s)
         self.console.print(
             f"  {self.tag} is committed: `latest` names it, {time.monotonic() - killed:.1f} s after the kill at most."
         )
 
     def _latest(self) -> str:
-        path = self.root / "latest"
-        return path.read_text().strip() if path.exists() else "nothing"
+        return self.place.latest() or "nothing"

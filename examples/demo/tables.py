@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from compare import Comparison
-from costs import Save, SaveCost, epoch_of, typical
+from costs import Save, SaveCost, epoch_of, typical, typical_requests
 from launch import Strike
 from second_act import Recovery
 
@@ -16,7 +16,7 @@ MEGA = 1e6
 
 COSTS_EXPLAINED = (
     "Of the slower rank. Training was held for call (until save() returned) and for fence (by the next optimizer step). "
-    "Counted from the call on: safe, until the tensors could change again; durable, until the shard was on the disk; "
+    "Counted from the call on: safe, until the tensors could change again; durable, until the shard was in the store; "
     "committed on all ranks. torch.save of the same state holds training for all of its call; it is durable after the fsync."
 )
 
@@ -48,18 +48,32 @@ def strike(strike: Strike) -> str:
 
 def costs(saves: Sequence[Save], killed: Strike | None, blocking: Sequence[SaveCost]) -> Table:
     """Each save of the run, first those before the kill, their median, and torch.save of the same state."""
-    table = _table("milliseconds", "call", "fence", "safe", "durable", "committed", "end")
+    counted = any(save.requests is not None for save in saves)
+    table = _table("milliseconds", "call", "fence", "safe", "durable", "committed", "end", *(["requests"] if counted else []))
     attempts = [save.attempt for save in saves] + ([killed.attempt] if killed else [])
     for epoch in sorted(set(map(epoch_of, attempts))):
         for save in saves:
             if epoch_of(save.attempt) == epoch:
-                table.add_row(save.tag, *_cells(save.cost), save.phase)
+                requests = [str(sum(save.requests.values()))] if save.requests is not None else []
+                table.add_row(save.tag, *_cells(save.cost), save.phase, *requests)
         if killed is not None and epoch_of(killed.attempt) == epoch:
             table.add_row(killed.tag, *_cells(SaveCost()), "[red]killed[/]")
         table.add_section()
     table.add_row("median", *_cells(typical([save.cost for save in saves])), "", style="bold")
     table.add_row("torch.save + fsync", *_cells(typical(blocking)), "", style="bold")
     return table
+
+
+def requests(saves: Sequence[Save]) -> str:
+    """What a save asks of a bucket, in a line; empty where the root is not in one."""
+    kinds = typical_requests(saves)
+    if not kinds:
+        return ""
+    words = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return (
+        f"Requests of both ranks per save (median of each kind): {words}; together {sum(kinds.values())}. They include the "
+        "looks of ranks that wait for each other, and the reading back of the save before."
+    )
 
 
 def _cells(cost: SaveCost) -> list[str]:
@@ -69,7 +83,7 @@ def _cells(cost: SaveCost) -> list[str]:
 
 RECOVERIES_EXPLAINED = (
     "load() on rank 0, which waits for the slower rank; and from the kill (memory) or the start (store) to the end of the "
-    "first step, most of which is Python starting and importing torch. The store is read from the page cache here."
+    "first step, most of which is Python starting and importing torch. A store on this machine is read from the page cache."
 )
 
 

