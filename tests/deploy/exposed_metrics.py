@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointd.config import ServeConfig
+from checkpointd.config import ServeConfig, ServedMirror
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import Hub, RootScan
+from checkpointd.daemon.node_spool import NodeSpool
 from checkpointd.daemon.status.model import SpaceStatus
+from checkpointd.pipeline.spool.directory import SpoolDirectory
+from checkpointd.pipeline.spool.places import Room
+from checkpointd.store.requests import Requests
 
 ROOT = "/scratch/run-1"
+MIRROR = ServedMirror(origin=ROOT, mirror="/archive/run-1")
 # What Prometheus itself gives, and node_exporter beside it.
 FOREIGN = {"up": set[str](), "node_filesystem_avail_bytes": {"mountpoint"}}
 # What Prometheus adds to every series of a target, or its configuration does.
@@ -30,8 +36,22 @@ _WORDS = {"and", "or", "unless", "bool", "offset"}
 
 @cache
 def exposed() -> dict[str, set[str]]:
-    """The names of all series with their labels: scraped from a daemon with one rank at one root, and parsed."""
-    hub = Hub(ServeConfig(socket="/run/checkpointd/checkpointd.sock", roots=(ROOT,), bandwidth_bps=float(1 << 30)))
+    """The names of all series with their labels: scraped from a daemon with one rank at one root, as if that were in a bucket,
+    with a spool and a mirror; and parsed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return scraped(folder)
+
+
+def scraped(spool: str) -> dict[str, set[str]]:
+    config = ServeConfig(
+        socket="/run/checkpointd/checkpointd.sock",
+        roots=(ROOT,),
+        bandwidth_bps=float(1 << 30),
+        mirrors=(MIRROR,),
+        spool=spool,
+    )
+    hub = Hub(config)
     record = hub.rank(ROOT, 0, world_size=1, pid=1)
     record.connected(0)
     hub.begun(record, 2, "nonce")
@@ -41,6 +61,12 @@ def exposed() -> dict[str, set[str]]:
         newest_committed_at=hub.started_at,
         space=SpaceStatus(free_bytes=1, total_bytes=2),
     )
+    hub.roots.requests = lambda _: Requests(puts=1)  # type: ignore[method-assign]
+    assert config.spool_config is not None
+    hub.spool = NodeSpool(hub, SpoolDirectory(config.spool_config))
+    hub.spool.directory.room = Room(used=1, free=1, total=2)
+    mirror = hub.mirrors.progress[0]
+    mirror.newest_step, mirror.in_step_at = 10, hub.started_at
     found: dict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(metrics.exposition(metrics.registry(hub), "plain").decode()):
         for sample in family.samples:

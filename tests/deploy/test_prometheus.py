@@ -231,6 +231,9 @@ NOT_SHOWN = {
     "checkpointd_held_snapshots",
     # Of the pace that a trainer asks for: the status of the save says more.
     "checkpointd_rested_seconds_total",
+    # Of a mirror: how many it lacks is shown, and `status` says the rest.
+    "checkpointd_mirror_newest_step",
+    "checkpointd_mirror_checkpoints_total",
     # Of a histogram, its buckets are shown.
     "checkpointd_commit_seconds_count",
     "checkpointd_commit_seconds_sum",
