@@ -14,7 +14,8 @@ from pathlib import Path
 import click
 import pytest
 
-from checkpointd.config import ServeConfig, read_serve_file
+from checkpointd.bucket_urls import is_bucket_url
+from checkpointd.config import ServeConfig, credential_places, read_serve_file
 from checkpointd.daemon.runner import OVERDUE_S
 from tests.deploy.serve_arguments import serve_parameters
 
@@ -78,6 +79,16 @@ def test_the_drop_in_is_a_drop_in(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     (drop_in / "roots.conf").write_text("[Service]\nReadWritePath=/x\n")
     assert "ReadWritePath" in verify(SYSTEM, tmp_path).stderr
+
+
+def test_the_drop_in_for_a_bucket_is_a_drop_in(tmp_path: Path) -> None:
+    drop_in = tmp_path / "checkpointd@alice.service.d"
+    drop_in.mkdir()
+    shutil.copy(FOLDER / "bucket.conf", drop_in)
+    done = verify(SYSTEM, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (drop_in / "bucket.conf").write_text((FOLDER / "bucket.conf").read_text().replace("LoadCredential=", "LoadCredentials="))
+    assert "LoadCredentials" in verify(SYSTEM, tmp_path).stderr
 
 
 def test_exposure_stays_low(tmp_path: Path) -> None:
@@ -144,8 +155,37 @@ def test_the_example_settings_are_settings() -> None:
     assert config.http.startswith("127.0.0.1:")
 
 
-def test_every_setting_that_is_commented_out_is_one() -> None:
-    text = (FOLDER / "checkpointd.toml").read_text()
+def test_the_settings_for_a_bucket_fit_their_drop_in() -> None:
+    config = ServeConfig(socket="/run/s", **read_serve_file(str(FOLDER / "bucket.toml")))  # type: ignore[arg-type]  # any field
+    assert all(is_bucket_url(root) for root in config.roots)
+    drop_in = keys(FOLDER / "bucket.conf")
+    assert drop_in["ReadWritePaths"] == config.spool
+    assert config.spool_config is not None
+    tmpfiles = (FOLDER / "checkpointd.tmpfiles.conf").read_text()
+    assert f"#d {config.spool} 0700 alice alice -" in tmpfiles
+
+
+def test_the_daemon_may_read_the_credential_that_systemd_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is where the sandbox lets it read, and where botocore looks."""
+    drop_in = keys(FOLDER / "bucket.conf")
+    name, _, source = drop_in["LoadCredential"].partition(":")
+    assert source.startswith("/etc/checkpointd/")
+    variable, _, place = drop_in["Environment"].partition("=")
+    assert place == f"%d/{name}"
+    monkeypatch.setenv(variable, place)
+    assert place in credential_places()
+
+
+def test_the_drop_in_opens_what_the_unit_closes() -> None:
+    """Without it, a daemon that is told of a bucket reaches loopback alone."""
+    assert keys(SYSTEM)["IPAddressDeny"] == "any"
+    assert keys(SYSTEM)["IPAddressAllow"] == "localhost"
+    assert keys(FOLDER / "bucket.conf")["IPAddressAllow"] == "any"
+
+
+@pytest.mark.parametrize("name", ["checkpointd.toml", "bucket.toml"])
+def test_every_setting_that_is_commented_out_is_one(name: str) -> None:
+    text = (FOLDER / name).read_text()
     offered = re.findall(r"(?m)^# (\w+) = ", text)
     assert offered
     assert set(offered) <= set(ServeConfig.__dataclass_fields__)
