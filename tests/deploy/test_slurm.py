@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.serve_arguments import serve_parameters
+
 SCRIPT = Path(__file__).resolve().parents[2] / "deploy" / "slurm" / "train.sbatch"
 
 SRUN = """
@@ -68,6 +70,8 @@ if sys.argv[1] == "status":
 mode = oct(os.stat(os.path.dirname(words["--socket"])).st_mode & 0o777)
 print("serve", words["--root"], mode, file=open("calls", "a"), flush=True)
 print(words["--socket"], words["--http"], file=open("places", "a"), flush=True)
+keys = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("AWS_"))
+print(*sys.argv[sys.argv.index("--http") + 2:], *keys, sep="\\n", file=open("spool", "w"), flush=True)
 signal.signal(signal.SIGTERM, lambda *_: (print("sidecar leaves", file=open("calls", "a")), sys.exit()))
 listening.bind(words["--socket"])
 listening.listen()
@@ -117,7 +121,9 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, code: str = "", sidecar: str = "whole", mkdir: str = 'exec /bin/mkdir "$@"') -> Iterator[Run]:
+def running(
+    folder: Path, code: str = "", sidecar: str = "whole", mkdir: str = 'exec /bin/mkdir "$@"', **others: str
+) -> Iterator[Run]:
     """Start the script as Slurm's batch step would; `code` is what training ends with, "" for training that goes on."""
     binaries = folder / "bin"
     binaries.mkdir()
@@ -141,6 +147,7 @@ def running(folder: Path, code: str = "", sidecar: str = "whole", mkdir: str = '
         "SLURM_JOB_ID": f"test-{os.getpid()}",
         "SLURM_NNODES": "1",
         "SLURM_JOB_NODELIST": "node-1",
+        **others,
     }
     command = [shutil.which("bash") or "bash", str(SCRIPT), "train.py", "--lr", "3e-4"]
     process = subprocess.Popen(
@@ -238,6 +245,42 @@ def test_the_directory_cannot_be_guessed(tmp_path: Path) -> None:
             run.end()
             names.add(Path(run.places[0]).parent)
     assert len(names) == 2, "of one job id and one count of restarts"
+
+
+BUCKET = "s3://my-bucket/alice/run-1?region=eu-west-1"
+
+
+def test_a_root_in_a_bucket_with_a_spool(tmp_path: Path) -> None:
+    """Daemon and trainer get the URL; the spool is this job's own; the keys come from a file that nobody else can read."""
+    (tmp_path / "keys").write_text("AWS_ACCESS_KEY_ID=id\nAWS_SECRET_ACCESS_KEY='a secret'\n")
+    (tmp_path / "keys").chmod(0o600)
+    with running(tmp_path, code="0", ROOT=BUCKET, SPOOL="/nvme/alice", CREDENTIALS=str(tmp_path / "keys")) as run:
+        assert run.end() == 0, run.output
+        assert run.calls[:2] == [f"serve {BUCKET} 0o700", f"torchrun train.py --lr 3e-4 --root {BUCKET}"]
+    *spool, key, secret = (tmp_path / "spool").read_text().splitlines()
+    assert spool[:2] == ["--spool", f"/nvme/alice/job-test-{os.getpid()}"]
+    assert serve_parameters([*spool, "--root", BUCKET])["spool_finish"] is True
+    assert serve_parameters([*spool, "--root", BUCKET])["spool_retain"] is False
+    assert [key, secret] == ["AWS_ACCESS_KEY_ID=id", "AWS_SECRET_ACCESS_KEY=a secret"]
+    assert "a secret" not in run.output
+    assert not (tmp_path / "s3:").exists(), "no directory is made for a bucket"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, None])
+def test_the_job_stops_where_others_may_read_the_keys(tmp_path: Path, mode: int | None) -> None:
+    if mode is not None:
+        (tmp_path / "keys").touch()
+        (tmp_path / "keys").chmod(mode)
+    with running(tmp_path, code="0", ROOT=BUCKET, CREDENTIALS=str(tmp_path / "keys")) as run:
+        assert run.end() == 1
+        assert f"chmod 600 {tmp_path / 'keys'}" in run.output
+    assert not (tmp_path / "calls").exists()
+
+
+def test_without_a_spool_the_daemon_hears_of_none(tmp_path: Path) -> None:
+    with running(tmp_path, code="0") as run:
+        assert run.end() == 0, run.output
+    assert (tmp_path / "spool").read_text().split() == []
 
 
 def test_training_that_fails_is_not_queued_again(tmp_path: Path) -> None:
