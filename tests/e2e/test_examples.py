@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.bucket_urls import parse
 from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED
+from tests.faults.daemons import Daemon
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCRIPTS = ("plain_loop.py", "sharded.py", "deepspeed_zero.py", "evaluate.py")
+SCRIPTS = ("plain_loop.py", "sharded.py", "deepspeed_zero.py", "evaluate.py", "bucket_loop.py")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
 
@@ -83,3 +85,48 @@ def test_the_deepspeed_example_goes_on_at_another_stage(tmp_path: Path) -> None:
     second = run("deepspeed_zero.py", "--save_dir", tmp_path, "--stage", 1, "--steps", 20, ranks=1)
     assert "1 ranks, stage 1: starting at step 10" in second
     assert losses(second)[19] < losses(first)[4] / 2  # it goes on to learn
+
+
+CLOSED = "00:00-00:01"
+"""A window that is closed unless the test runs at midnight."""
+
+
+def printed_until(process: subprocess.Popen[str], line: str) -> str:
+    """What `process` prints up to the line that begins so."""
+    assert process.stdout is not None
+    printed = ""
+    for printed_line in process.stdout:
+        printed += printed_line
+        if printed_line.startswith(line):
+            return printed
+    raise AssertionError(f"{line!r} was never printed: {printed}")
+
+
+def test_the_loop_in_a_bucket_goes_on_from_the_spool(seaweed_root: str, tmp_path: Path) -> None:
+    """Nothing is uploaded before the loop and the sidecar are killed; then all of it is."""
+    place, _, options = seaweed_root.partition("?")
+    root = f"{place}/run1?{options}"
+    whole = losses(run("bucket_loop.py", "--root", f"{place}/whole?{options}", "--spool", tmp_path / "own"))
+    assert list(whole) == [4, 9, 14, 19, 24, 29]
+    spool = ("--spool", str(tmp_path / "spool"))
+    with Daemon(tmp_path, *spool, "--spool-windows", CLOSED, root=seaweed_root) as daemon:
+        assert f"listening at {daemon.socket} for {parse(seaweed_root).url}\n" in daemon.said()
+        command = [sys.executable, EXAMPLES / "bucket_loop.py", "--root", root, "--sidecar", daemon.socket]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+            printed_until(first, "step    9")
+            first.kill()
+        daemon.kill()
+        daemon.start_again(spool)
+        rest = run("bucket_loop.py", "--root", root, "--sidecar", daemon.socket)
+    assert re.search(r"starting at step (10|15), from the spool", rest)
+    assert losses(rest).items() <= whole.items()
+    assert 29 in losses(rest)
+    assert "global_step29" in command_line("list", root)
+
+
+def command_line(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "checkpointd", *arguments], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
