@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _HERE = Path(__file__).resolve().parent
-_SCRIPTS = ("sharded", "zero", "calls", "overhead", "codec", "recovery")
+_SCRIPTS = ("sharded", "zero", "calls", "overhead", "codec", "recovery", "objects")
 """Scripts that give figures with --figures; one that cannot leaves its goals unmeasured."""
 _PARTS = ("peers", "big", "history", "ranks", *_SCRIPTS)
 _REPEATED = {"sharded": ("--systems", "dcp-thread,checkpointd"), "zero": ("--ways", "stock;checkpointd, DeepSpeed's files")}

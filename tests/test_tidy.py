@@ -542,6 +542,7 @@ TESTS_OF_MORE = {
     "test_benchmark_goals.py": "benchmarks/goals.py, benchmarks/figures.py and benchmarks/document.py",
     "test_benchmark_history.py": "benchmarks/history.py, at its smallest size",
     "test_benchmark_neighbour.py": "benchmarks/neighbour_page.py",
+    "test_benchmark_objects.py": "benchmarks/objects_page.py, its goals, and what benchmarks/seaweed.py reads",
     "test_benchmark_ranks.py": "benchmarks/ranks.py, at its smallest size",
     "test_benchmark_report.py": "benchmarks/report.py",
     "test_benchmark_sharded.py": "benchmarks/sharded_page.py",
