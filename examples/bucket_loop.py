@@ -1,11 +1,11 @@
-"""Train a small model with its checkpoints in a bucket: a sidecar takes each save, makes it durable on this node, and uploads it.
+"""Train a small model with its checkpoints in a bucket. A sidecar makes each save durable on this node, and uploads it.
 
     export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...      # or ~/.aws, or a role
     checkpointd serve --root s3://my-bucket --spool /nvme/spool --socket /tmp/mine/socket &
     python examples/bucket_loop.py --root s3://my-bucket/run1 --sidecar /tmp/mine/socket
 
-With a server of your own, the URLs of both name it: s3://my-bucket/run1?endpoint=http://127.0.0.1:8333. Kill the loop, the sidecar or
-both, or unplug the network, and start them again: training goes on from the newest state that is anywhere.
+With a server of your own, the URLs of both name it: s3://my-bucket/run1?endpoint=http://127.0.0.1:8333. Kill the loop, the
+sidecar or both, or unplug the network, and start them again: training goes on from the newest state that is anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from checkpointd_client import Checkpointer, RngState
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", default=os.environ.get("CHECKPOINTD_ROOT"), help="URL of the root (default: CHECKPOINTD_ROOT)")
+    parser.add_argument(
+        "--root", default=os.environ.get("CHECKPOINTD_ROOT"), help="URL of the root (default: CHECKPOINTD_ROOT)"
+    )
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--sidecar", help="socket of `checkpointd serve --spool DIR`")
     place.add_argument("--spool", help="directory on this node's own disk, if there is no sidecar")

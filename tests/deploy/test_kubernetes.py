@@ -329,7 +329,7 @@ def test_every_container_has_the_pods_own_identity(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPOOLS)
 def test_a_token_that_was_renewed_can_still_be_read(name: str) -> None:
-    """The kubelet puts a new file in its place. So the sandbox has to allow the directory: a rule for the file is for the old one."""
+    """The kubelet puts a new file in its place, and a rule for a file is for the old one. So the directory must be allowed."""
     (token,) = [entry["value"] for entry in daemon(name)["env"] if entry["name"] == "AWS_WEB_IDENTITY_TOKEN_FILE"]
     assert any(Path(token).is_relative_to(place) for place in credential_places())
 
