@@ -26,6 +26,7 @@ Only tasks of the process that owns a client may call it (`Process.spawn`); any 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class SimBucket(SimStorage):
         self.state = SimObjects(numbered=numbered)
         self.page, self.weather, self.retry_s = page, weather, retry_s
         self.troubles: list[Trouble] = []
+        self._lost_s: defaultdict[str, float] = defaultdict(float)
         self.before: Callable[[Request], Fate | None] = lambda _: None
         """Called just before each try; the fate that it returns is that of the try."""
         self.hindered: Callable[[str], None] = lambda _: None
@@ -138,6 +140,13 @@ class SimBucket(SimStorage):
             if (draw := draw - share) < 0:
                 return fate
         return "served"
+
+    def lost_s(self, name: str) -> float:
+        return self._lost_s[name]
+
+    def note_loss(self, name: str, seconds: float) -> None:
+        """A try of the process `name` has failed after so many seconds, the pause before the next one included."""
+        self._lost_s[name] += seconds
 
     def send(self, request: Request, act: Callable[[bytes], T], process: Process | None, *, late: bool) -> asyncio.Future[T]:
         """Let `request` arrive and be carried out by `act`, in any case and without its process. Returns what `act` gives."""
@@ -346,6 +355,7 @@ class SimClient(Bucket):
         try:
             while True:
                 self._check()
+                tried = loop.time()
                 try:
                     return await self._try(request, act)
                 except _FailedError as failed:
@@ -353,6 +363,7 @@ class SimClient(Bucket):
                         bucket.hindered(self._name)
                         raise self._error(kind, key, str(failed)) from None
                 await asyncio.sleep(pause_s)
+                bucket.note_loss(self._name, loop.time() - tried)
                 pause_s = min(bucket.rng.uniform(PAUSE_S_MIN, 2 * pause_s), PAUSE_S_MAX)
                 if loop.time() - began > SLOW_S:
                     bucket.hindered(self._name)

@@ -70,6 +70,10 @@ class SimStorage:
             process.kill()
         self._alive.clear()
 
+    def lost_s(self, name: str) -> float:
+        """How much of its time the process `name` has lost to repetitions of its calls."""
+        return 0.0
+
     def note(self, text: str) -> None:
         """Add a line to the trace."""
         self.trace.append(f"      {self.loop.time():11.6f} s  -- {text}")

@@ -136,7 +136,7 @@ class SimJob:
         return DiskRoot(disk, self._is_alive, self.schedule.view)
 
     def _bucket_root(self, config: BucketConfig) -> BucketRoot:
-        bucket = SimBucket(numbered=config.numbered, page=config.page, weather=dict(config.weather))
+        bucket = SimBucket(numbered=config.numbered, page=config.page, weather=dict(config.weather), retry_s=config.retry_s)
         bucket.before = self._fate
         bucket.hindered = lambda process: self.ledger.refused.add(process)
         return BucketRoot(bucket, config.client)

@@ -178,7 +178,8 @@ class Ledger:
     def job_began(self, process: str, name: str, epoch: int, seconds: float, lease_s: float) -> None:
         """`process` has begun `epoch`, `seconds` after `start_began`."""
         self._living[process] = name, epoch
-        if seconds > lease_s + START_S and not self.excuses(process):
+        own_s = seconds - self.root.storage.lost_s(process)
+        if own_s > lease_s + START_S and not self.excuses(process):
             raise InvariantError("always-starts", f"{process} took {seconds:.1f} s to begin; leases are of {lease_s:g} s")
 
     def job_ends(self, process: str) -> None:

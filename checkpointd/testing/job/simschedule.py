@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from checkpointd.testing.job.simrank import JobConfig
-from checkpointd.testing.simbucket import PAGE, Fate, SimClient
+from checkpointd.testing.simbucket import PAGE, RETRY_S, Fate, SimClient
 from checkpointd.testing.simdisk import ProcessDisk
 
 ACTOR = -1
@@ -113,6 +113,7 @@ class BucketConfig:
     numbered: bool = False
     page: int = PAGE
     weather: tuple[tuple[Fate, float], ...] = ()
+    retry_s: float = RETRY_S
     client: type[SimClient] = SimClient
 
 
@@ -219,7 +220,12 @@ def _in_bucket(seed: int, schedule: Schedule) -> Schedule:
         "slow down": rng.choice((0.0, 0.0, 0.02)),
         "overtaken": rng.choice((0.0, 0.0, 0.02)),
     }
-    bucket = BucketConfig(numbered=rng.random() < 0.5, page=rng.choice((3, 8, PAGE)), weather=tuple(weather.items()))
+    bucket = BucketConfig(
+        numbered=rng.random() < 0.5,
+        page=rng.choice((3, 8, PAGE)),
+        weather=tuple(weather.items()),
+        retry_s=rng.choice((RETRY_S, RETRY_S, 3 * RETRY_S)),  # longer than a lease
+    )
     return replace(schedule, faults=tuple(faults), sweeps_foreign=False, bucket=bucket)
 
 
