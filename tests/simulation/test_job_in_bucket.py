@@ -44,7 +44,7 @@ def strike_everywhere(job: JobConfig, fault: Fault, stride: int) -> int:
 
 
 def test_without_faults_every_save_commits_and_weather_is_no_fault() -> None:
-    for seed, bucket in itertools.product(range(8), BUCKETS):
+    for seed, bucket in itertools.product(range(5), BUCKETS):
         report = run_schedule(Schedule(job=JobConfig(seed=seed, steps=3, sidecars=seed % 2 == 1), bucket=bucket))
         assert (report.incarnations, report.aborted, report.committed) == (2, 0, 4)
 
@@ -110,12 +110,12 @@ def test_trainers_killed_at_every_effect_while_their_sidecars_go_on() -> None:
 
 def test_schedules_reach_what_they_are_for() -> None:
     """Enough of the random schedules commit, abort, strike and start again: a job that does nothing breaks no invariant."""
-    reports: list[SimReport] = [run_schedule(random_schedule(seed, "bucket")) for seed in range(60)]
-    assert sum(report.committed for report in reports) > 100
-    assert sum(report.aborted for report in reports) > 50
-    assert sum(report.struck for report in reports) > 60
+    reports: list[SimReport] = [run_schedule(random_schedule(seed, "bucket")) for seed in range(30)]
+    assert sum(report.committed for report in reports) > 50
+    assert sum(report.aborted for report in reports) > 25
+    assert sum(report.struck for report in reports) > 30
     assert max(report.incarnations for report in reports) >= 4
-    assert sum(report.sidecars for report in reports) > 60
+    assert sum(report.sidecars for report in reports) > 30
     assert sum(report.collected for report in reports) > 0
-    assert sum(report.read_back for report in reports) > 20
-    assert sum(report.read for report in reports) > 100
+    assert sum(report.read_back for report in reports) > 10
+    assert sum(report.read for report in reports) > 50
