@@ -202,6 +202,8 @@ def test_turn_2_saves_faster_than_the_bucket_are_superseded_and_shown_so(tmp_pat
     root = tmp_path / "root"
     with Daemon(tmp_path, *held(tmp_path), "--spool-keep", "newest") as daemon, Job(folder=tmp_path) as job:
         job.open(root, sidecar=str(daemon.socket))
+        job.all("save", step=8, required=True)
+        job.all("end", step=8, until="spooled")
         spooled(job, 1)
         spooled(job, 2)
         ends = job.all("end", step=1)
@@ -210,6 +212,8 @@ def test_turn_2_saves_faster_than_the_bucket_are_superseded_and_shown_so(tmp_pat
         found = status_of(daemon)
         assert [save["phase"] for save in found["roots"][0]["recent"]] == ["superseded"] * 2
         assert found["spool"]["superseded"] == 2
+        flights = {(save["tag"], save["phase"]) for save in found["roots"][0]["in_flight"]}
+        assert flights == {("global_step8", "spooled"), ("global_step2", "spooled")}, "a required save stays"
 
 
 def test_a_full_spool_is_no_reason_to_lose_a_save(tmp_path: Path) -> None:

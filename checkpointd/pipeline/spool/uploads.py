@@ -21,7 +21,7 @@ from functools import partial
 
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.config import PersistConfig
-from checkpointd.errors import DamagedError, LostReferenceError, NotFoundError
+from checkpointd.errors import DamagedError, LostReferenceError, NotFoundError, StoreError
 from checkpointd.layout.indexes import RAW, Chunk, Index, decode_index
 from checkpointd.layout.keys import object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, ObjectRef, digest
@@ -33,7 +33,6 @@ from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.turns import Pacing
 from checkpointd.pipeline.workers import aside, run_workers
 from checkpointd.pipeline.write.dedup import lost
-from checkpointd.pipeline.write.vote import put_new
 from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.limited import LimitedWriter
 
@@ -114,13 +113,8 @@ class Upload:
         await put_plan_bytes(self.root, record.plan_key, data)
 
     async def _put_index(self, key: str, data: bytes) -> None:
-        note = _done(key)
-        if note in self.shard.notes and await self.root.stat(key) == len(data):
-            return
-        if await self.root.stat(key) is not None:
-            await self.root.delete(key)
-        await put_new(self.root, key, data)
-        await self.shard.note(note)
+        if not await self.root.put_if_absent(key, data) and await self.root.get(key, size_max=LISTING_BYTES_MAX) != data:
+            raise StoreError(f"{key} exists already, with other bytes: is the job running twice as one rank?")
 
     async def _send(self, ref: ObjectRef, chunks: Sequence[Chunk]) -> None:
         key = ref.key(self.shard.prefix)
