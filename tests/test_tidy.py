@@ -538,6 +538,7 @@ TESTS_OF_MORE = {
     "client/test_hard_cases.py": "what would once have lost, torn or mixed a checkpoint, through the whole client",
     "doctor/test_judging.py": "every check that judges figures",
     "pipeline/test_roundtrip.py": "save, commit, load and verify, through the whole pipeline",
+    "test_benchmark_bucket_requests.py": "benchmarks/bucket_requests.py, at its smallest size",
     "test_benchmark_costs.py": "benchmarks/costs.py and benchmarks/curves.py",
     "test_benchmark_goals.py": "benchmarks/goals.py, benchmarks/figures.py and benchmarks/document.py",
     "test_benchmark_history.py": "benchmarks/history.py, at its smallest size",

@@ -29,7 +29,7 @@ def commands(runbook: str) -> str:
     return block
 
 
-def run(runbook: str, *arguments: Path) -> str:
+def run(runbook: str, *arguments: Path | str) -> str:
     """Run the commands as a person would, who stops at the first that fails; what they print."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "-euc", commands(runbook), "runbook", *map(str, arguments)]
@@ -38,7 +38,7 @@ def run(runbook: str, *arguments: Path) -> str:
     return done.stdout
 
 
-def newest(root: Path) -> tuple[int | None, torch.Tensor]:
+def newest(root: Path | str) -> tuple[int | None, torch.Tensor]:
     """The step and the weight that a job which starts at `root` gets."""
     weight = torch.zeros(1 << 16)
     with Checkpointer(root) as ckpt:
@@ -107,7 +107,21 @@ def test_a_root_that_was_moved_goes_on(tmp_path: Path) -> None:
     assert_newest(there, last)
 
 
-def assert_newest(root: Path, step: int) -> None:
+def test_a_root_that_was_moved_into_a_bucket_goes_on(seaweed_root: str, tmp_path: Path) -> None:
+    root = tmp_path / "old"
+    with saving(root):
+        pass
+    last = int((root / "latest").read_text().strip().removeprefix("global_step"))
+    assert "whole" in run("Move a root into a bucket", root, seaweed_root)
+    assert not root.exists()
+    assert_newest(seaweed_root, last)
+    with Checkpointer(seaweed_root) as ckpt:
+        ckpt.load({"weight": torch.zeros(1 << 16)})
+        ckpt.save(last + 1, {"weight": torch.full((1 << 16,), last + 1.0)}).wait(60)
+    assert_newest(seaweed_root, last + 1)
+
+
+def assert_newest(root: Path | str, step: int) -> None:
     found, weight = newest(root)
     assert found == step
     assert torch.equal(weight, torch.full((1 << 16,), float(step)))
