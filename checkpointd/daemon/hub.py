@@ -18,13 +18,13 @@ from checkpointd.daemon.accounts import Account
 from checkpointd.daemon.jobs import EndedSaveJob, JobKey, SaveJob, SaveJobs, ended_fields, ended_inline
 from checkpointd.daemon.memory.mapped import SlotMappings
 from checkpointd.daemon.memory.tier import Tier
-from checkpointd.daemon.mirrors import Mirrors
 from checkpointd.daemon.process.logs import Rationed, Subject, about, regarding
 from checkpointd.daemon.protocol.channel import LoopTurns
 from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.served_roots import ServedRoots
 from checkpointd.daemon.status.model import CheckpointStatus, PastSave, SaveStatus, SpaceStatus, SpoolStatus
 from checkpointd.daemon.status.tally import Tally, took
+from checkpointd.daemon.tiers.mirrors import Mirrors
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.gc.tidying import Tidier

@@ -28,7 +28,6 @@ from checkpointd.config import ServeConfig, share
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.hub_status import standing
 from checkpointd.daemon.jobs import SaveJob
-from checkpointd.daemon.node_spool import NodeSpool
 from checkpointd.daemon.process.logs import told
 from checkpointd.daemon.process.process_exit import NO_ROOM, PAUSE_S, death_of
 from checkpointd.daemon.protocol import wire
@@ -37,6 +36,7 @@ from checkpointd.daemon.protocol.listener import Door, door_at
 from checkpointd.daemon.protocol.parts import report_parts
 from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.session import RankSession
+from checkpointd.daemon.tiers.node_spool import NodeSpool
 from checkpointd.daemon.users import may_ask, warn_of_shut_out
 from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError, WireError
 from checkpointd.layout.manifest import ErrorReport

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from checkpointd.config import ServeConfig, ServedMirror
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import Hub, RootScan
-from checkpointd.daemon.node_spool import NodeSpool
 from checkpointd.daemon.status.model import SpaceStatus
+from checkpointd.daemon.tiers.node_spool import NodeSpool
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.places import Room
 from checkpointd.store.requests import Requests

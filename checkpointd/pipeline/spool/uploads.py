@@ -1,14 +1,14 @@
 """The upload of one shard from the spool to the root.
 
 Invariants
-  TRANSFER-1  Every chunk is verified between the read from the spool and the write to the root, so damage in the spool never
+  SENDING-1  Every chunk is verified between the read from the spool and the write to the root, so damage in the spool never
       becomes an object of a checkpoint. The index is compared with the digest that the vote names.
-  TRANSFER-2  An object counts as uploaded only once its writer has finished it and the spool has a durable note of that. After
+  SENDING-2  An object counts as uploaded only once its writer has finished it and the spool has a durable note of that. After
       a crash, such an object is not sent again if it still has the right size. Any other object of this writer at the root is
       torn, and is removed and sent again.
-  TRANSFER-3  The order at the root is that of any save: plan and chunks, then the index, then the look at the references
+  SENDING-3  The order at the root is that of any save: plan and chunks, then the index, then the look at the references
       (DEDUP-3 in `dedup.py`), then the vote.
-  TRANSFER-4  Memory stays below `budget_bytes`, or that of one chunk if it is larger.
+  SENDING-4  Memory stays below `budget_bytes`, or that of one chunk if it is larger.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Upload:
             return
         await self.shard.forget_note(note)
         if there is not None:
-            await self.root.delete(key)  # TRANSFER-2
+            await self.root.delete(key)  # SENDING-2
         target: ObjectWriter = await self.root.open_writer(key, size_hint=ref.size)
         if self.pacing.bucket is not None:
             target = LimitedWriter(target, self.pacing.bucket)

@@ -169,7 +169,7 @@ def test_spool_4_the_next_process_uploads_what_was_left() -> None:
 
 
 @pytest.mark.parametrize("after", range(1, 40, 2))
-def test_transfer_2_a_death_at_any_call_of_an_upload_costs_nothing(after: int) -> None:
+def test_sending_2_a_death_at_any_call_of_an_upload_costs_nothing(after: int) -> None:
     """The process dies after so many calls to the root; the next one goes on."""
 
     async def main() -> None:
@@ -402,7 +402,7 @@ def test_spool_6_only_committed_shards_go_for_room() -> None:
 
 
 @pytest.mark.parametrize("what", [".chunks", ".index"])
-def test_transfer_1_damage_in_the_spool_never_becomes_a_checkpoint(what: str) -> None:
+def test_sending_1_damage_in_the_spool_never_becomes_a_checkpoint(what: str) -> None:
     async def main() -> None:
         root = AwayStore(MemoryStore())
         node = await node_at(root)
@@ -425,7 +425,7 @@ def test_transfer_1_damage_in_the_spool_never_becomes_a_checkpoint(what: str) ->
     run(main())
 
 
-def test_transfer_1_a_truncated_object_is_found() -> None:
+def test_sending_1_a_truncated_object_is_found() -> None:
     async def main() -> None:
         root = AwayStore(MemoryStore())
         node = await node_at(root)

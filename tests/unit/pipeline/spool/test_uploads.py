@@ -1,4 +1,4 @@
-"""TRANSFER-1 and TRANSFER-4: how an object is cut for its upload; references and files through the spool."""
+"""SENDING-1 and SENDING-4: how an object is cut for its upload; references and files through the spool."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.spooled_saves import AwayStore, Node, begun_root, contents, until
     st.integers(0, 60),
     st.integers(1, 200),
 )
-def test_transfer_1_each_byte_is_in_one_run_and_each_chunk_is_whole_in_one(
+def test_sending_1_each_byte_is_in_one_run_and_each_chunk_is_whole_in_one(
     gaps: list[tuple[int, int]], tail: int, block: int
 ) -> None:
     chunks, at = [], 0

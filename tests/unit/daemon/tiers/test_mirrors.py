@@ -17,8 +17,8 @@ from checkpointd.daemon import mirrors as mirrors_module
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.hub_status import standing
-from checkpointd.daemon.mirrors import Mirrors
 from checkpointd.daemon.query import StatusClient
+from checkpointd.daemon.tiers.mirrors import Mirrors
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.passing import PassingStore
