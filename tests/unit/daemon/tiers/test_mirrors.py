@@ -13,11 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from checkpointd.config import ServeConfig, ServedMirror, read_serve_file
-from checkpointd.daemon import mirrors as mirrors_module
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.hub_status import standing
 from checkpointd.daemon.query import StatusClient
+from checkpointd.daemon.tiers import mirrors as mirrors_module
 from checkpointd.daemon.tiers.mirrors import Mirrors
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Entry, Store
