@@ -39,7 +39,7 @@ class Rank:
         os.environ["LOCAL_RANK"] = os.environ["RANK"]
         self._engine: Any = None
         self._held = threading.Event()
-        self._written = persist._written
+        self._written = persist.write_shard
 
     def open(self, stage: int, seed: int, **options: Any) -> None:
         """A new engine, attached."""
@@ -105,7 +105,7 @@ class Rank:
 
     @staticmethod
     def _write_by(function: Any) -> None:
-        setattr(persist, "_written", function)  # noqa: B010  # a mutation, which mypy need not understand
+        setattr(persist, "write_shard", function)  # noqa: B010  # a mutation, which mypy need not understand
 
     def die_when(self, call: str) -> None:
         """SIGKILL in the middle of the commit: where files are to be shown ("show"), or `latest` to be moved ("point")."""

@@ -64,13 +64,13 @@ class Rank:
 
             files_adapter.FilesAdapter.save_checkpoint = dying  # type: ignore[method-assign]  # a mutation
         elif point == "persisting":
-            written = persist._written
+            written = persist.write_shard
 
             async def dies(job: Any, known: Any) -> Any:
                 stored = await written(job, known)
                 return killed() if job.info.step == step else stored
 
-            persist._written = dies  # a mutation
+            persist.write_shard = dies  # a mutation
         else:
             _die_revealing(step, done=point == "shown")
 
