@@ -93,7 +93,17 @@ def test_metadata(built: Built) -> None:
     assert metadata["Name"] == "checkpointd"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"torch", "deepspeed", "serve", "s3", "gs", "az", "test", "lint", "docs"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "torch",
+        "deepspeed",
+        "serve",
+        "s3",
+        "gs",
+        "az",
+        "test",
+        "lint",
+        "docs",
+    }
     assert len(metadata.get_payload()) > 0, "the README is the long description"
 
 
