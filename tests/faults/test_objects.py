@@ -42,8 +42,8 @@ BODY = random.Random(1).randbytes(SIZE)
 
 @pytest.fixture
 async def store(seaweed_place: Place, seaweed_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
-    """A store behind the proxy. A request may take 2 s, and is repeated for 15 s."""
-    url = root_at(seaweed_place, monkeypatch, endpoint=seaweed_proxy.endpoint, retry_s="15", request_s="2")
+    """A store behind the proxy. A request may take 4 s, and is repeated for 60 s."""
+    url = root_at(seaweed_place, monkeypatch, endpoint=seaweed_proxy.endpoint, retry_s="60", request_s="4")
     async with open_store(url) as store:
         yield store
 
@@ -51,7 +51,7 @@ async def store(seaweed_place: Place, seaweed_proxy: FaultyProxy, monkeypatch: p
 @pytest.fixture
 async def impatient(seaweed_place: Place, seaweed_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
     """The same place. A request is repeated for 1 s."""
-    url = root_at(seaweed_place, monkeypatch, endpoint=seaweed_proxy.endpoint, retry_s="1", request_s="1")
+    url = root_at(seaweed_place, monkeypatch, endpoint=seaweed_proxy.endpoint, retry_s="1", request_s="20")
     async with open_store(url) as store:
         yield store
 

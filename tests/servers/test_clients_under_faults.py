@@ -108,7 +108,7 @@ def test_a_timeout_says_nothing_about_a_put_and_is_not_repeated(seaweed_place: P
 
 
 def test_a_get_is_repeated_after_a_timeout(seaweed_place: Place, seaweed_proxy: FaultyProxy) -> None:
-    client = Client(seaweed_place, seaweed_proxy, timeout_s=0.5)
+    client = Client(seaweed_place, seaweed_proxy, timeout_s=3)
     client.past.put("key", b"text")
     client.proxy.add(BlackHole())
     assert bytes(client.store.get("key").bytes()) == b"text"
