@@ -25,8 +25,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from checkpointd.admin.gc import collection
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.keys import DAMAGED, attempt_lease_key, read_back_name
-from checkpointd.layout.manifest import Damaged, Lease, ReadBack, encode
+from checkpointd.layout.keys import DAMAGED, MIRROR, attempt_lease_key, read_back_name
+from checkpointd.layout.manifest import Damaged, Lease, Mirrored, ReadBack, encode
 from checkpointd.pipeline.read.verify import record_verdict, verify
 from checkpointd.pipeline.root import catalog, epochs, identity, leases
 from checkpointd.pipeline.root.candidates import note_passed_over
@@ -261,6 +261,13 @@ async def leave_lease(root: Path) -> None:
         await store.put(attempt_lease_key("global_step3/00000001-0"), encode(lease))
 
 
+async def begin_mirror(root: Path) -> None:
+    """What a mirror puts at its root before it copies anything."""
+    record = Mirrored(origin="/scratch/run1", starts=((1, 32 * "a"), (2, 32 * "b")), reached=(2, 7), writer=identity.writer())
+    async with PosixStore(root) as store:
+        await store.put(MIRROR, encode(record))
+
+
 NOBODY = "node7.000000000000.0.4711.0.00000000"
 
 
@@ -294,6 +301,7 @@ def main() -> None:
     write_references(folder)
     write_files(folder)
     write_placed(folder)
+    asyncio.run(begin_mirror(folder / "mirror-begun"))
     program = [sys.executable, "-m", "tests.golden.write_roots", str(folder), "--rank"]
     ranks = [subprocess.Popen([*program, str(rank)]) for rank in range(2)]
     if any(rank.wait() for rank in ranks):

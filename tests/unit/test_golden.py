@@ -24,6 +24,7 @@ from checkpointd.layout.manifest import (
     Deleted,
     Epoch,
     Lease,
+    Mirrored,
     Outcome,
     PassedOver,
     ReadBack,
@@ -63,6 +64,7 @@ KINDS: dict[str, type[SmallObject]] = {
     "damaged": Damaged,
     "record": Shown,
     "lease": Lease,
+    "mirror": Mirrored,
 }
 
 
