@@ -9,7 +9,7 @@ The legal faults, each chosen from the seed or by `before`:
   SIMBUCKET-4  The client repeats a request that the server has put off ("slow down") or whose answer was lost ("repeated"), for
       up to `retry_s`, with pauses that grow at random. The caller sees the last answer: `create` and `replace` may return False
       although an earlier try has written the object. A try that its repetition has overtaken ("overtaken") may still take
-      effect after the caller has its answer, up to LATE_S_MAX later.
+      effect after the caller has its answer, up to LATE_S_MAX later (BUCKET-4).
   SIMBUCKET-5  The bucket may be out of reach for a while, for any share of the requests (`Trouble`).
   SIMBUCKET-6  An upload becomes visible as a whole when it is completed, or never. Its parts arrive in any order, some of them
       slowly. If an upload fails, the client aborts it, which may fail, too. A process that dies leaves it unfinished. A

@@ -5,6 +5,9 @@ Invariants
   BUCKET-2  A request that raised may have been carried out, or may still be carried out later.
   BUCKET-3  An answer may be that of a repetition: `create` and `replace` may return False although this very call has written
       the object. The mark tells: it is stored with the object, and no two calls have the same one.
+  BUCKET-4  A try that its own repetition has overtaken may still be carried out after the answer. A `put` may then bring an
+      older content back, and a `delete` take away what was put since. So nothing rests on objects that several processes put
+      without a condition.
 """
 
 from __future__ import annotations
