@@ -81,6 +81,14 @@ def test_a_bucket_out_of_reach_for_longer_than_a_save_may_take_costs_that_save_a
     assert any(report.aborted for report in reports)
 
 
+@pytest.mark.parametrize("kind", ["delete", "replace", "put", "uploads", "abort"])
+def test_a_job_commits_its_saves_without_rights_that_no_commit_needs(kind: str) -> None:
+    """Whether it may remove anything, move `latest`, renew its lease, or list or abort uploads: the next start does it."""
+    faults = tuple((1 + rank, Fail(rank, "denied", 10**9, kind)) for rank in range(3))
+    report = run_schedule(Schedule(job=JobConfig(seed=1, steps=4, read_back=True), bucket=BucketConfig(), faults=faults))
+    assert (report.committed, report.aborted) == (5, 0)
+
+
 # --- sidecars -------------------------------------------------------------------------------------------------------------
 
 
