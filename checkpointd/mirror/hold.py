@@ -22,6 +22,7 @@ from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.store.base import Store
+from checkpointd.store.conditions import check_conditions_of
 
 log = logging.getLogger("checkpointd")
 
@@ -72,7 +73,10 @@ class Hold:
 
 
 async def hold(store: Store, record: Mirrored) -> Hold:
-    """Begin an epoch at the mirror `store`. Raises RootInUseError if a job, or another process that mirrors, is alive there."""
+    """Begin an epoch at the mirror `store`.
+
+    Raises RootInUseError if a job, or another process that mirrors, is alive there, and ConditionsIgnoredError.
+    """
     beginner = Beginner(
         world_size=NO_RANKS,
         job=f"{MIRRORS}{record.origin}"[:JOB_CHARACTERS_MAX],
@@ -82,6 +86,7 @@ async def hold(store: Store, record: Mirrored) -> Hold:
             f"{command('status', store.url)} shows what runs there"
         ),
     )
+    await check_conditions_of(store, new=False)
     epoch, lease = await leases.begin(store, beginner)
     root = OwnRoot(store)
     await root.begun(epoch.epoch, epoch.nonce)

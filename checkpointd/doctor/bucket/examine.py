@@ -1,6 +1,6 @@
 """Runs all checks of a root in a bucket, one after another. A check that fails does not stop the others.
 
-If the doctor may not write there, only the checks that read are left.
+If the doctor may not write and remove there, only the checks that read are left.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def _findings(url: BucketUrl, state: StateSize | None) -> list[Finding]:
     async with scratch(url) as place:
         for check, first in (("root", rights.reached), ("rights", rights.rights)):
             found.append(await _made(check, partial(first, place)))
-            if found[-1].level == "fail":
+            if found[-1].level != "ok":
                 break
         else:
             found += [one async for one in _tried(place, state)]

@@ -52,6 +52,9 @@ async def rights(bucket: Bucket) -> Finding:
     if not refused:
         return _finding("rights", "ok", f"these credentials may {', '.join(name for name, _ in steps)}")
     first = failed("rights", next(iter(refused.values())))
+    if refused.keys() == {"delete"}:
+        advice = "retention and `gc` need it. Allow it, at least for the doctor: the other checks would leave objects behind"
+        return _finding("rights", "warn", f"these credentials may not delete: {first.seen}", advice)
     allowed = [name for name, _ in steps if name not in refused]
     may = f"; they may {', '.join(allowed)}" if allowed else ""
     return _finding("rights", "fail", f"these credentials may not {', '.join(refused)}{may}: {first.seen}", first.fix)

@@ -100,7 +100,7 @@ class LowerCase(Well):
     async def put(self, key: str, data: Buffer) -> None:
         await super().put(key.lower(), data)
 
-    async def get(self, key: str, size_max: int) -> tuple[bytes, Version] | int:
+    async def get(self, key: str, size_max: int) -> tuple[bytes, ObjectHead] | int:
         return await super().get(key.lower(), size_max)
 
 

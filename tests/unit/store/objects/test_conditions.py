@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from checkpointd.errors import ConditionsIgnoredError, StoreError
 from checkpointd.store.objects.bucket import ObjectHead, Version
 from checkpointd.store.objects.conditions import check_conditions
 from tests.unit.store.objects.fake_bucket import FakeBucket
+
+PRODUCT = [Path(__file__).resolve().parents[4] / folder for folder in ("checkpointd", "client")]
 
 
 class Overwriting(FakeBucket):
@@ -176,3 +179,11 @@ def test_a_record_that_cannot_be_understood_is_not_believed(data: bytes) -> None
     asyncio.run(check_conditions(bucket, new=False))
     assert len(bucket.asked) == 6
     assert b'"honoured"' in bucket.objects[key].data
+
+
+def test_whoever_begins_an_epoch_tries_conditions_first() -> None:
+    """Jobs, recoveries and mirrors call `leases.begin`, each in its own way."""
+    texts = {path: path.read_text() for folder in PRODUCT for path in folder.rglob("*.py") if "testing" not in path.parts}
+    begin = {path.name for path, text in texts.items() if "await leases.begin(" in text}
+    assert begin == {"startup.py", "recovery.py", "hold.py"}
+    assert {path.name for path, text in texts.items() if "await check_conditions_of(store" in text} == begin
