@@ -110,7 +110,9 @@ def measure(options: argparse.Namespace, systems: list[str]) -> list[ObjectTrial
 def _brief(found: ObjectTrial) -> dict[str, object]:
     from benchmarks.objects_page import figures_of
 
-    values = {name.rpartition("/")[2]: round(by_run[found.run], 3) for name, by_run in figures_of([found]).items()}
+    values = {
+        name.partition("/")[2].partition("/")[2]: round(by_run[found.run], 3) for name, by_run in figures_of([found]).items()
+    }
     words = {"error": found.error} if found.error else {}
     return {"run": found.run + 1, "system": found.system, **values, "others": round(found.other_cores, 2), **words}
 
