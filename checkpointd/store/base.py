@@ -61,6 +61,10 @@ class Capabilities:
     """Whether other processes can see this store."""
     gap_bytes: int = 64 * 1024
     """Reading so many bytes that nobody needs costs less than a second read."""
+    at_once: int = 1
+    """The reads, or writes, of large objects that should be under way at once, because each waits for a server."""
+    read_bytes: int = 0
+    """Where each read is a request: the bytes of a good one. The store receives them in memory of its own, and copies them."""
     look_s: float = 0.0
     """Seconds between two looks for what others write. Where each look is charged or limited, it is greater than 0."""
     can_be_full: bool = True

@@ -14,7 +14,7 @@ from checkpointd.doctor.finding import Finding, StateSize
 from checkpointd.phrases import byte_size
 from checkpointd.store.objects.bucket import Bucket
 from checkpointd.store.objects.multipart import PART_BYTES_MIN
-from checkpointd.store.objects.store import RANGES_AT_ONCE, ObjectStore
+from checkpointd.store.objects.store import AT_ONCE, ObjectStore
 
 SMALL_BYTES: Final = 1024
 ROUNDS: Final = 10
@@ -50,7 +50,7 @@ async def throughput(bucket: Bucket, state: StateSize | None) -> Finding:
     nbytes, upload_s = TRIED_BYTES, await _uploaded(store, block, TRIED_BYTES)
     if upload_s < TRIED_S_MAX:
         nbytes, upload_s = LARGE_BYTES, await _uploaded(store, block, LARGE_BYTES)
-    whole = memoryview(bytearray(PART_BYTES_MIN * RANGES_AT_ONCE))[:nbytes]
+    whole = memoryview(bytearray(PART_BYTES_MIN * AT_ONCE))[:nbytes]
     download_s = await _timed(store.get_range(f"large-{nbytes}", 0, whole))
     for offset in range(0, nbytes, PART_BYTES_MIN):
         if whole[offset : offset + PART_BYTES_MIN] != block:

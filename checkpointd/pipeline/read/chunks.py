@@ -43,6 +43,8 @@ GAP_BYTES_MAX = 1 << 20
 """Chunks this far apart are never read together, whatever the store says that a read costs."""
 IN_PLACE_BYTES_MIN = 16 << 10
 """Smaller chunks are read into a buffer and copied: a place of its own costs as much processor time as such a copy."""
+READS_IN_BUDGET = 16
+"""Reads are no larger than lets so many fit into the budget."""
 NAMED = 3
 """The most tensors that the damage of an object names."""
 _NO_BUFFER = np.empty(0, dtype=np.uint8)
@@ -113,16 +115,17 @@ async def read_chunks(
     if the storage fails. A missing object counts as damage, so use a store that raises NotFoundError only if that is proved
     (`store/patient.py`).
     """
-    groups = group_chunks(wanted, config.block_bytes, store.capabilities.gap_bytes)
+    groups = group_chunks(wanted, _block_bytes(store, config), store.capabilities.gap_bytes)
+    width = max(config.reads, store.capabilities.at_once)
     damage: dict[int, list[DamagedError]] = {}
     circle = None if sharing is None else await sharing.join(_print(groups))
     if circle is not None:
         reader = _GroupReader(store, config, on_bytes)
         turns = [partial(reader.begin, group, number, circle, damage) for number, group in enumerate(groups)]
-        await take_turns(circle, turns, config.reads)
+        await take_turns(circle, turns, width)
     reader = _GroupReader(store, config, on_bytes)
     works = [partial(reader.read, group, number, damage) for number, group in enumerate(groups) if number not in damage]
-    await run_workers(works, config.reads)
+    await run_workers(works, width)
     return [error for _, found in sorted(damage.items()) for error in found]
 
 
@@ -137,11 +140,16 @@ class _GroupReader:
     buffers: _Buffers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.budget, self.buffers = Budget(self.config.budget_bytes), _Buffers(self.config.block_bytes)
+        self.budget = Budget(self.config.budget_bytes)
+        self.buffers = _Buffers(_block_bytes(self.store, self.config))
+
+    def memory(self, group: ReadGroup) -> int:
+        """The memory that `group` takes here and in the store."""
+        return group.nbytes + (group.size if self.store.capabilities.read_bytes else 0)
 
     async def read(self, group: ReadGroup, number: int, damage: dict[int, list[DamagedError]]) -> None:
         """Read, verify and deliver `group`."""
-        async with self.budget.hold(group.nbytes), self.buffer(group) as buffer:
+        async with self.budget.hold(self.memory(group)), self.buffer(group) as buffer:
             damage[number] = await self.read_into(group, buffer)
 
     async def begin(self, group: ReadGroup, number: int, circle: Circle, damage: dict[int, list[DamagedError]]) -> Turn:
@@ -152,7 +160,7 @@ class _GroupReader:
         if not is_own or group.buffered or len(group.parts(_NO_BUFFER)) > 1:
             group = replace(group, in_place=frozenset())
         held = AsyncExitStack()
-        await held.enter_async_context(self.budget.hold(group.nbytes))
+        await held.enter_async_context(self.budget.hold(self.memory(group)))
         buffer = await held.enter_async_context(self.buffer(group))
         [memory] = group.parts(buffer)
 
@@ -195,6 +203,11 @@ class _GroupReader:
         found = await asyncio.get_running_loop().run_in_executor(None, _deliver, group, buffer, bases)
         self.on_bytes(group.size)
         return lost + found
+
+
+def _block_bytes(store: Store, config: LoadConfig) -> int:
+    """The most bytes of neighbouring chunks that are read together: more where each read is a request."""
+    return max(config.block_bytes, min(store.capabilities.read_bytes, config.budget_bytes // READS_IN_BUDGET))
 
 
 def _print(groups: Iterable[ReadGroup]) -> bytes:

@@ -156,7 +156,8 @@ async def _write(job: PersistJob, layouts: Sequence[FileProgress], targets: Sequ
         if work is not None
     ]
     config = job.config
-    await run_workers(works, max(1, min(config.writes, config.budget_bytes // config.block_bytes)), job.check_stop)
+    writes = max(config.writes, job.store.capabilities.at_once)
+    await run_workers(works, max(1, min(writes, config.budget_bytes // config.block_bytes)), job.check_stop)
 
 
 # --- hashing ----------------------------------------------------------------------------------------------------

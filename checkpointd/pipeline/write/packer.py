@@ -17,7 +17,7 @@ from checkpointd.store.base import ObjectWriter
 
 class Packer:
     """Gathers bytes into blocks and writes each full block; the last one is filled up to `alignment`. At most `writes` blocks
-    exist at once.
+    exist at once, or `at_once` if the budget has room for four times as many.
 
     `on_written` is called with the raw and the stored bytes of each written block.
     """
@@ -29,13 +29,15 @@ class Packer:
         alignment: int,
         meter: Meter,
         on_written: Callable[[int, int], None] = lambda _, __: None,
+        at_once: int = 1,
     ) -> None:
         self._target = target
         self._alignment = alignment
         self._meter = meter
         self._on_written = on_written
         self._block_bytes = config.block_bytes
-        blocks = max(2, min(config.writes, (config.budget_bytes // 2) // config.block_bytes))
+        affordable = config.budget_bytes // config.block_bytes
+        blocks = max(2, min(config.writes, affordable // 2), min(at_once, affordable // 4))
         self._free: asyncio.Queue[Bytes] = asyncio.Queue()
         self._unmade = blocks
         self._block: Bytes | None = None

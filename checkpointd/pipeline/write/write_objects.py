@@ -114,7 +114,7 @@ async def _write_raw(
     hashes = [partial(hashed, group) for group in groups]
     # Hashing and writing alternate, so disk and cores are busy at the same time.
     works = [work for pair in zip_longest(writes, hashes) for work in pair if work is not None]
-    await run_workers(works, job.config.writes, job.check_stop)
+    await run_workers(works, max(job.config.writes, job.store.capabilities.at_once), job.check_stop)
     await _finish(job, RAW_OBJECT, target, places.nbytes, written)
 
 
@@ -144,7 +144,8 @@ async def _write_encoded(
 ) -> None:
     """Encode `spans` on threads, and write them back to back in the order in which they are ready."""
     loop, buffer, number = asyncio.get_running_loop(), job.shard.buffer, len(written.objects)
-    packer = Packer(target, job.config, job.store.capabilities.alignment, job.spent.disk, job.progress.add)
+    store = job.store.capabilities
+    packer = Packer(target, job.config, store.alignment, job.spent.disk, job.progress.add, store.at_once)
     seconds: list[float] = []
     useless: set[str] = set()
 

@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 RANGE_BYTES: Final = 8 * 1024 * 1024
 """Longer reads are several requests at once."""
-RANGES_AT_ONCE: Final = 8
+AT_ONCE: Final = 8
+"""Requests for parts of large objects: one alone waits for its answer, and providers limit what one connection gets."""
 ON_THREAD_BYTES_MIN: Final = 256 * 1024
 """So many bytes are copied on a thread, since that takes the loop's time."""
 LOOK_S: Final = 0.2
@@ -60,7 +61,15 @@ class ObjectStore(Store):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(alignment=1, shared=True, can_be_full=False, gap_bytes=GAP_BYTES, look_s=LOOK_S)
+        return Capabilities(
+            alignment=1,
+            shared=True,
+            can_be_full=False,
+            gap_bytes=GAP_BYTES,
+            look_s=LOOK_S,
+            at_once=AT_ONCE,
+            read_bytes=RANGE_BYTES,
+        )
 
     @property
     def requests(self) -> Requests:
@@ -136,7 +145,7 @@ class ObjectStore(Store):
         if not nbytes:
             await self.settle(key)
         ranges = [(at, min(RANGE_BYTES, nbytes - at)) for at in range(0, nbytes, RANGE_BYTES)]
-        found = await each(lambda one: self._range(key, offset + one[0], one[1]), ranges, RANGES_AT_ONCE)
+        found = await each(lambda one: self._range(key, offset + one[0], one[1]), ranges, AT_ONCE)
         if nbytes < ON_THREAD_BYTES_MIN and then is _nothing:
             _scatter(found, parts)
             return then()

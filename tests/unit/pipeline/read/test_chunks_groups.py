@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,7 +26,10 @@ from checkpointd.pipeline.read.index import entries_by_fqn
 from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.read.plan import ChunkRead
 from checkpointd.pipeline.shard import Bytes
+from checkpointd.store.base import Capabilities
 from checkpointd.store.memory import MemoryStore
+
+T = TypeVar("T")
 
 PREFIX, NAME = "tag/00000001-0", "00000-0.chunks"
 GAP_BYTES = 64 << 10
@@ -236,6 +240,45 @@ async def test_an_object_that_is_shorter_than_its_index_says_is_damage_in_every_
     tensors = index(300, *(entry(f"t{n}", chunk) for n, (_, chunk) in enumerate(parts)))
     damage = await read_tensors(store, PREFIX, tensors, {f"t{n}": None for n in range(3)}, LoadConfig(block_bytes=1))
     assert [error.fqn for error in damage] == ["t1", "t2"]
+
+
+class ServerStore(CountingStore):
+    """A store whose reads are requests: it asks for eight at once, of 64 KiB."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(alignment=1, shared=True, at_once=8, read_bytes=64 << 10)
+
+    async def get_parts(self, key: str, offset: int, parts: Sequence[memoryview], then: Callable[[], T]) -> T:
+        self.reads.append(sum(part.nbytes for part in parts))
+        return await super().get_parts(key, offset, parts, then)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("budget_kib", "read_kib", "at_once"),
+    [(4096, 64, 8), (1024, 64, 8), (512, 32, 8), (256, 16, 8)],
+    ids=["ample", "just enough", "smaller reads", "smaller still"],
+)
+async def test_read_3_a_store_gets_larger_reads_and_more_of_them_as_far_as_the_budget_goes(
+    budget_kib: int, read_kib: int, at_once: int
+) -> None:
+    """A read of raw chunks takes its size in the buffer, and as much in the store."""
+    parts, offset = [], 0
+    for _ in range(256):
+        parts.append(stored(bytes(8 << 10), offset))
+        offset += 8 << 10
+    store = ServerStore()
+    await store.put(f"{PREFIX}/{NAME}", b"".join(part for part, _ in parts))
+    config = LoadConfig(reads=1, block_bytes=8 << 10, budget_bytes=budget_kib << 10)
+    tensors = index(offset, entry("t", *(chunk for _, chunk in parts)))
+    assert await read_tensors(store, PREFIX, tensors, {"t": None}, config) == []
+    assert set(store.reads) == {read_kib << 10}
+    assert store.most == at_once
+    assert store.most * 2 * max(store.reads) <= config.budget_bytes
 
 
 async def test_only_what_is_wanted_is_read() -> None:

@@ -106,6 +106,22 @@ async def test_no_more_blocks_than_writes_are_under_way_and_adding_waits_for_one
     assert target.at_once_max == writes
 
 
+@pytest.mark.parametrize(("blocks_in_budget", "under_way"), [(64, 8), (32, 8), (16, 4), (12, 3)])
+async def test_a_store_gets_as_many_blocks_at_once_as_it_asks_for_if_they_take_a_quarter_of_the_budget(
+    blocks_in_budget: int, under_way: int
+) -> None:
+    target = Target()
+    target.gate.clear()
+    packer = Packer(target, config(budget_bytes=blocks_in_budget * BLOCK), PAGE, Meter(), at_once=8)
+    adding = asyncio.ensure_future(packer.add(memoryview(bytes(20 * BLOCK)), 0))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert target.at_once == under_way
+    target.gate.set()
+    await adding
+    await packer.drain()
+
+
 async def test_a_small_budget_makes_fewer_blocks() -> None:
     target = Target()
     target.gate.clear()
