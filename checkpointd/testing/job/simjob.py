@@ -420,8 +420,12 @@ class SimJob:
                 elif how == "stopped":
                     self._pause(sidecar.name, seconds)
                 sidecar.lose()
-            case Refuse(rank) | Fail(rank):
+            case Refuse(rank):
                 self._refusals[names[rank]] = fault
+            case Fail(rank):
+                self._refusals[names[rank]] = fault
+                if (sidecar := self._sidecars.get(rank)) is not None:
+                    self._refusals[sidecar.name] = fault
             case Outage(seconds, fate, share) if isinstance(self.storage, SimBucket):
                 self.storage.note(f"for {seconds:.3f} s, {share:.0%} of the requests: {fate}")
                 self.storage.troubles.append(Trouble(self.storage.loop.time() + seconds, fate, share))

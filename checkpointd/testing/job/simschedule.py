@@ -57,7 +57,7 @@ class Refuse:
 @dataclass(frozen=True, slots=True)
 class Fail:
     """The next `count` tries of requests of kind `kind` (all kinds: empty), for objects whose name ends in `name`, by one rank
-    meet `fate` (`simbucket.py`).
+    meet `fate` (`simbucket.py`), and as many by its sidecar.
     """
 
     rank: int
