@@ -29,10 +29,11 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """The removals, and the choice behind them."""
+    """The removals, and the choice behind them. `is_complete`: whether no removal failed."""
 
     removed: Sequence[Removal]
     choice: RemovalChoice
+    is_complete: bool
 
 
 async def retire(
@@ -62,7 +63,7 @@ async def retire(
         log.warning(words, len(failed), store.url, failed[0])
     for facts, _ in deleted:
         await move_latest_away(store, facts.tag)
-    return Retired(removed, choice)
+    return Retired(removed, choice, not failed)
 
 
 async def retire_tag(store: Store, tag: str, epoch: int) -> None:

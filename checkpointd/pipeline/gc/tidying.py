@@ -393,10 +393,10 @@ class Tidier:
         self._begin_look()
 
     def committed_alone(self, info: AttemptInfo) -> bool:
-        """Whether the attempt, which has committed, is all that there is at its tag, so that nothing can be removed there. Then
-        it is over, and needs no `ask`.
+        """Whether the attempt, which has committed, is all that there is at its tag, so that nothing can be removed there, and
+        no other tag is due. Then it is over, and needs no `ask`.
         """
-        is_alone = not self._sees_all and self._left_of(info).is_bare and not info.may_be_taken_over
+        is_alone = not self._sees_all and self._left_of(info).is_bare and not info.may_be_taken_over and not self._tags
         if is_alone:
             self._drop(info.prefix)
             self._left.pop(self._scope(info), None)  # the next save of this tag replaces this one
@@ -453,6 +453,7 @@ class Tidier:
             for scope in scopes:
                 await self._remove(scope)
         except CheckpointdError as error:
+            self._tags |= tags
             log.warning("leftovers at %s could not be removed: %s; the next save tries again", self._store.url, error)
         except Exception:
             log.exception("removing leftovers at %s failed in an unforeseen way; please report it", self._store.url)
@@ -502,6 +503,8 @@ class Tidier:
         done = await retire(self._store, views, rules, keeps_before=self.keeps_before, known=known, thorough=False)
         for looked in scopes:
             self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
+        if scope and not done.is_complete:
+            self._tags.add(scope)
         self._say(done)
 
     def _say(self, done: Retired) -> None:

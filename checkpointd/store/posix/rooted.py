@@ -13,6 +13,9 @@ from checkpointd.store.posix.directories import Directories
 from checkpointd.store.posix.disk import Child, Disk
 from checkpointd.store.posix.failures import is_without_links, links_error, store_error, swept_error
 
+_LEFT_MAX = 16
+"""So many temporary files are tried again. The next start at the root removes any others (`sweep`)."""
+
 
 class Root:
     """The directory `path` on `disk`; temporary files carry the name `writer`."""
@@ -23,6 +26,8 @@ class Root:
         self.directories = Directories(disk, self.path)
         self.writer = writer
         self._count = itertools.count()
+        self._left: set[str] = set()
+        """Temporary files that could not be removed, for instance since the file system had become read-only."""
 
     @asynccontextmanager
     async def guard(self, doing: str, key: str, *, reads: bool = False) -> AsyncIterator[None]:
@@ -55,7 +60,9 @@ class Root:
 
     @asynccontextmanager
     async def temporary(self, data: bytes, *, durable: bool = True) -> AsyncIterator[str]:
-        """A temporary file with the content `data`, synced if `durable`; removed at the end, unless it was renamed."""
+        """A temporary file with the content `data`, synced if `durable`; removed at the end, unless it was renamed. If it cannot
+        be removed, the next call tries again.
+        """
         path = f"{self.path}/{TEMPORARY}/{self.writer}.{next(self._count)}"
         try:
             file = await self.directories.within(path, lambda: self.disk.create(path))
@@ -67,8 +74,19 @@ class Root:
                 await file.close()
             yield path
         finally:
-            with suppress(OSError):
-                await self.disk.unlink(path)
+            for left in {path, *self._left}:
+                await self._remove(left)
+
+    async def _remove(self, temporary: str) -> None:
+        try:
+            await self.disk.unlink(temporary)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            if len(self._left) < _LEFT_MAX:
+                self._left.add(temporary)
+            return
+        self._left.discard(temporary)
 
     async def link(self, temporary: str, path: str, key: str, *, durable: bool = True) -> None:
         """Give the temporary file its name; FileExistsError if the name is taken."""

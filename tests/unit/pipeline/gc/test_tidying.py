@@ -384,6 +384,20 @@ def test_tidy_1_many_tags_are_due_as_one_look_at_everything(monkeypatch: pytest.
     run(0, main)
 
 
+def test_without_rules_a_tag_of_which_nothing_could_be_removed_is_due_again_with_the_next_save() -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        disk.fails = True
+        await job.run(2, tag="best")
+        assert len(disk.occupied) == 2
+        disk.fails = False
+        await job.run(2, tag="last", first=2)
+        assert len(disk.occupied) == 2
+
+    run(0, main)
+
+
 @pytest.mark.parametrize(("nbytes", "most"), [(0, 3), (20 * 8192, 20), (1 << 30, 40)])
 def test_tidy_2_small_saves_wait_for_no_removal_until_they_are_many(
     nbytes: int, most: int, monkeypatch: pytest.MonkeyPatch

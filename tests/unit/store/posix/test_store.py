@@ -247,6 +247,26 @@ async def test_but_one_that_this_store_made_must_be_durable(root: Path) -> None:
         await PosixStore(root, Closed()).put("a", b"")
 
 
+async def test_a_temporary_file_that_could_not_be_removed_goes_with_the_next_one(root: Path) -> None:
+    """The file system became read-only for a moment, say."""
+    failing = True
+
+    class ReadOnly(OsDisk):
+        async def unlink(self, path: str) -> None:
+            if failing:
+                raise OSError(30, "Read-only file system")
+            await super().unlink(path)
+
+    store = PosixStore(root, ReadOnly())
+    temporary = root / ".checkpointd" / "tmp"
+    await store.put_if_absent("a", b"")
+    await store.put_if_absent("b", b"")
+    assert len([*temporary.iterdir()]) == 2
+    failing = False
+    await store.put_if_absent("c", b"")
+    assert not [*temporary.iterdir()]
+
+
 # --- large objects ---
 
 
