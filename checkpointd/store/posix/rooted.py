@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.store.names import LOCK, TEMPORARY
@@ -60,8 +60,8 @@ class Root:
 
     @asynccontextmanager
     async def temporary(self, data: bytes, *, durable: bool = True) -> AsyncIterator[str]:
-        """A temporary file with the content `data`, synced if `durable`; removed at the end, unless it was renamed. If it cannot
-        be removed, the next call tries again.
+        """A temporary file with the content `data`, synced if `durable`; removed at the end, unless it was renamed. If it
+        cannot be removed, the next call tries again.
         """
         path = f"{self.path}/{TEMPORARY}/{self.writer}.{next(self._count)}"
         try:
