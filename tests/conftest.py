@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kill-rounds", type=int, default=4, help="rounds of SIGKILL under torchrun (default: 4)")
     parser.addoption("--sidecar-rounds", type=int, default=2, help="rounds of kills with sidecars (default: 2)")
     parser.addoption("--bucket-rounds", type=int, default=0, help="rounds of kills and faults with a bucket (default: none)")
+    parser.addoption("--bucket-races", type=int, default=4, help="races of 16 writers in a bucket (default: 4 each)")
     parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
     parser.addoption("--ema-swaps", type=int, default=25, help="averages swapped in while a snapshot is taken (default: 25)")
     parser.addoption("--call-stride", type=int, default=5, help="each so manieth call of a save fails (default: 5)")
