@@ -37,7 +37,7 @@ async def race_to_create(stores: list[Store], key: str) -> bytes:
 
 
 async def race_to_replace(stores: list[Store], key: str) -> bytes:
-    await stores[0].put(key, b"before")
+    await stores[0].put_if_absent(key, b"before")  # a `put` that is repeated later would bring this back
     return await winner_of(lambda store, body: store.put_if_match(key, b"before", body), stores)
 
 

@@ -102,7 +102,8 @@ def test_no_strike_at_a_job_in_a_bucket_loses_a_committed_checkpoint(
             for number in range(pytestconfig.getoption("--bucket-rounds")):
                 rounds.run(TARGETS[(number + seed) % len(TARGETS)])
                 asyncio.run(rounds.verify_new())
-            rounds.check_the_start(rounds.job or rounds.launch())
+            rounds.job = rounds.job or rounds.launch()
+            rounds.check_the_start(rounds.job)
             wait_until(lambda: committed_steps(rounds.ranks) - {rounds.promised}, "the job goes on")
         finally:
             rounds.close()

@@ -152,7 +152,8 @@ async def test_no_strike_at_trainers_or_sidecar_loses_a_committed_checkpoint(
         for number in range(pytestconfig.getoption("--sidecar-rounds")):
             rounds.run(TARGETS[number % len(TARGETS)])
             await rounds.verify_new()
-        rounds.check_the_start(rounds.job or rounds.launch())
+        rounds.job = rounds.job or rounds.launch()
+        rounds.check_the_start(rounds.job)
         wait_until(lambda: committed_steps(rounds.ranks) - {rounds.promised}, "the job goes on")
     finally:
         rounds.close()
