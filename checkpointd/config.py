@@ -173,6 +173,13 @@ def environment_job() -> str:
     return f"slurm {slurm}" if slurm else ""
 
 
+def environment_s3() -> dict[str, str]:
+    """The `endpoint` and the `region` of S3, as far as the environment names them."""
+    names = {"endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "region": ("AWS_REGION", "AWS_DEFAULT_REGION")}
+    found = {option: next((text for name in given if (text := os.environ.get(name))), "") for option, given in names.items()}
+    return {option: text for option, text in found.items() if text}
+
+
 JOB_CHARACTERS_MAX = 200
 
 

@@ -1,16 +1,19 @@
 """Credentials for S3 from botocore: environment, profiles of ~/.aws, SSO, web identities, and roles of tasks and machines.
 
 Without botocore, the client looks for them itself: in the environment, and for roles of tasks and machines, not in ~/.aws.
+The server's address and the bucket's region are looked for here, too, so that both clients go to the same server.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from checkpointd.bucket_urls import BucketUrl
+from checkpointd.config import environment_s3
 from checkpointd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +42,19 @@ def s3_session(profile: str | None) -> Any | None:
     return session
 
 
+def s3_place(url: BucketUrl, session: Any | None) -> BucketUrl:
+    """`url` with the endpoint and the region of the environment, or of the profile, unless it names others."""
+    found = {} if session is None else _of_profile(session)
+    return replace(url, options={**found, **environment_s3(), **url.options})
+
+
+def _of_profile(session: Any) -> dict[str, str]:
+    profile = session.get_scoped_config()
+    service = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3", {})
+    found = {"endpoint": service.get("endpoint_url") or profile.get("endpoint_url"), "region": profile.get("region")}
+    return {option: text for option, text in found.items() if text}
+
+
 def s3_client(url: BucketUrl) -> Any | None:
     """A client of botocore for what the client in Rust cannot ask; None if botocore is not installed. Its calls block."""
     session = s3_session(url.options.get("profile"))
@@ -47,7 +63,7 @@ def s3_client(url: BucketUrl) -> Any | None:
     from botocore import UNSIGNED
     from botocore.config import Config
 
-    given = url.options
+    given = s3_place(url, session).options
     config = Config(
         connect_timeout=10,
         read_timeout=url.request_s,

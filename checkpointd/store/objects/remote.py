@@ -27,7 +27,7 @@ from checkpointd.bucket_urls import BucketUrl
 from checkpointd.errors import NotFoundError
 from checkpointd.store.base import Entry
 from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
-from checkpointd.store.objects.credentials import s3_credentials, s3_session
+from checkpointd.store.objects.credentials import s3_credentials, s3_place, s3_session
 from checkpointd.store.objects.failures import (
     FAILURES,
     is_answer,
@@ -280,7 +280,7 @@ def _client(location: BucketUrl) -> ObjectStore:
         credentials = cast(Any, s3_credentials(session))
         return S3Store(
             location.bucket,
-            config=_s3(location, session),
+            config=_s3(s3_place(location, session)),
             client_options=options,
             retry_config=retry,
             credential_provider=credentials,
@@ -294,16 +294,15 @@ def _client(location: BucketUrl) -> ObjectStore:
     return AzureStore(location.bucket, config=cast(Any, config), client_options=options, retry_config=retry)
 
 
-def _s3(location: BucketUrl, session: Any | None) -> S3Config:
+def _s3(location: BucketUrl) -> S3Config:
     given = location.options
     config: S3Config = {
         "unsigned_payload": "checksum" not in given,  # every chunk has its own digest, and is read back
         "skip_signature": location.flag("anonymous"),
         "request_payer": location.flag("requester_pays"),
     }
-    region = given.get("region") or (session and session.get_config_variable("region"))
-    if region:
-        config["region"] = region
+    if "region" in given:
+        config["region"] = given["region"]
     if "checksum" in given:
         config["checksum_algorithm"] = given["checksum"]
     if "encryption" in given:
