@@ -23,12 +23,17 @@ log = logging.getLogger("checkpointd")
 
 _KEPT: Final = timedelta(minutes=10)
 """How long the client keeps what it was given. botocore renews what expires 15 minutes before it does."""
+_NO_SECRETS: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile, or ?anonymous=true for a public bucket"
+
+
+class CredentialsError(Exception):
+    """There are no credentials. The clients pass its text on."""
 
 
 def s3_session(profile: str | None) -> Any | None:
     """The botocore session; None if botocore is not installed. UsageError if `profile` cannot be used."""
     try:
-        from botocore.exceptions import ProfileNotFound
+        from botocore.exceptions import BotoCoreError, ProfileNotFound
         from botocore.session import Session
     except ImportError:
         if profile is not None:
@@ -39,6 +44,8 @@ def s3_session(profile: str | None) -> Any | None:
         session.get_scoped_config()
     except ProfileNotFound as error:
         raise UsageError(f"{error}; `aws configure list-profiles` shows those that exist") from error
+    except BotoCoreError as error:
+        raise UsageError(f"the settings of ~/.aws cannot be used: {error}") from error
     return session
 
 
@@ -63,6 +70,8 @@ def s3_client(url: BucketUrl) -> Any | None:
     from botocore import UNSIGNED
     from botocore.config import Config
 
+    if not url.flag("anonymous"):
+        _found(session)
     given = s3_place(url, session).options
     config = Config(
         connect_timeout=10,
@@ -74,18 +83,29 @@ def s3_client(url: BucketUrl) -> Any | None:
 
 
 def s3_credentials(session: Any | None) -> Callable[[], S3Credential] | None:
-    """Gives credentials whenever the client asks; None if botocore finds none, so that the client looks for itself."""
-    credentials = None if session is None else session.get_credentials()
-    if credentials is None:
+    """Gives credentials whenever the client asks; None if botocore is not installed, so that the client looks for itself."""
+    if session is None:
         return None
 
     def provide() -> S3Credential:
-        frozen = credentials.get_frozen_credentials()
+        found = _found(session)
         return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
             "expires_at": datetime.now(UTC) + _KEPT,
         }
 
     return provide
+
+
+def _found(session: Any) -> Any:
+    """The credentials now. CredentialsError if there are none, or none that could be sent; else what botocore raises."""
+    credentials = session.get_credentials()
+    if credentials is None:
+        raise CredentialsError("no credentials were found in the environment, in ~/.aws, or from a role; " + _NO_SECRETS)
+    found = credentials.get_frozen_credentials()
+    # The clients would repeat the text of what they cannot send.
+    if not all((text or "").isprintable() for text in (found.access_key, found.secret_key, found.token)):
+        raise CredentialsError("the credentials hold a line break or another character that cannot be sent")
+    return found

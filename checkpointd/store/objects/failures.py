@@ -13,6 +13,8 @@ _STATUS: Final = re.compile(r"status code: (\d{3}[^:<]*)")
 _CODE: Final = re.compile(r"(?:<Code>|\(code: )([\w.]{1,100})")
 """In an answer of its own, and as the client tells it of one object in a request to delete many."""
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,300})</Message>")
+_PROVIDER: Final = re.compile(r"credential provider: \w+: (.+)", re.DOTALL)
+_TOKEN: Final = re.compile(r"token request|/latest/(?:api/token|meta-data)")
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _REASON_MAX: Final = 300
 _REFUSALS: Final = ("401 ", "403 ", "(AccessDenied)")
@@ -34,6 +36,7 @@ _ADVICE: Final = {
     "AuthorizationHeaderMalformed": "the bucket is in another region; name it: ?region=...",
 }
 _CODES: Final = {"403": "AccessDenied", "429": "SlowDown", "503": "SlowDown"}
+_NO_CREDENTIALS: Final = "docs/OBJECT_STORES.md says where credentials come from"
 _NO_ANSWER: Final = "the server was not reached, or has not answered in time; the network or the endpoint may be wrong"
 
 
@@ -54,8 +57,8 @@ def is_missing(error: BaseException) -> bool:
 
 
 def is_answer(error: BaseException) -> bool:
-    """Whether the server has answered with `error`; otherwise nobody knows what became of the request."""
-    return isinstance(error, ValueError) or _STATUS.search(str(error)) is not None
+    """Whether the server has answered with `error`, or nothing was sent. Else nobody knows what became of it."""
+    return isinstance(error, ValueError | exceptions.UnauthenticatedError) or _STATUS.search(str(error)) is not None
 
 
 def is_conflict(error: BaseException) -> bool:
@@ -80,6 +83,8 @@ def is_forbidden(error: BaseException | None) -> bool:
 
 def _is_refusal(error: BaseException) -> bool:
     """The client has classes for them, but not in listings and in requests to delete many."""
+    if _PROVIDER.search(str(error)):
+        return False
     known = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
     return known or (isinstance(error, exceptions.BaseError) and reason_of(error)[0].startswith(_REFUSALS))
 
@@ -87,12 +92,18 @@ def _is_refusal(error: BaseException) -> bool:
 def reason_of(error: BaseException) -> tuple[str, str]:
     """What the server said, in a line, and what to do. The client's own text ends in a dump of its state."""
     text = str(error).partition("\n\nDebug source")[0].strip()
+    if found := _PROVIDER.search(text):
+        return found[1][:_REASON_MAX], _NO_CREDENTIALS
     status, code, message = (found[1] if (found := one.search(text)) else "" for one in (_STATUS, _CODE, _MESSAGE))
     if not code and any(one in text for one in _NO_BUCKET):
         code = "NoSuchBucket"
+    if _TOKEN.search(text):
+        return f"the client got no token to sign requests with ({status or 'no answer'})", _NO_CREDENTIALS
     if not status and not code:
         last = text.rpartition("\n")[2].rpartition(" - ")[2]
-        return last[-_REASON_MAX:] or type(error).__name__, "" if isinstance(error, ValueError) else _NO_ANSWER
+        return last[-_REASON_MAX:] or type(error).__name__, "" if isinstance(
+            error, ValueError
+        ) or "HTTP error" not in last else _NO_ANSWER
     words = " ".join(one for one in (status.strip(), code and f"({code})") if one) + (f" {message}" if message else "")
     # An answer to HEAD has no body, so no code.
     return words[:_REASON_MAX], _ADVICE.get(code or _CODES.get(status[:3], ""), "")

@@ -24,7 +24,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from typing_extensions import Buffer
 
 from checkpointd.bucket_urls import BucketUrl
-from checkpointd.errors import NotFoundError
+from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.store.base import Entry
 from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
 from checkpointd.store.objects.credentials import s3_credentials, s3_place, s3_session
@@ -35,6 +35,7 @@ from checkpointd.store.objects.failures import (
     is_missing,
     is_past_the_end,
     missing,
+    reason_of,
     store_error,
 )
 from checkpointd.store.objects.paths import name_of, path_of
@@ -50,8 +51,8 @@ T = TypeVar("T")
 
 PARTS_AT_ONCE: Final = 8
 """How many parts of one upload are under way."""
-CONFLICT_S: Final = 0.2
-"""The pause before a request is repeated that met another one for the same object."""
+PAUSE_S: Final = 0.2
+"""The pause before a request is repeated that met another one for the same object, or got no answer."""
 PAGE: Final = 1000
 """The names in one page of a listing, and the objects in one request to delete."""
 _MARK: Final = "checkpointdmark"
@@ -77,7 +78,10 @@ class RemoteBucket(Bucket):
 
     def __init__(self, location: BucketUrl) -> None:
         self._location = location
-        self._client = _client(location)
+        try:
+            self._client = _client(location)
+        except FAILURES as error:
+            raise UsageError(f"{location.url} cannot be used: {reason_of(error)[0]}; see docs/OBJECT_STORES.md") from error
         self._requests = Requests()
         self._uploads = S3Uploads(location) if location.scheme == "s3" else None
 
@@ -124,25 +128,24 @@ class RemoteBucket(Bucket):
                 )
             except lost as error:
                 if is_conflict(error):  # others write it at this moment; there may be no object afterwards
-                    await self._after_conflict("writing", key, error, until)
+                    await self._pause("writing", key, error, until)
                     continue
                 if isinstance(error, FileNotFoundError) and not is_missing(error):
                     raise store_error("writing", key, self.url, error, reads=False) from error
                 return False
             except FAILURES as error:
                 # The client does not repeat a conditional request that got no answer, since it knows nothing of marks.
-                if is_conflict(error):
-                    await self._after_conflict("writing", key, error, until)
-                elif is_answer(error) or asyncio.get_running_loop().time() >= until:
+                if is_answer(error) and not is_conflict(error):
                     raise store_error("writing", key, self.url, error, reads=False) from error
+                await self._pause("writing", key, error, until)
             else:
                 return True
 
-    async def _after_conflict(self, doing: str, key: str, error: BaseException, until: float) -> None:
+    async def _pause(self, doing: str, key: str, error: BaseException, until: float) -> None:
         """Pause before the next try. Raises if the time is over."""
         if asyncio.get_running_loop().time() >= until:
             raise store_error(doing, key, self.url, error, reads=False) from error
-        await asyncio.sleep(random.uniform(0.5, 1.5) * CONFLICT_S)
+        await asyncio.sleep(random.uniform(0.5, 1.5) * PAUSE_S)
 
     async def upload(self, key: str, parts: AsyncIterator[Buffer], part_bytes: int) -> None:
         self._requests.puts += 2

@@ -62,9 +62,7 @@ class S3Uploads:
         return self._made
 
     async def _on_thread(self, doing: str, call: Callable[[], T], kind: type[StoreError]) -> T:
-        from botocore.exceptions import BotoCoreError, ClientError
-
         try:
             return await to_the_end(asyncio.get_running_loop().run_in_executor(None, call))
-        except (BotoCoreError, ClientError) as error:
+        except Exception as error:  # botocore, which may not be here, has two trees of them
             raise kind(f"{doing} {self._url.url} failed: {error}") from error

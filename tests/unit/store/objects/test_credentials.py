@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from botocore.session import Session
 
 from checkpointd.bucket_urls import parse
+from checkpointd.errors import StoreError, UsageError
 from checkpointd.store import open_store
 from checkpointd.store.objects.credentials import s3_client, s3_place, s3_session
 from tests.servers.fixtures import Place
@@ -50,7 +55,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("s3://bucket", {"AWS_PROFILE": "mine", "AWS_REGION": "eu-env-1"}, "http://mine:1", "eu-env-1"),
         ("s3://bucket?profile=services", {}, "http://s3:1", None),
         ("s3://bucket?profile=mine", {"AWS_ENDPOINT_URL": "http://env:1"}, "http://env:1", "eu-mine-1"),
-        ("s3://bucket", {"AWS_ENDPOINT_URL": "http://env:1", "AWS_ENDPOINT_URL_S3": "http://env:2"}, "http://env:2", "eu-default-1"),
+        ("s3://bucket", {"AWS_ENDPOINT_URL": "http://a:1", "AWS_ENDPOINT_URL_S3": "http://b:1"}, "http://b:1", "eu-default-1"),
         ("s3://bucket?endpoint=http://url:1", {"AWS_ENDPOINT_URL_S3": "http://env:2"}, "http://url:1", "eu-default-1"),
     ],
 )  # fmt: skip
@@ -63,12 +68,12 @@ def test_both_clients_go_to_the_same_place(
     region: str | None,
 ) -> None:
     (home / "config").write_text(PROFILES)
+    keys = "aws_access_key_id = key\naws_secret_access_key = hush\n"
+    (home / "credentials").write_text("".join(f"[{profile}]\n{keys}" for profile in ("default", "mine", "services")))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     found = s3_place(parse(url), s3_session(parse(url).options.get("profile"))).options
     assert (found.get("endpoint"), found.get("region")) == (endpoint, region)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     client = s3_client(parse(url))
     assert client is not None
     assert client.meta.region_name == region or region is None
@@ -99,3 +104,75 @@ def test_the_bucket_is_in_the_name_of_an_endpoint_outside_the_url(monkeypatch: p
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://host:9000")
     client = RemoteBucket(parse("s3://bucket/run1?addressing=virtual"))._client
     assert client.config["endpoint"] == "http://bucket.host:9000"  # type: ignore[union-attr,typeddict-item]
+
+
+@pytest.mark.parametrize(
+    ("environment", "config", "words"),
+    [
+        ({}, "", "no credentials were found.*anonymous=true"),
+        ({"AWS_ACCESS_KEY_ID": "key"}, "", "missing: AWS_SECRET_ACCESS_KEY"),
+        ({"AWS_PROFILE": "mine"}, "[profile mine]\ncredential_process = /bin/false\n", "custom-process"),
+        (
+            {"AWS_PROFILE": "mine"},
+            "[profile mine]\nsso_start_url = https://x.example\nsso_region = a\nsso_account_id = 1\nsso_role_name = r\n",
+            "SSO Token",
+        ),
+        ({"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "HUSH\n"}, "", "line break"),
+        (
+            {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "hush", "AWS_SESSION_TOKEN": "HUSH\n"},
+            "",
+            "line break",
+        ),
+    ],
+)
+async def test_credentials_that_cannot_be_had_are_an_error_at_once(
+    home: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], config: str, words: str
+) -> None:
+    """It says what is wrong, is not tried again for `retry_s`, and repeats no secret."""
+    (home / "config").write_text(config)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    asked: list[str | None] = []
+    monkeypatch.setattr(Session, "get_credentials", _noting(Session.get_credentials, asked))
+    async with open_store("s3://bucket/run1?endpoint=http://127.0.0.1:1&retry_s=20") as store:
+        for call in (lambda: store.put("x", b""), lambda: store.list(""), lambda: store.unfinished_uploads()):  # type: ignore[attr-defined]
+            with pytest.raises(StoreError, match=f"s3://bucket/run1.*failed: .*{words}") as caught:
+                await call()
+            assert "HUSH" not in "".join(traceback.format_exception(caught.value))
+            assert "server was not reached" not in str(caught.value)
+    assert len(asked) <= 6
+
+
+def _noting(call: Callable[..., Any], asked: list[str | None]) -> Callable[..., Any]:
+    def noting(self: Session) -> Any:
+        asked.append(self.profile)
+        return call(self)
+
+    return noting
+
+
+def test_a_config_that_cannot_be_read_is_named(home: Path) -> None:
+    (home / "config").write_text("[default\nregion")
+    with pytest.raises(UsageError, match="config"):
+        open_store("s3://bucket/run1")
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "words"),
+    [
+        ("az://container/run1", {}, "az://container/run1.*Account must be specified"),
+        ("az://container/run1?account=mine", {"AZURE_STORAGE_ACCOUNT_KEY": "HUSH not base64"}, "Access Key"),
+        ("gs://bucket/run1", {"GOOGLE_APPLICATION_CREDENTIALS": "/missing.json"}, "/missing.json"),
+    ],
+)
+def test_what_the_client_refuses_is_an_error_of_use(
+    monkeypatch: pytest.MonkeyPatch, url: str, environment: dict[str, str], words: str
+) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=words) as caught:
+        open_store(url)
+    assert "HUSH" not in str(caught.value)
+    assert "Debug" not in str(caught.value)
