@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
-from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from checkpointd.errors import UsageError
 
@@ -27,6 +27,7 @@ REQUEST_S: Final = 60.0
 
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]\Z")
 _SECRET: Final = re.compile(r"secret|token|password|access_?key|account_?key|sas|credential|signature", re.IGNORECASE)
+_HALF_URL: Final = re.compile(rf"(?:{'|'.join(SCHEMES)}|file):/(?!/)", re.IGNORECASE)
 _PARTS_REFUSED: Final = frozenset({"", ".", ".."})
 _BOOLS: Final = {"true": True, "false": False}
 
@@ -99,7 +100,12 @@ class BucketUrl:
 
 
 def is_bucket_url(text: str) -> bool:
-    """Whether `text` is the URL of a bucket."""
+    """Whether `text` is the URL of a bucket. UsageError for a URL with one slash, which would name a directory."""
+    if _HALF_URL.match(text):
+        raise UsageError(
+            f"{text.partition(':')[0]!r} begins a URL, which has two slashes after the colon, as in 's3://bucket/run1'; give "
+            "it as text, since pathlib.Path takes one away"
+        )
     return text.partition("://")[0].lower() in SCHEMES and "://" in text
 
 
@@ -122,36 +128,37 @@ def directory_of(url: str) -> str | None:
 
 def parse(text: str) -> BucketUrl:
     """The place that the URL `text` names. UsageError says what is wrong with it, without repeating a secret."""
-    url = urlsplit(text)
-    scheme, shown = SCHEMES[url.scheme.lower()], _shown(text)
-    if "@" in url.netloc:
-        raise UsageError(f"{shown}: a URL must not hold credentials, because it stands in logs; {_instead(scheme)}")
+    scheme, seen = SCHEMES[text.partition("://")[0].lower()], shown(text)
+    url = _split(text)
+    if url is None or _has_credentials(url):
+        raise UsageError(f"{seen}: a URL must not hold credentials, because it stands in logs; {_instead(scheme)}")
     if url.fragment:
-        raise UsageError(f"{shown}: a '#' ends the URL; write it as %23 if it belongs to the path")
+        raise UsageError(f"{seen}: a '#' ends the URL; write it as %23 if it belongs to the path")
     if not _BUCKET.match(url.netloc):
         raise UsageError(
-            f"{shown}: {url.netloc!r} is not the name of a bucket: write {url.scheme}://bucket/path, the name in lower case"
+            f"{seen}: {url.netloc!r} is not the name of a bucket: write {url.scheme}://bucket/path, the name in lower case"
+            + (", and the server as ?endpoint=http://host:port" if ":" in url.netloc else "")
         )
     prefix = unquote(url.path).strip("/")
     if prefix and not _PARTS_REFUSED.isdisjoint(prefix.split("/")):
-        raise UsageError(f"{shown}: {prefix!r} cannot be the path of a root in a bucket: no part is empty, '.' or '..'")
-    return BucketUrl(scheme, url.netloc, prefix, _options(scheme, url.query, shown))
+        raise UsageError(f"{seen}: {prefix!r} cannot be the path of a root in a bucket: no part is empty, '.' or '..'")
+    return BucketUrl(scheme, url.netloc, prefix, _options(scheme, url.query, seen))
 
 
-def _options(scheme: Scheme, query: str, shown: str) -> dict[str, str]:
+def _options(scheme: Scheme, query: str, seen: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in _OF[scheme]:
             if _SECRET.search(name):
-                raise UsageError(f"{shown}: {name} does not belong in a URL, because it stands in logs; {_instead(scheme)}")
+                raise UsageError(f"{seen}: {name} does not belong in a URL, because it stands in logs; {_instead(scheme)}")
             raise UsageError(
-                f"{shown}: there is no option {name!r} for {scheme}:// URLs; there are {', '.join(sorted(_OF[scheme]))}"
+                f"{seen}: there is no option {name!r} for {scheme}:// URLs; there are {', '.join(sorted(_OF[scheme]))}"
             )
         if name in found:
-            raise UsageError(f"{shown}: {name} is given twice")
+            raise UsageError(f"{seen}: {name} is given twice")
         fault = _fault(name, value)
         if fault:
-            raise UsageError(f"{shown}: the value of {name}: {fault}")
+            raise UsageError(f"{seen}: the value of {name}: {fault}")
         found[name] = value
     return found
 
@@ -169,9 +176,16 @@ def _fault(name: str, value: str) -> str | None:
     if name == "checksum":
         return None if value in {"sha256", "crc64nvme"} else "give sha256 or crc64nvme"
     if name == "endpoint":
-        url = urlsplit(value)
-        if url.scheme not in {"http", "https"} or not url.netloc or "@" in url.netloc:
-            return "give a URL such as https://minio.example.com:9000, without credentials"
+        url = _split(value)
+        if (
+            url is None
+            or url.scheme not in {"http", "https"}
+            or not url.netloc
+            or _has_credentials(url)
+            or "?" in value
+            or "#" in value
+        ):
+            return "give a URL such as https://minio.example.com:9000, without credentials and options"
     return None if value else "it is empty"
 
 
@@ -184,7 +198,22 @@ def _instead(scheme: Scheme) -> str:
     }[scheme]
 
 
-def _shown(text: str) -> str:
-    """`text` without its query and without credentials, for messages."""
-    url = urlsplit(text)
-    return repr(f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}")
+def shown(text: str) -> str:
+    """The URL `text` without its query and without credentials, for messages."""
+    url = _split(text)
+    if url is None or _has_credentials(url):
+        return repr(f"{text.partition('://')[0]}://...")
+    return repr(f"{url.scheme}://{url.netloc}{url.path}")
+
+
+def _split(text: str) -> SplitResult | None:
+    """The parts of a URL; None if it has none, as one with a bracket in its password."""
+    try:
+        return urlsplit(text)
+    except ValueError:
+        return None
+
+
+def _has_credentials(url: SplitResult) -> bool:
+    """A secret may hold the signs that end the host of a URL: `key:se/cret@bucket`."""
+    return "@" in url.netloc or (":" in url.netloc and "@" in url.geturl())

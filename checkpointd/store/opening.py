@@ -6,12 +6,12 @@ import os
 import re
 from urllib.parse import unquote, urlsplit
 
-from checkpointd.bucket_urls import is_bucket_url, parse
+from checkpointd.bucket_urls import is_bucket_url, parse, shown
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Store:
@@ -26,10 +26,14 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
             f"{text!r} starts with {text.split('/')[0]!r}, and only a shell expands it: give {meant!r}, or './{text}' for a "
             "directory of that name"
         )
-    if not _SCHEME.match(text):
-        return PosixStore(text, read_only=read_only)
     if is_bucket_url(text):
         return _bucket_store(text, read_only=read_only)
+    if not (found := _SCHEME.match(text)):
+        return PosixStore(text, read_only=read_only)
+    if found[1].lower() not in {"file", "memory"}:
+        raise UsageError(
+            f"{shown(text)}: there is no store for {found[1]}:// URLs; give a directory, or a URL of file, s3, gs or az"
+        )
     url = urlsplit(text)
     if url.scheme == "memory":
         if read_only:
@@ -37,10 +41,6 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
         from checkpointd.store.memory import MemoryStore  # imports numpy, which slows the start of commands that do not need it
 
         return MemoryStore(url.netloc or "memory")
-    if url.scheme != "file":
-        raise UsageError(
-            f"{text!r}: there is no store for {url.scheme}:// URLs; give a directory, or a URL of file, s3, gs or az"
-        )
     if url.netloc not in {"", "localhost"} or url.query or url.fragment:
         raise UsageError(f"{text!r}: a file URL has three slashes and nothing after the path, such as file:///mnt/ckpts/run1")
     return PosixStore(unquote(url.path), read_only=read_only)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 import pytest
 
 from checkpointd.bucket_urls import OPTIONS, is_bucket_url, parse
@@ -42,6 +44,7 @@ def test_other_roots_are_not_taken_for_buckets(text: str) -> None:
         ("s3:///run1", "not the name of a bucket"),
         ("s3://Bucket/run1", "lower case"),
         ("s3://b/run1", "not the name of a bucket"),
+        ("s3://host:9000/bucket", r"endpoint="),
         ("s3://bucket/a/../b", "cannot be the path"),
         ("s3://bucket/a//b", "cannot be the path"),
         ("s3://bucket/run#1", "%23"),
@@ -75,12 +78,26 @@ def test_a_mistake_is_named(text: str, why: str) -> None:
         "s3://bucket/run1?endpoint=http://key:HUSH@host:9000",
         "s3://bucket/run1?nonsense=HUSH",
         "s3://Bucket/run1?secret_access_key=HUSH",
+        "s3://AKIA123:HU/SH@bucket/run1",
+        "s3://AKIA123:HU?SH@bucket/run1",
+        "s3://AKIA123:HU#SH@bucket/run1",
+        "s3://AKIA123:HU[SH@bucket/run1",
+        "s3://bucket/run1?endpoint=https://host/?X-Amz-Signature=HUSH",
+        "s3://bucket/run1?endpoint=https://host/%23HUSH",
+        "s3://bucket/run1?endpoint=https://[HUSH",
     ],
 )
 def test_a_secret_is_refused_and_not_repeated(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(text)
-    assert "HUSH" not in str(caught.value)
+    assert "HU" not in str(caught.value)
+    assert "SH" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["s3:/bucket/run1", "S3:/bucket", str(PurePosixPath("gs://bucket/run1")), "file:/mnt"])
+def test_a_url_that_has_lost_a_slash_is_no_directory(text: str) -> None:
+    with pytest.raises(UsageError, match="two slashes"):
+        is_bucket_url(text)
 
 
 def test_every_option_is_one_of_some_provider() -> None:

@@ -51,6 +51,21 @@ def test_other_urls_are_refused_by_name(root: str) -> None:
         open_store(root)
 
 
+@pytest.mark.parametrize(
+    "root", ["https://a.example/c?sv=1&sig=HUSH", "minio://key:HUSH@host/x", "minio://key:HU/SH@host/x", "minio://[HUSH"]
+)
+def test_the_secret_in_another_url_is_not_repeated(root: str) -> None:
+    with pytest.raises(UsageError, match="no store for") as caught:
+        open_store(root)
+    assert "HU" not in str(caught.value)
+
+
+@pytest.mark.parametrize("root", ["s3:/bucket/run1", Path("s3://bucket/run1"), Path("file:///mnt")])
+def test_a_url_that_has_lost_a_slash_is_no_directory(root: str | Path) -> None:
+    with pytest.raises(UsageError, match="two slashes"):
+        open_store(root)
+
+
 @pytest.mark.parametrize("root", ["", "a\0b"])
 def test_what_is_no_path_is_refused(root: str) -> None:
     with pytest.raises(UsageError, match="not a root"):
