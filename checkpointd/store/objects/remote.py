@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import random
 import threading
 import time
@@ -25,7 +26,7 @@ from typing_extensions import Buffer
 
 from checkpointd.bucket_urls import BucketUrl
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.store.base import Entry
+from checkpointd.store.base import Entry, each
 from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
 from checkpointd.store.objects.credentials import s3_credentials, s3_place, s3_session
 from checkpointd.store.objects.failures import (
@@ -63,6 +64,8 @@ _AZURE: Final = {"account": "account_name", "endpoint": "endpoint"}
 
 
 _under_way: WeakSet[Future[Any]] = WeakSet()
+_user = 0
+"""The process that has made requests. In a forked one they would never end."""
 
 
 @atexit.register
@@ -214,6 +217,8 @@ class RemoteBucket(Bucket):
         except FAILURES as error:
             if not is_missing(error):
                 raise store_error("removing", keys[0], self.url, error, reads=False) from error
+            if len(keys) > 1:  # Google's client has stopped at the first object that is not there
+                await each(lambda key: self.delete([key]), keys)
 
     async def unfinished(self) -> Sequence[UnfinishedUpload]:
         if self._uploads is None:
@@ -255,6 +260,13 @@ class _Counted:
 
 async def _answer(request: Awaitable[T]) -> T:
     """The answer to a request of the client."""
+    global _user
+    _user = _user or os.getpid()
+    if _user != os.getpid():
+        raise UsageError(
+            "this process was forked from one that had used a bucket, and the client's threads did not come along: start it by "
+            'the method "spawn" or "forkserver" of multiprocessing'
+        )
     _under_way.add(cast("Future[Any]", request))
     return await request
 

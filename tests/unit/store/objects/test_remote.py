@@ -1,0 +1,104 @@
+"""The client of a real bucket: what it does where its parts, the client in Rust and botocore, would go wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from checkpointd.bucket_urls import parse
+from checkpointd.store import open_store
+from checkpointd.store.objects.remote import RemoteBucket
+from tests.servers.fixtures import Place, root_at
+
+FORKED = """
+import asyncio, os, signal, sys
+from checkpointd.errors import UsageError
+from checkpointd.store import open_store
+
+async def look():
+    async with open_store(sys.argv[1]) as store:
+        return await store.stat("x")
+
+asyncio.run(look())
+if not os.fork():
+    signal.alarm(20)
+    try:
+        asyncio.run(look())
+    except UsageError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+class Google(BaseHTTPRequestHandler):
+    """As much of Google Cloud Storage as puts and removes objects."""
+
+    protocol_version = "HTTP/1.1"
+    objects: set[str]
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.objects.add(self.path)
+        self._answer(200)
+
+    def do_DELETE(self) -> None:
+        self._answer(204 if self.path in self.objects else 404)
+        self.objects.discard(self.path)
+
+    def _answer(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Google]]:
+    monkeypatch.setattr(Google, "objects", set(), raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Google) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        key = {"gcs_base_url": f"http://127.0.0.1:{server.server_port}", "disable_oauth": True}
+        key |= {"client_email": "", "private_key": "", "private_key_id": ""}
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key))
+        yield Google
+        server.shutdown()
+        thread.join()
+
+
+async def test_store_5_google_removes_the_objects_beside_one_that_is_not_there(google: type[Google]) -> None:
+    """Its client stops at the first one that is missing."""
+    keys = [f"key-{number:02}" for number in range(30)]
+    async with open_store("gs://bucket/run1?retry_s=2") as store:
+        for key in keys:
+            await store.put(key, b"x")
+        assert len(google.objects) == 30
+        await store.delete_each(["missing", *keys[:20], "missing too", *keys[20:]])
+        await store.delete("missing")
+    assert google.objects == set()
+
+
+def test_a_forked_process_says_that_it_cannot_use_the_bucket(seaweed_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's threads do not come along, so its requests would never end."""
+    root = root_at(seaweed_place, monkeypatch)
+    done = subprocess.run([sys.executable, "-c", FORKED, root], capture_output=True, text=True, timeout=60)
+    assert "spawn" in done.stdout, done.stderr
+
+
+async def test_without_botocore_there_are_no_unfinished_uploads(
+    seaweed_place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bucket = RemoteBucket(parse(root_at(seaweed_place, monkeypatch)))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "botocore"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert await bucket.unfinished() == []
