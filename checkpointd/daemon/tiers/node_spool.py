@@ -61,10 +61,10 @@ class NodeSpool:
         """Make save jobs of the shards that an earlier daemon has left (NODESPOOL-1). Raises nothing."""
         try:
             found = await self.directory.found()
-            removed = await self.directory.sweep()
-        except (CheckpointdError, OSError) as error:
+        except CheckpointdError as error:
             log.error("what is left in the spool %s cannot be read: %s", self.directory.config.directory, error)
             return
+        removed = await self.directory.sweep()
         if removed:
             log.info("%d unfinished objects were removed from the spool", removed)
         if found:

@@ -3,11 +3,13 @@
 Invariants
   SPOOL-5  The spool never takes more than `bytes_max`, nor the last of its disk. What does not fit goes straight to the root.
   SPOOL-6  Committed shards that stay for restarts go first when room is needed, the oldest first. No other shard goes for room.
+  SPOOL-11  Nothing is removed in a directory that no spool has made: a spool may be given a directory in which a root lies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from checkpointd.config import SpoolConfig
-from checkpointd.errors import CheckpointdError, DamagedError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import AttemptId, is_tag, object_key, object_rank, object_takeover
 from checkpointd.pipeline.root.catalog import objects_of
 from checkpointd.pipeline.spool.places import RESERVE, DiskPlace, Room, SpoolPlace, name_of
@@ -195,16 +197,24 @@ class SpoolDirectory:
         if spool is None:
             spool = RootSpool("", name, await self._opened(name, user), self.place)
         names = [entry.name for entry in await spool.store.list(SPOOLED) if not entry.is_prefix]
+        records: dict[str, set[str]] = {one: set() for one in names if "." not in one}
+        for one, _, note in [name.partition(".") for name in names if "." in name]:
+            records.get(one, set()).add(note)
         shards = []
-        for one in [one for one in names if "." not in one]:
-            notes = {other.partition(".")[2] for other in names if other.startswith(f"{one}.")}
+        for one, notes in records.items():
             key = f"{SPOOLED}/{one}"
             try:
                 record = decode_record(await spool.store.get(key), key)
+            except NotFoundError:
+                continue  # another process of this node has dropped it just now
+            except StoreError as error:
+                log.error("%s cannot be read, so its shard stays in the spool: %s", key, error)
+                continue
             except DamagedError as error:
                 log.error("the spool has a damaged record, which is removed, and its save is lost: %s", error)
                 self.counts.damaged += 1
-                await spool.store.delete(key)
+                with contextlib.suppress(StoreError):  # a disk that takes no writes must not hide the other records
+                    await spool.store.delete(key)
                 continue
             if name_of(record.url, user) != name or record.uid != (os.geteuid() if user is None else user.uid):
                 log.error("%s is not of the root and the user whose directory %s is, and is left alone", key, name)
@@ -223,12 +233,17 @@ class SpoolDirectory:
 
     async def sweep(self, url: str | None = None, before_epoch: int | None = None) -> int:
         """Remove objects without a record (SPOOL-2); of one root, and of its epochs before `before_epoch` alone if these are
-        given. Returns how many.
+        given. Returns how many. Only what a spool has made is touched (SPOOL-11).
         """
         removed = 0
         for name in await self._names(url):
-            store = await self._opened(name, await self.place.owner(name))
-            removed += await _swept(store, before_epoch) + await store.sweep()
+            try:
+                user = await self.place.owner(name)
+                store = await self._opened(name, user)
+                if await _is_spool(store, name, user):
+                    removed += await _swept(store, before_epoch) + await store.sweep()
+            except CheckpointdError as error:
+                log.warning("leftovers stay in the spool below %s: %s", name, error)
         return removed
 
     async def close(self) -> None:
@@ -244,6 +259,15 @@ class SpoolDirectory:
                 await store.close()
             self._stores.setdefault(name, store)
         return self._stores[name]
+
+
+async def _is_spool(store: Store, name: str, user: User | None) -> bool:
+    """Whether the directory `name` is the part of a spool for the root whose URL it holds."""
+    try:
+        url = await store.get(ROOT)
+    except (NotFoundError, DamagedError):
+        return False
+    return name_of(url.decode(errors="replace").removesuffix("\n"), user) == name
 
 
 async def _swept(store: Store, before_epoch: int | None) -> int:

@@ -26,6 +26,8 @@ T = TypeVar("T")
 RESERVE = 0.05
 """The part of the disk that a spool without a limit leaves free, for other programs on this node."""
 _READABLE_MAX = 40
+_NAME = re.compile(r".+-[0-9a-f]{16}\Z")
+"""What `name_of` gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class SpoolPlace(Protocol):
         """The store for one root, with the rights of `user`."""
         ...
 
-    async def names(self) -> list[str]: ...
+    async def names(self) -> list[str]:
+        """The roots in it. Other directories beside them are none of the spool's."""
+        ...
 
     async def owner(self, name: str) -> User | None:
         """The user of the root `name` in the spool; None: this process's own."""
@@ -98,7 +102,11 @@ class DiskPlace:
         return PosixStore(path, anchor=self.directory, user=user)
 
     async def names(self) -> list[str]:
-        return await self._aside(lambda: sorted(entry.name for entry in os.scandir(self.directory) if entry.is_dir()))
+        return await self._aside(self._names)
+
+    def _names(self) -> list[str]:
+        with os.scandir(self.directory) as found:
+            return sorted(one.name for one in found if _NAME.match(one.name) and one.is_dir(follow_symlinks=False))
 
     async def owner(self, name: str) -> User | None:
         found = await self._aside(lambda: os.stat(f"{self.directory}/{name}"))
