@@ -20,8 +20,8 @@ from checkpointd.phrases import byte_size
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.spool.directory import SpoolDirectory
-from checkpointd.pipeline.spool.record import SpoolRecord
-from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, put_record, rules_of
+from checkpointd.pipeline.spool.record import SpoolRecord, record_key
+from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_record, put_record, rules_of
 from checkpointd.pipeline.spool.turns import WAITING_MAX
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import write_shard
@@ -170,8 +170,9 @@ class OwnSpool:
         log.error("%s: the spool failed, so rank %d writes straight to the root: %s", info.prefix, info.rank, error)
 
     async def _forget(self, info: AttemptInfo) -> None:
-        """Remove what was written of the shard."""
+        """Remove what was written of the shard, its record first (SPOOL-2): it may be there although its put has failed."""
         try:
+            await drop_record(self.root.store, record_key(info.prefix, info.rank, info.takeover))
             await drop_shard(self.root.store, info)
             await self.root.plans(info.rank).decided(self.root.store, info.prefix)
         except CheckpointdError as error:

@@ -25,7 +25,7 @@ from checkpointd.layout.keys import object_key
 from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.spool.places import Claim, SpoolPlace
-from checkpointd.pipeline.spool.record import Note, SpooledRules, SpoolRecord, encode_record, note_key
+from checkpointd.pipeline.spool.record import SPOOLED, Note, SpooledRules, SpoolRecord, encode_record, note_key
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -158,11 +158,20 @@ class SpooledShard:
 
 async def put_record(spool: RootSpool, record: SpoolRecord) -> SpooledShard:
     """Put the record of a shard whose objects are durable in the spool (SPOOL-1)."""
+    await drop_record(spool.store, record.key)  # if the root was removed and made again, names of attempts come again
     await spool.store.put_if_absent(record.key, encode_record(record))
     shard = SpooledShard(spool, record)
     if not await shard.claimed():
         log.warning("%s: another process looks after its record in the spool", record.prefix)
     return shard
+
+
+async def drop_record(store: Store, key: str) -> None:
+    """Remove the record `key`, if there is one, and then all notes beside it."""
+    name = key.rpartition("/")[2]
+    beside = [entry.name for entry in await store.list(SPOOLED)]
+    for found in sorted(one for one in beside if one == name or one.startswith(f"{name}.")):  # the record first
+        await store.delete(f"{SPOOLED}/{found}")
 
 
 def rules_of(rules: Retention) -> SpooledRules:

@@ -11,7 +11,7 @@ import pytest
 from checkpointd.commit.machine import IN_SPOOL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
-from checkpointd.errors import SupersededError
+from checkpointd.errors import StoreError, SupersededError
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
@@ -597,5 +597,56 @@ def test_turn_1_what_was_decided_before_a_restart_keeps_nobody_waiting() -> None
         node = await node.restarts()
         await node.over()
         assert await committed(root) == ["global_step2", "global_step1"]
+
+    run(main())
+
+
+def test_spool_4_a_record_of_a_root_that_was_made_again_is_replaced() -> None:
+    """The attempts of the new root have the names of the old one's, whose record and notes are still in the spool."""
+
+    async def main() -> None:
+        bucket, place = AwayStore(MemoryStore()), MemoryPlace()
+        old = await Node(bucket, spool(), nonce=await begun_root(bucket), place=place).begin()
+        old.save(1)
+        await old.over()
+        assert [key for key in place.keys if key.endswith(".committed")]
+        await old.dies()
+        again = AwayStore(MemoryStore())
+        node = await Node(again, spool(), nonce=await begun_root(again), place=place).begin()
+        (store,) = place.stores.values()
+        for key in [key for key in contents(store) if key.startswith("global_step1/")]:
+            await store.delete(key)
+        again.away = True
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL)
+        await node.dies()
+        (left,) = await (await Node(again, node.config, nonce=node.nonce, place=place).begin()).directory.found()
+        assert left.record.nonce == node.nonce
+        again.away = False
+        node = await node.restarts()
+        await node.over()
+        assert await committed(again) == ["global_step1"]
+
+    run(main())
+
+
+def test_spool_8_a_record_whose_put_failed_is_not_left_behind() -> None:
+    class Torn(MemoryStore):
+        """A disk that fails after it has put a record."""
+
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+            put = await super().put_if_absent(key, data, durable=durable)
+            if "/spooled/" in key:
+                raise StoreError("input/output error")
+            return put
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await Node(root, spool(), nonce=await begun_root(root), place=MemoryPlace(made=Torn)).begin()
+        node.save(1)
+        await node.over()
+        assert node.directory.counts.direct_failed == 1
+        assert await committed(root) == ["global_step1"]
+        assert not [key for key in node.place.keys if "/spooled/" in key or key.startswith("global_step1/")]
 
     run(main())
