@@ -111,6 +111,7 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
     surviving, living = await asyncio.gather(
         leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
     )
+    surviving = await epochs.unfenced(store, surviving)
     attempts = await catalog.scan(store)
     outcomes = {
         a.prefix: (await judge(store, a)).outcome for a in attempts if a.state == "in-doubt" and a.prefix not in surviving

@@ -142,6 +142,19 @@ async def check_fence(store: Store, number: int, attempt: str | None = None, *, 
         raise FencedError(await fence_message(store, number, current))
 
 
+async def unfenced(store: Store, attempts: Collection[str]) -> tuple[str, ...]:
+    """Those of `attempts` (`<tag>/<attempt>`) that the newest epoch has not fenced: they are of it, or survive in it."""
+    current = await newest(store)
+    parsed = {one: AttemptId.parse(one.rpartition("/")[2]) for one in attempts}
+    older = {one for one, attempt in parsed.items() if attempt is None or attempt.epoch < current}
+    try:
+        surviving = set((await read(store, current)).surviving) if older else set()
+    except (NotFoundError, DamagedError) as error:
+        log.error("%s, so no attempt of an older epoch survives", error)
+        surviving = set()
+    return tuple(one for one in attempts if one not in older or one in surviving)
+
+
 async def check_not_over(store: Store, number: int) -> None:
     """Raise FencedError if a newer epoch than `number` has begun and no attempt of epoch `number` survives in it.
 

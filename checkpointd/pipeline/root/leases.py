@@ -354,8 +354,9 @@ class Beginner:
 
 
 async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = None) -> tuple[Epoch, HeldLease]:
-    """Begin the next epoch, with a lease that is renewed from now on. Every attempt at which somebody works survives in it.
-    `known`: the catalog's log as this process has read it already.
+    """Begin the next epoch, with a lease that is renewed from now on. Every attempt at which somebody works survives in it,
+    but for those that the epoch before has fenced: the job has gone on without them. `known`: the catalog's log as this
+    process has read it already.
 
     Raises RootInUseError if another job is alive (LEASE-5). Waits for at most a lease's length.
     """
@@ -377,7 +378,7 @@ async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = Non
                 store,
                 number,
                 beginner.world_size,
-                tuple(dict.fromkeys((*beginner.surviving, *surviving))),
+                await epochs.unfenced(store, dict.fromkeys((*beginner.surviving, *surviving))),
                 commit_timeout_s=beginner.commit_timeout_s,
                 job=beginner.job,
                 process=sight.process,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from checkpointd.config import PersistConfig, SpoolConfig
-from checkpointd.errors import CheckpointdError, FencedError
+from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.leases import HeldLease
@@ -24,7 +24,6 @@ from checkpointd.pipeline.shard import COORDINATOR, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.pipeline.spool.places import DiskPlace, hold, name_of
-from checkpointd.pipeline.spool.record import SpoolRecord
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.store.base import Store
 
@@ -61,16 +60,9 @@ class ProcessSpool:
     async def surviving(self) -> tuple[str, ...]:
         """The attempts ("tag/attempt") of earlier starts of which rank 0 left its shard here (OWNSPOOL-1)."""
         found = [one.record for one in await self._found() if one.record.vote.rank == COORDINATOR]
-        here = [one for one in found if await epochs.is_of_root(self.store, one.attempt.epoch, one.nonce)]
-        return tuple(dict.fromkeys([one.prefix for one in here if await self._may_survive(one)]))
-
-    async def _may_survive(self, record: SpoolRecord) -> bool:
-        """Whether no start since has gone on without the attempt: it would come from a past that the job has left."""
-        try:
-            await epochs.check_fence(self.store, record.attempt.epoch, record.prefix)
-        except FencedError:
-            return False
-        return True
+        begun = {(one.attempt.epoch, one.nonce) for one in found}
+        here = {one for one in begun if await epochs.is_of_root(self.store, *one)}
+        return tuple(dict.fromkeys([one.prefix for one in found if (one.attempt.epoch, one.nonce) in here]))
 
     async def _found(self) -> list[SpooledShard]:
         try:

@@ -365,6 +365,32 @@ def test_what_the_own_daemon_works_at_is_not_watched() -> None:
     simulated(work)
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_epoch_1_an_attempt_that_a_start_has_fenced_survives_in_no_later_one(is_own: bool) -> None:
+    """A daemon comes back with it in its spool after the job has gone on without it."""
+
+    async def work() -> None:
+        store = MemoryStore()
+        await epochs.take(store, 1)
+        await leave_in_doubt(store, voting=(0,))
+        epoch, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert epoch.surviving == (PREFIX,)
+        await held.release()
+        epoch, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert epoch.surviving == (PREFIX,), "from one start to the next"
+        await held.release()
+        epoch, held = await leases.begin(store, beginner("a"))
+        assert epoch.surviving == ()
+        await held.release()
+        await put_lease(store, attempt_lease_key(PREFIX))
+        at_work = beginner("a", life="running")
+        epoch, held = await leases.begin(store, replace(at_work, surviving=(PREFIX,) if is_own else ()))
+        assert epoch.surviving == ()
+        await held.release()
+
+    simulated(work)
+
+
 def test_an_attempt_with_an_outcome_is_nobodys_work() -> None:
     async def work() -> None:
         store = MemoryStore()
