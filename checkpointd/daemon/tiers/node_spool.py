@@ -9,9 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 
 from checkpointd.config import PersistConfig
 from checkpointd.daemon.hub import Hub
@@ -142,8 +140,7 @@ class NodeSpool:
             task.cancel()
         await asyncio.gather(*self._later, return_exceptions=True)
         await self.directory.close()
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        self._lock.release()
 
     def status(self) -> SpoolStatus:
         directory, counts, config = self.directory, self.directory.counts, self.directory.config

@@ -136,45 +136,67 @@ class DiskPlace:
             raise StoreError(f"the spool {self.directory} cannot be used: {error.strerror or error}") from error
 
 
-def hold(directory: str, *, alone: bool) -> int:
-    """Hold the spool at `directory` until this process ends: `alone` as a daemon does, or with others, as trainers do. Returns
-    a descriptor that the caller keeps. UsageError if others hold it in another way.
-    """
-    descriptor = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        whose = "another daemon, or trainers without a sidecar," if alone else "a sidecar"
-        raise UsageError(f"{whose} uses the spool {directory}: give each a directory of its own") from error
-    return descriptor
+_HELD: set[int] = set()
+"""The descriptors of all locks. A lock of the kernel lasts until every copy of its descriptor is closed."""
+
+
+def _leave_to_parent() -> None:
+    """In a forked child, such as a worker of a DataLoader, which may live longer than this process."""
+    for descriptor in _HELD:
+        with suppress(OSError):
+            os.close(descriptor)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(slots=True)
 class FileClaim:
-    """A lock of the kernel on a record, which ends with the process."""
+    """A lock of the kernel on a file, which ends with the process."""
 
     descriptor: int
+
+    def __post_init__(self) -> None:
+        _HELD.add(self.descriptor)
 
     @staticmethod
     def of(path: str) -> FileClaim | None:
         """The claim on the record at `path`; None if another process has it, or if it is gone."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            claim = FileClaim(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:  # else its holder has removed it just now
-                return FileClaim(descriptor)
+            fcntl.flock(claim.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(claim.descriptor).st_nlink:  # else its holder has removed it just now
+                return claim
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                os.close(descriptor)
+                claim.release()
                 raise
-        os.close(descriptor)
+        claim.release()
         return None
 
     def release(self) -> None:
         if self.descriptor >= 0:
+            _HELD.discard(self.descriptor)
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def hold(directory: str, *, alone: bool) -> FileClaim:
+    """Hold the spool at `directory` until this process ends: `alone` as a daemon does, or with others, as trainers do.
+    UsageError if others hold it in another way, or if it cannot be held.
+    """
+    try:
+        claim = FileClaim(os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise UsageError(f"the spool {directory} cannot be used: its lock: {error.strerror or error}") from error
+    try:
+        fcntl.flock(claim.descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError as error:
+        claim.release()
+        whose = "another daemon, or trainers without a sidecar," if alone else "a sidecar"
+        raise UsageError(f"{whose} uses the spool {directory}: give each a directory of its own") from error
+    return claim

@@ -9,7 +9,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from checkpointd.pipeline.root.leases import HeldLease
 from checkpointd.pipeline.shard import COORDINATOR, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
-from checkpointd.pipeline.spool.places import DiskPlace, hold, name_of
+from checkpointd.pipeline.spool.places import DiskPlace, FileClaim, hold, name_of
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.store.base import Store
 
@@ -41,7 +40,7 @@ class ProcessSpool:
     store: Store
     persist: PersistConfig
     directory: SpoolDirectory = field(init=False)
-    _lock: int = -1
+    _lock: FileClaim | None = None
     _states: dict[tuple[int, str], WriterState] = field(default_factory=dict)
     """By rank and nonce of the epoch."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -139,5 +138,5 @@ class ProcessSpool:
             await state.tidier.close()
             await state.reader.close()
         await self.directory.close()
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+        if self._lock is not None:
+            self._lock.release()

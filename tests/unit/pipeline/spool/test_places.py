@@ -52,6 +52,35 @@ def test_spool_3_a_claim_ends_with_its_process_and_is_one_process_s(tmp_path: Pa
     assert FileClaim.of(str(record)) is None
 
 
+def test_spool_3_a_forked_child_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
+    """Workers of a DataLoader are forked, and may outlive a trainer that was killed."""
+    record = tmp_path / "record"
+    record.write_text("x")
+    claim, held = FileClaim.of(str(record)), hold(str(tmp_path), alone=True)
+    assert claim is not None
+    (read, write), (running, runs) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.write(runs, b"x")
+        os.read(read, 1)  # until the parent has looked, or has ended
+        os._exit(0)
+    os.close(read)
+    os.close(runs)
+    try:
+        assert os.read(running, 1) == b"x"
+        claim.release()
+        held.release()
+        again = FileClaim.of(str(record))
+        assert again is not None
+        again.release()
+        hold(str(tmp_path), alone=True).release()
+    finally:
+        os.close(write)
+        os.close(running)
+        os.waitpid(child, 0)
+
+
 async def test_the_room_counts_all_files(tmp_path: Path) -> None:
     place = DiskPlace(str(tmp_path / "spool"))
     place.open("r", None)
@@ -67,12 +96,12 @@ def test_nodespool_2_one_daemon_or_several_trainers(tmp_path: Path) -> None:
     one, two = hold(str(tmp_path), alone=False), hold(str(tmp_path), alone=False)
     with pytest.raises(UsageError, match="or trainers without a sidecar, uses the spool"):
         hold(str(tmp_path), alone=True)
-    os.close(one)
-    os.close(two)
+    one.release()
+    two.release()
     daemon = hold(str(tmp_path), alone=True)
     with pytest.raises(UsageError, match="a sidecar uses the spool"):
         hold(str(tmp_path), alone=False)
-    os.close(daemon)
+    daemon.release()
 
 
 def test_a_spool_must_be_a_directory_of_one_s_own(tmp_path: Path) -> None:
