@@ -20,7 +20,7 @@ import msgspec
 
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
-from checkpointd.errors import CheckpointdError
+from checkpointd.errors import CheckpointdError, StoreError
 from checkpointd.layout.keys import object_key
 from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import AttemptInfo
@@ -122,6 +122,14 @@ class SpooledShard:
         """Note durably beside the record."""
         if note not in self.notes:
             await self.spool.store.put_if_absent(note_key(self.record.key, note), b"\n")
+            self.notes.add(note)
+
+    async def try_to_note(self, note: Note | str) -> None:
+        """Note beside the record, durably unless the disk takes no writes: then this process alone knows of it."""
+        try:
+            await self.note(note)
+        except StoreError as error:
+            log.warning("%s: the spool cannot note %s, so a restart looks again: %s", self.prefix, note, error)
             self.notes.add(note)
 
     async def forget_note(self, note: str) -> None:

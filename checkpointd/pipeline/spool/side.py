@@ -189,7 +189,7 @@ class SpoolSide:
             return
         await unless(self.hooks.over, self.hooks.announcement.awaited(until))
         if self.info.rank == COORDINATOR:
-            await shard.note("announced")
+            await shard.try_to_note("announced")
 
     async def give_up(self, error: BaseException) -> None:
         """This rank votes no because of `error`, so nobody needs the bytes any more. Raises nothing."""

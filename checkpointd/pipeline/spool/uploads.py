@@ -3,9 +3,9 @@
 Invariants
   SENDING-1  Every chunk is verified between the read from the spool and the write to the root, so damage in the spool never
       becomes an object of a checkpoint. The index is compared with the digest that the vote names.
-  SENDING-2  An object counts as uploaded only once its writer has finished it and the spool has a durable note of that. After
-      a crash, such an object is not sent again if it still has the right size. Any other object of this writer at the root is
-      torn, and is removed and sent again.
+  SENDING-2  An object counts as uploaded only once its writer has finished it, and after a crash only if the spool has a
+      durable note of that and it still has the right size. Any other object of this writer at the root is torn, and is removed
+      and sent again.
   SENDING-3  The order at the root is that of any save: plan and chunks, then the index, then the look at the references
       (DEDUP-3 in `dedup.py`), then the vote.
   SENDING-4  Memory stays below `budget_bytes`, or that of one chunk if it is larger.
@@ -140,7 +140,7 @@ class Upload:
         except BaseException:
             await target.discard()
             raise
-        await self.shard.note(note)
+        await self.shard.try_to_note(note)
 
     async def _copy(self, key: str, run: ChunkRun, target: ObjectWriter) -> None:
         await self.pacing.opened()

@@ -11,7 +11,7 @@ import pytest
 from checkpointd.commit.machine import IN_SPOOL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
-from checkpointd.errors import StoreError, SupersededError
+from checkpointd.errors import StoreError, StoreFullError, SupersededError
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
@@ -374,6 +374,41 @@ def test_spool_8_a_spool_that_fails_costs_no_save(kind: type[MemoryStore], count
         assert await committed(root) == ["global_step1"]
         assert getattr(node.directory.counts, count) == 1
         assert not [key for key in node.place.keys if "global_step1" in key]
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", ["full", "read-only"])
+def test_spool_9_a_disk_that_takes_no_more_writes_ends_no_upload(error: str) -> None:
+    """It can be full of other programs' files, and then only the uploads make room."""
+
+    class Frozen(MemoryStore):
+        frozen = False
+
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+            if self.frozen:
+                raise StoreFullError("no space left on device") if error == "full" else StoreError("read-only file system")
+            return await super().put_if_absent(key, data, durable=durable)
+
+        async def delete(self, key: str, *, durable: bool = True) -> None:
+            if self.frozen and error != "full":
+                raise StoreError("read-only file system")
+            await super().delete(key, durable=durable)
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await Node(root, spool(), nonce=await begun_root(root), place=MemoryPlace(made=Frozen)).begin()
+        root.away = True
+        attempt = node.save(1)
+        await until(lambda: attempt.phase in IN_SPOOL)
+        (store,) = node.place.stores.values()
+        assert isinstance(store, Frozen)
+        store.frozen = True
+        root.away = False
+        await node.over()
+        assert attempt.phase is Phase.COMMITTED
+        assert asyncio.get_running_loop().time() < HOUR_S
+        assert await committed(root) == ["global_step1"]
 
     run(main())
 
