@@ -40,7 +40,6 @@ from checkpointd.daemon.tiers.node_spool import NodeSpool
 from checkpointd.daemon.users import may_ask, warn_of_shut_out
 from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError, WireError
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.spool.directory import SpoolDirectory
 
 log = logging.getLogger("checkpointd")
 
@@ -85,7 +84,7 @@ class Service:
         self.config = config
         self.hub = Hub(config)
         spool = config.spool_config
-        self.spool = None if spool is None else NodeSpool(self.hub, SpoolDirectory(spool))
+        self.spool = None if spool is None else NodeSpool(self.hub, spool)
         self.hub.spool = self.spool
         self._places = {
             "rank": ConnectionLimit("ranks", "raise clients_max (--clients)", config.clients_max, config.user_clients),

@@ -15,7 +15,6 @@ from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import Hub, RootScan
 from checkpointd.daemon.status.model import SpaceStatus
 from checkpointd.daemon.tiers.node_spool import NodeSpool
-from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.places import Room
 from checkpointd.store.requests import Requests
 
@@ -63,7 +62,7 @@ def scraped(spool: str) -> dict[str, set[str]]:
     )
     hub.roots.requests = lambda _: Requests(puts=1)  # type: ignore[method-assign]
     assert config.spool_config is not None
-    hub.spool = NodeSpool(hub, SpoolDirectory(config.spool_config))
+    hub.spool = NodeSpool(hub, config.spool_config)
     hub.spool.directory.room = Room(used=1, free=1, total=2)
     mirror = hub.mirrors.progress[0]
     mirror.newest_step, mirror.in_step_at = 10, hub.started_at

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from checkpointd.config import PersistConfig
+from checkpointd.config import PersistConfig, SpoolConfig
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.jobs import SaveJob
 from checkpointd.daemon.status.model import SpoolStatus
 from checkpointd.errors import CheckpointdError, StoreError, UsageError
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
-from checkpointd.pipeline.spool.places import hold, name_of
+from checkpointd.pipeline.spool.places import DiskPlace, hold, name_of
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.writer_state import WriterState
 from checkpointd.store.posix.users import User
@@ -34,10 +34,10 @@ StateKey = tuple[str, int, int, str]
 class NodeSpool:
     """The spool of one daemon. `hub` has its jobs."""
 
-    def __init__(self, hub: Hub, directory: SpoolDirectory) -> None:
-        self.directory = directory
+    def __init__(self, hub: Hub, config: SpoolConfig) -> None:
+        self.directory = SpoolDirectory(config, DiskPlace(config.directory, alone=True))
         self._hub = hub
-        self._lock = hold(directory.config.directory, alone=True)
+        self._lock = hold(config.directory, alone=True)
         self._states: dict[StateKey, WriterState] = {}
         self._later: set[asyncio.Task[None]] = set()
 

@@ -45,6 +45,13 @@ class Claim(Protocol):
     def release(self) -> None: ...
 
 
+class Alone:
+    """The claim of a process that holds the whole spool. It needs no descriptor: thousands of shards may wait in a daemon."""
+
+    def release(self) -> None:
+        """Do nothing: the spool is held until the process ends."""
+
+
 class SpoolPlace(Protocol):
     """The directory of a spool. A name is that of one root in it."""
 
@@ -77,10 +84,11 @@ def name_of(url: str, user: User | None) -> str:
 @dataclass(slots=True)
 class DiskPlace:
     """A spool on a disk. Its directory is made if it is missing. Each root has a directory below it that only the root's user
-    may enter. UsageError if it cannot be used.
+    may enter. UsageError if it cannot be used. `alone`: this process holds the spool alone, and needs no lock for each record.
     """
 
     directory: str
+    alone: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -127,6 +135,8 @@ class DiskPlace:
         return Room(used, disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
 
     async def claim(self, name: str, key: str) -> Claim | None:
+        if self.alone:
+            return Alone()
         return await self._aside(lambda: FileClaim.of(f"{self.directory}/{name}/{key}"))
 
     async def _aside(self, call: Callable[[], T]) -> T:

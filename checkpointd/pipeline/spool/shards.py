@@ -5,7 +5,8 @@ Invariants
       finds a record can upload the shard and vote, without the process that took the snapshot.
   SPOOL-2  A record goes before its objects when a shard is dropped. Objects without a record are leftovers, and a start removes
       them.
-  SPOOL-3  One process at a time works at a record: it holds the kernel's lock on the record, which ends with the process.
+  SPOOL-3  One process at a time works at a record: it holds the kernel's lock on the record, or as a daemon on the whole spool,
+      which ends with the process.
   SPOOL-4  A record stays until the attempt has an outcome, or until this rank has put its no. A process that ends before leaves
       the record to the next one on this node.
 """

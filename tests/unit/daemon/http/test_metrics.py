@@ -20,7 +20,6 @@ from checkpointd.daemon.status.tally import BOUNDS_S, RESULTS, Durations
 from checkpointd.daemon.tiers.node_spool import NodeSpool
 from checkpointd.errors import UsageError
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.places import Room
 from checkpointd.store.requests import Requests
 from tests.unit.daemon.example_statuses import BUSY_ROOT, busy, checkpoints, failing
@@ -59,7 +58,7 @@ def hub(tmp_path: Path) -> Hub:
     config = ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), bandwidth_bps=1e9, mirrors=mirrors, spool=spool)
     hub = Hub(config)
     assert config.spool_config is not None
-    hub.spool = node_spool = NodeSpool(hub, SpoolDirectory(config.spool_config))
+    hub.spool = node_spool = NodeSpool(hub, config.spool_config)
     node_spool.directory.room = Room(used=1 << 30, free=1 << 32, total=1 << 33)
     node_spool.directory.counts.direct_full = 3
     for rank in range(2):

@@ -81,6 +81,17 @@ def test_spool_3_a_forked_child_that_lives_on_holds_no_lock(tmp_path: Path) -> N
         os.waitpid(child, 0)
 
 
+async def test_a_daemon_needs_no_descriptor_for_each_shard_that_waits(tmp_path: Path) -> None:
+    place = DiskPlace(str(tmp_path), alone=True)
+    place.open("r", None)
+    for number in range(300):
+        (tmp_path / "r" / f"{number}").write_text("x")
+    before = os.listdir("/proc/self/fd")
+    claims = [await place.claim("r", f"{number}") for number in range(300)]
+    assert None not in claims
+    assert len(os.listdir("/proc/self/fd")) < len(before) + 50, "threads may open some"
+
+
 async def test_the_room_counts_all_files(tmp_path: Path) -> None:
     place = DiskPlace(str(tmp_path / "spool"))
     place.open("r", None)
