@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from checkpointd.commit.machine import Phase
 from checkpointd.errors import ClosedError, SupersededError, UsageError
+from checkpointd.layout.keys import LEASE
+from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.spool.places import DiskPlace
+from checkpointd.store.memory import MemoryStore
 from checkpointd_client import Checkpointer, SpoolConfig, saver
+from checkpointd_client.saves.spool import ProcessSpool
+from tests.spooled_saves import Node, until
 from tests.unit.client.shown_files import example, save
 
 CLOSED = "00:00-00:01"
@@ -95,6 +103,44 @@ def test_superseded_saves_are_no_failures(tmp_path: Path) -> None:
     status = ckpt.status()
     assert (status.saves_failed, status.saves_superseded) == (0, 1)
     ckpt.close()
+
+
+class LeasesTogether(MemoryStore):
+    """Puts a lease of an attempt only once both attempts' leases are being put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.putting: set[str] = set()
+        self.both = asyncio.Event()
+
+    async def put(self, key: str, data: bytes) -> None:
+        if key.endswith(f"/{LEASE}"):
+            self.putting.add(key)
+            if len(self.putting) == 2:
+                self.both.set()
+            await self.both.wait()
+        await super().put(key, data)
+
+
+async def test_a_start_puts_the_leases_of_all_that_was_left_at_once(tmp_path: Path) -> None:
+    """One after the other, hundreds would take longer than a start waits."""
+    root, config = LeasesTogether(), held(tmp_path)
+    place: Any = DiskPlace(config.directory)
+    node = await Node(root, config, nonce=(await epochs.take(root, 1)).nonce, place=place).begin()
+    for step in (1, 2):
+        node.save(step)
+    await until(lambda: all(attempt.phase is Phase.SPOOLED for attempt in node.attempts))
+    for task in node.tasks:
+        task.cancel()
+    await asyncio.wait(node.tasks)
+    spool = ProcessSpool(config, root, node.persist)
+    await spool.open()
+    surviving = await spool.surviving()
+    assert len(surviving) == 2
+    epoch = await epochs.take(root, 1, surviving)
+    async with asyncio.timeout(30.0):
+        await spool.take_up(epoch.epoch)
+    await spool.close()
 
 
 def test_a_sidecar_has_the_spool_of_its_node(tmp_path: Path) -> None:
