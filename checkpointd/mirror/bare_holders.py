@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection
 
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import DELETED, OUTCOME, AttemptId, holds_bytes
+from checkpointd.layout.keys import DELETED, OUTCOME, AttemptId, holder_of, holds_bytes
 from checkpointd.layout.manifest import Deleted, Outcome, encode
 from checkpointd.pipeline.gc.collect import remove_records
 from checkpointd.pipeline.root import catalog
@@ -81,3 +81,14 @@ async def is_free(mirror: Store, holder: str, without: Collection[str]) -> bool:
         return not await references(mirror, {holder}, without)
     except DamagedError:
         return False
+
+
+async def is_needed(mirror: Store, key: str) -> bool:
+    """Whether a checkpoint at the mirror refers to the object `key`, or may do so. Copies that were begun do not count: they
+    compare the object before their commit.
+    """
+    begun = {view.prefix for view in await catalog.scan(mirror, newest=0) if view.state == "in-doubt"}
+    try:
+        return key in await references(mirror, {holder_of(key)}, begun)
+    except DamagedError:
+        return True

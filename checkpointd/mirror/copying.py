@@ -7,9 +7,9 @@ Invariants
       at the mirror and read there, or for an earlier checkpoint of the mirror that names the same piece.
   MIRRORCOPY-3  Indexes come first. So collections at the mirror keep the objects of older attempts that they name, and once all
       objects are there, the copy checks that no earlier mark condemned one (as DEDUP-3 for a save).
-  MIRRORCOPY-4  An object at the mirror is removed to be copied again only if its attempt has no commit there, its bytes are not
-      whole, and this process holds the mirror. An earlier process that mirrored cannot commit any more then: it looks for a
-      newer epoch after its last object and before its outcome.
+  MIRRORCOPY-4  An object at the mirror is removed to be copied again only if its attempt has no commit there, no checkpoint
+      there refers to it, its bytes are not whole, and this process holds the mirror. An earlier process that mirrored cannot
+      commit any more then: it looks for a newer epoch after its last object and before its outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from checkpointd.commands import at_tag, command
 from checkpointd.config import ABSENCE_S
@@ -287,6 +287,8 @@ class CheckpointCopy:
                     f"it needs {key}, which is damaged at {self.mirror.url}: "
                     + command("verify", *at_tag(self.mirror.url, self._commits[named.held_by].tag)),
                 )
+            if named.held_by and await bare_holders.is_needed(self.mirror, key):
+                await self._blame(key, pieces)
             await self.hold.check()
             await self.mirror.delete(key)
         await self.hold.check()
@@ -296,6 +298,12 @@ class CheckpointCopy:
             log.warning("%s is read again from the storage itself: %s", key, error)
             await self._transfer(self._source.uncached, key, named.size, pieces)
         self.amount.copied += named.size
+
+    async def _blame(self, key: str, pieces: Sequence[StoredPiece]) -> NoReturn:
+        """Say whose object lacks one of `pieces`, when the one at the mirror must stay as it is (MIRRORCOPY-4)."""
+        if not await is_whole(self._source, key, pieces, lambda _: None):
+            raise DamagedError(f"{key} at {self.origin.url} is damaged: its digests do not match", key=key)
+        raise LeftOut("blocked", f"it needs {key}, which is damaged at {self.mirror.url}, and other checkpoints there need it")
 
     async def _settled_whole(self, key: str, pieces: Sequence[StoredPiece]) -> bool:
         """Whether the object is whole at the mirror, and durable from now on: who copied it may have died before it was."""

@@ -45,12 +45,13 @@ def _of(step: int, rank: int) -> Arrays:
     return arrays(step, rank)
 
 
-async def save(store: Store, *steps: int, dedup: bool = True, **options: object) -> None:
-    """Checkpoints global_step<n> at `store`, each referring to the one before."""
+async def save(store: Store, *steps: int, dedup: bool = True, of: int | None = None, **options: object) -> None:
+    """Checkpoints global_step<n> at `store`, each referring to the one before. `of`: the step whose state all of them have."""
     for step in steps:
         tag = str(options.get("tag", f"global_step{step}"))
         others = {name: value for name, value in options.items() if name != "tag"}
-        await save_checkpoint(store, tag=tag, step=step, tensors=partial(_of, step), dedup=dedup, **others)
+        tensors = partial(_of, step if of is None else of)
+        await save_checkpoint(store, tag=tag, step=step, tensors=tensors, dedup=dedup, **others)
 
 
 async def origin_with(*steps: int, name: str = "origin", **options: object) -> MemoryStore:

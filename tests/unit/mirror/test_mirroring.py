@@ -18,6 +18,7 @@ from checkpointd.layout.manifest import Damaged, Mirrored, decode, encode
 from checkpointd.mirror import copying
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of, run_once
 from checkpointd.mirror.news import News
+from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
@@ -286,6 +287,32 @@ def test_damage_in_an_object_that_later_ones_refer_to_is_theirs_too() -> None:
     simulated(main())
 
 
+@pytest.mark.parametrize("fault", ["at the origin", "at the mirror"])
+def test_an_object_that_a_checkpoint_at_the_mirror_needs_is_never_removed_to_be_copied_again(fault: str) -> None:
+    """MIRRORCOPY-4. The first checkpoint and the second need a damaged part of an object, the third another part of it."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await save(origin, 2, of=1)
+        await save(origin, 3)
+        key = f"{TAG.format(1)}/00000-0.chunks"
+        index = await read_index(origin, await catalog.find(origin, "global_step1"), 0)
+        at = next(entry for entry in index.tensors if entry.fqn == "moving").chunks[0].offset
+        flip(origin, key, at)
+        left = {"global_step1": "damaged", "global_step2": "damaged"}
+        assert kinds(await mirrored(origin, mirror)) == {**left, "global_step3": "mirrored"}
+        if fault == "at the mirror":
+            flip(origin, key, at)
+        report = await mirrored(origin, mirror)
+        assert kinds(report) == {"global_step2": "damaged" if fault == "at the origin" else "blocked"}
+        assert key in report.checkpoints[0].why
+        assert fault.rpartition(" ")[2] in report.checkpoints[0].why
+        assert await tags_of(mirror) == ["global_step3"]
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
 def test_what_a_record_calls_damaged_is_not_read() -> None:
     async def main() -> None:
         origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
@@ -518,9 +545,9 @@ def test_new_starts_of_the_origin_are_recorded_while_it_is_followed() -> None:
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
-def flip(store: MemoryStore, key: str) -> None:
+def flip(store: MemoryStore, key: str, at: int | None = None) -> None:
     data = bytearray(store._objects[key])
-    data[len(data) // 3] ^= 1
+    data[len(data) // 3 if at is None else at] ^= 1
     store._objects[key] = memoryview(bytes(data))
 
 
