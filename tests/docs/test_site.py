@@ -45,3 +45,10 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert [name for name in checkpointd_client.__all__ if f'id="checkpointd_client.{name}"' not in reference] == []
     pages = {path.relative_to(REPOSITORY).with_suffix(".html") for path in (REPOSITORY / "docs").rglob("*.md")}
     assert [page for page in sorted(pages) if not (tmp_path / "site" / page).is_file()] == []
+
+
+def test_no_page_has_the_marks_of_an_unfinished_merge() -> None:
+    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("examples/**/*.md")]
+    assert len(pages) > 40
+    marks = ("<<<<<<< ", ">>>>>>> ")
+    assert [page.name for page in pages if any(line.startswith(marks) for line in page.read_text().splitlines())] == []
