@@ -98,9 +98,12 @@ class Follower:
         shown = self.progress
         shown.newest_tag = newest.tag if newest is not None else None
         shown.newest_step = newest.outcome.step if newest is not None else None
-        shown.state, shown.problem, shown.behind = "in step", None, len(self._mirroring.left)
+        shown.problem, shown.behind = None, len(seen.agenda.due) + len(self._mirroring.left)
         shown.tag, shown.done_bytes, shown.total_bytes = "", 0, 0
-        shown.in_step_at = time.time()
+        if seen.agenda.due:  # they came meanwhile
+            shown.state = "copying"
+        else:
+            shown.state, shown.in_step_at = "in step", time.time()
 
     # --- what the mirroring tells ------------------------------------------------------------------------------------
 

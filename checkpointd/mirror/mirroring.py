@@ -202,13 +202,14 @@ class Mirroring:
             for view in seen.agenda.leftovers:
                 await self._give_up(view, is_left_out=view.prefix in left_out)
             if not due:
+                # Checkpoints that came after the first look are for the next step.
+                self._at = None if seen.agenda.due else self._now
                 break
             if await self._copy(due[0], seen, len(due) - 1):
                 copied += 1
                 await reserve.on_full_disk(self.mirror, self._retire)
         if not copied:
             await reserve.on_full_disk(self.mirror, self._retire)
-        self._at = self._now
         return copied
 
     async def _follow_starts(self) -> None:

@@ -82,6 +82,47 @@ def test_a_follower_copies_each_new_commit_within_a_look() -> None:
     simulated(main())
 
 
+class SavingMeanwhile(PassingStore):
+    """A mirror. The origin gets its second checkpoint at the call `name` of the first copy, or of what follows it."""
+
+    def __init__(self, origin: Store, name: str) -> None:
+        super().__init__(MemoryStore("mirror"))
+        self._origin, self._name = origin, name
+
+    async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        await self._save("move of latest")
+        return await super().put_if_match(key, expected, data)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        if await self.stat("global_step1/00000001-0/outcome") is not None:
+            await self._save(f"look {self._looks}")
+            self._looks += prefix == ""
+        return await super().list(prefix)
+
+    _looks = 0
+
+    async def _save(self, name: str) -> None:
+        if name == self._name:
+            self._name = ""
+            await save(self._origin, 2)
+
+
+@pytest.mark.parametrize("when", ["move of latest", *(f"look {number}" for number in range(6))])
+def test_a_commit_during_a_copy_is_copied_at_the_next_look(when: str) -> None:
+    async def main() -> None:
+        origin = await origin_with(1)
+        mirror = SavingMeanwhile(origin, when)
+        follower = Follower(origin, mirror, pace=PACE)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: mirror._name == "" and follower.progress.state in ("in step", "failing"))
+        assert follower.progress.problem is None
+        assert follower.progress.mirrored == 2 or when != "move of latest"  # it does not claim to be in step
+        assert await until(lambda: follower.progress.mirrored == 2) <= PACE.poll_s + 1
+        await stopped(task)
+
+    simulated(main())
+
+
 def test_an_idle_follower_lists_the_catalog_and_nothing_else() -> None:
     async def main() -> None:
         origin, mirror = Counting(await origin_with(1, 2)), Counting(MemoryStore("mirror"))
