@@ -29,7 +29,7 @@ import msgspec
 
 from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError
 from checkpointd.layout.keys import OUTCOME, VERIFIED
 from checkpointd.mirror import bare_holders
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
@@ -117,12 +117,18 @@ class Mirroring:
         self._lineage = await lineage_of(self.origin)
         theirs, ours = await self._look()
         record = await check_mirror(self._lineage, self.origin, outcomes_of(theirs), self.mirror, ours)
-        self._hold = await hold(self.mirror, self._lineage.record(self.origin, record))
+        ours_now = self._lineage.record(self.origin, record)
+        try:
+            self._hold = await hold(self.mirror, ours_now)
+        except StoreFullError as error:
+            log.error("%s; dropping the ballast to make room for a run", error)
+            await reserve.drop(self.mirror)
+            self._hold = await hold(self.mirror, ours_now)
         try:
             # A job may have begun between the look and the epoch.
             await check_mirror(self._lineage, self.origin, outcomes_of(theirs), self.mirror, await self._ours())
-            await self._hold.follow(self._hold.record)
             await reserve.on_full_disk(self.mirror, self._settle)
+            await reserve.take_aboard(self.mirror)
         except BaseException:
             await self.end()
             raise
@@ -134,7 +140,10 @@ class Mirroring:
             await held.release()
 
     async def _settle(self) -> None:
-        """Finish what an earlier run left: make its outcomes durable, mend the catalog, and move `latest`."""
+        """Record which root the mirror follows. Finish what an earlier run left: make its outcomes durable, mend the catalog,
+        and move `latest`.
+        """
+        await self._held.follow(self._held.record)
         views = await self._ours()
         for view in views:
             if OUTCOME in view.sizes:
@@ -205,7 +214,13 @@ class Mirroring:
                 # Checkpoints that came after the first look are for the next step.
                 self._at = None if seen.agenda.due else self._now
                 break
-            if await self._copy(due[0], seen, len(due) - 1):
+            try:
+                is_copied = await self._copy(due[0], seen, len(due) - 1)
+            except StoreFullError:
+                if not await reserve.on_full_disk(self.mirror, self._retire):
+                    raise
+                continue  # the rules have made room
+            if is_copied:
                 copied += 1
                 await reserve.on_full_disk(self.mirror, self._retire)
         if not copied:
@@ -278,8 +293,8 @@ class Mirroring:
 
     # --- the rules of the mirror ------------------------------------------------------------------------------------
 
-    async def _retire(self) -> None:
-        """Remove what no rule keeps at the mirror, and leftovers (MIRROR-7)."""
+    async def _retire(self) -> bool:
+        """Remove what no rule keeps at the mirror, and leftovers (MIRROR-7). Returns whether anything was removed."""
         seen = await self.see()
         views = seen.ours
         choice = await chosen_by(self.mirror, views, self.config.rules)
@@ -301,6 +316,7 @@ class Mirroring:
         retired = tuple(facts.tag for facts, _ in going if (facts.tag, str(facts.attempt)) in gone)
         if retired:
             self._tell(RemovalNews(retired=retired, freed_bytes=sum(one.freed_bytes for one in removed)))
+        return bool(removed)
 
     async def _prove(self, views: Sequence[AttemptView]) -> None:
         """Read the newest checkpoint back from the mirror, unless that was done."""

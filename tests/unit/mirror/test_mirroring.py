@@ -12,14 +12,14 @@ import pytest
 from checkpointd.admin.gc import collection, deletion
 from checkpointd.admin.recovery import recovery
 from checkpointd.commit.retention import Retention
-from checkpointd.errors import CheckpointdError, DamagedError, StoreError, UnreadableError
+from checkpointd.errors import CheckpointdError, DamagedError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.keys import DAMAGED, DELETED, LATEST, MIRROR, OUTCOME, VERIFIED
 from checkpointd.layout.manifest import Damaged, Mirrored, decode, encode
 from checkpointd.mirror import copying
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of, run_once
 from checkpointd.mirror.news import News
 from checkpointd.pipeline.read.index import read_index
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, epochs, reserve
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import ObjectWriter, Store
@@ -542,6 +542,37 @@ def test_new_starts_of_the_origin_are_recorded_while_it_is_followed() -> None:
     simulated(main())
 
 
+# --- a full disk --------------------------------------------------------------------------------------------------
+
+
+def test_on_a_full_disk_a_run_begins_and_its_rules_make_room() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3, 4, dedup=False), Small(MemoryStore("mirror"))
+        mirror.room = reserve.BALLAST_BYTES + 180_000
+        assert await attempt(origin, mirror, Retention())  # it ends while the fourth is copied
+        mirror.room = mirror.used  # another program takes the rest
+        assert mirror.used > reserve.BALLAST_BYTES
+        report = await mirrored(origin, mirror, rules=Retention(keep_last=1))
+        assert (await tags_of(mirror), report.latest) == (["global_step4"], "global_step4")
+        await check_whole(mirror, origin)
+        mirror.room += 4096  # for the records of the run
+        await mirrored(origin, mirror)
+        assert await mirror.stat(reserve.KEY) is not None
+
+    simulated(main())
+
+
+def test_a_full_disk_ends_a_run_whose_rules_make_no_room() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3, 4, dedup=False), Small(MemoryStore("mirror"))
+        mirror.room = reserve.BALLAST_BYTES + 180_000
+        with pytest.raises(StoreFullError):
+            await mirrored(origin, mirror, rules=Retention(keep_last=4))
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 
@@ -671,6 +702,38 @@ class Refusing(PassingStore):
         if key == self._key:
             raise StoreError(f"{key} cannot be put")
         return await super().put_if_absent(key, data, durable=durable)
+
+
+class Small(PassingStore):
+    """Has room for a number of bytes."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.inner, self.room = store, 1 << 30
+
+    @property
+    def used(self) -> int:
+        return sum(data.nbytes for data in self.inner._objects.values())
+
+    def _take(self, nbytes: int) -> None:
+        if self.used + nbytes > self.room:
+            raise StoreFullError(f"{self.room - self.used} bytes are free")
+
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        self._take(len(data))
+        return await super().put_if_absent(key, data, durable=durable)
+
+    async def put(self, key: str, data: bytes) -> None:
+        self._take(len(data))
+        await super().put(key, data)
+
+    async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        self._take(len(data))
+        return await super().put_if_match(key, expected, data)
+
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        self._take(size_hint)
+        return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
 
 
 class Unreadable(PassingStore):
