@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from checkpointd.bucket_urls import BucketUrl, directory_of, is_bucket_url, parse
+from checkpointd.bucket_urls import directory_of, is_bucket_url, parse
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import NotFoundError, UsageError
@@ -37,8 +37,7 @@ def ask_about_tag(root: str, tag: str, question: Callable[[Store, str], Awaitabl
 async def _ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool, read_only: bool) -> T:
     async with open_store(root, read_only=read_only) as store:
         check_root(store, root, unused=unused)
-        if is_bucket_url(store.url):
-            await _check_used(store, parse(root), unused=unused)
+        await check_used(store, root, unused=unused)
         return await question(store)
 
 
@@ -59,18 +58,31 @@ def check_root(store: Store, given: str, *, unused: bool = False) -> None:
         raise NotFoundError(f"{path} is not a root (no job ever saved there): {suggestion(path, given)}")
 
 
-async def _check_used(store: Store, place: BucketUrl, *, unused: bool) -> None:
-    """The same for the root `place` in a bucket."""
-    epochs = f"{SERVICE}/epochs"
-    if await store.list(epochs) or any(map(_is_of_tag, await store.list(""))):
+async def check_used(store: Store, given: str, *, unused: bool = False) -> None:
+    """The same for a root in a bucket; UsageError if it lies in another root."""
+    if not is_bucket_url(store.url) or await _is_used(store):
         return
-    above, _, name = place.prefix.rpartition("/")
-    if name:
-        async with open_store(replace(place, prefix=above).url, read_only=True) as outer:
-            if await outer.list(epochs):
-                raise UsageError(f"{place.url} lies in the root {outer.url}: give that one, and {name} as the tag")
+    if (outer := await root_around(store, given)) is not None:
+        raise UsageError(f"{store.url} lies in the root {outer}: give that one, and {_name(given)} as the tag")
     if not unused:
-        raise NotFoundError(f"{place.url} is not a root (no job ever saved there): give the root that the job was given")
+        raise NotFoundError(f"{store.url} is not a root (no job ever saved there): give the root that the job was given")
+
+
+async def root_around(store: Store, given: str) -> str | None:
+    """The root in which the place `given` in a bucket lies; None if there is none, or if the place is a root itself."""
+    if not is_bucket_url(store.url) or not _name(given) or await _is_used(store):
+        return None
+    place = parse(given)
+    async with open_store(replace(place, prefix=place.prefix.rpartition("/")[0]).url, read_only=True) as outer:
+        return outer.url if await outer.list(f"{SERVICE}/epochs") else None
+
+
+def _name(given: str) -> str:
+    return parse(given).prefix.rpartition("/")[2]
+
+
+async def _is_used(store: Store) -> bool:
+    return bool(await store.list(f"{SERVICE}/epochs")) or any(map(_is_of_tag, await store.list("")))
 
 
 def _is_of_tag(entry: Entry) -> bool:

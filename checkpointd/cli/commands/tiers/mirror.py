@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from checkpointd.cli.arguments import as_json, only_root, places
-from checkpointd.cli.asking import check_root
+from checkpointd.cli.asking import check_root, check_used, root_around
 from checkpointd.cli.formatting import count, printable, shortened, size
 from checkpointd.cli.locating import locate
 from checkpointd.cli.progress import progress_bar
@@ -105,15 +105,22 @@ def _both(places: tuple[str, ...]) -> tuple[str, str]:
         raise UsageError(f"from where, and to where? Give two roots, as in {example}")
     place = locate(places[1])
     if place is not None and place.tag is not None:
-        raise UsageError(f"{places[1]} lies in the root {place.root}: a mirror is a root of its own, beside others")
+        raise _lies_in(places[1], place.root)
     return only_root(places[:1], "mirror"), place.root if place is not None else places[1]
+
+
+def _lies_in(place: str, root: str) -> UsageError:
+    return UsageError(f"{place} lies in the root {root}: a mirror is a root of its own, beside others")
 
 
 async def _with_stores(source: str, target: str, work: Callable[[Store, Store], Awaitable[T]]) -> T:
     async with open_store(source, read_only=True) as origin, open_store(target) as mirror:
         check_root(origin, source)
+        await check_used(origin, source)
         if not mirror.capabilities.shared:
             raise UsageError(f"{mirror.url} exists only in the process that made it: nothing would be left of the mirror")
+        if (outer := await root_around(mirror, target)) is not None:
+            raise _lies_in(mirror.url, outer)
         return await work(origin, mirror)
 
 

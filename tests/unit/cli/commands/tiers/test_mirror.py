@@ -107,6 +107,23 @@ def test_wrong_calls_write_nothing(
     assert contents(tmp_path) == before
 
 
+def test_wrong_places_in_a_bucket_are_refused_as_directories_are(root: Path, at: With, cli: Cli, seaweed_root: str) -> None:
+    saved(at, 1)
+    place, _, query = seaweed_root.partition("?")
+    names = ("mirror", "empty", "mirror/inner", "mirror/global_step1")
+    mirror, empty, inner, tag = (f"{place}/{name}?{query}" for name in names)
+    answer = cli("mirror", empty, root.parent / "copy")
+    assert (answer.code, answer.out) == (4, "")
+    assert "is not a root (no job ever saved there)" in answer.err
+    assert not (root.parent / "copy").exists()
+    assert cli("mirror", root, mirror).code == 0
+    for origin, target in ((tag, empty), (root, inner), (root, tag)):
+        answer = cli("mirror", origin, target)
+        assert (answer.code, answer.out) == (2, "")
+        assert "lies in the root" in answer.err
+    assert cli("mirror", mirror, root.parent / "copy").lines[1].startswith("mirrored: 1 checkpoint, ")
+
+
 def test_a_job_that_went_on_at_the_mirror_ends_it_with_code_9(root: Path, tmp_path: Path, at: With, cli: Cli) -> None:
     saved(at, 1)
     assert cli("mirror", root, tmp_path / "mirror").code == 0
