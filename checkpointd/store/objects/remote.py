@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+REQUESTS_AT_ONCE: Final = 64
+"""How many requests of a bucket are under way, beside uploads. Each has a connection."""
 PARTS_AT_ONCE: Final = 8
 """How many parts of one upload are under way."""
 PAUSE_S: Final = 0.2
@@ -59,7 +61,6 @@ PAGE: Final = 1000
 _MARK: Final = "checkpointdmark"
 """A word that every provider takes: Azure refuses hyphens, and proxies drop underscores."""
 _REST_S: Final = 5.0
-_CONNECTIONS: Final = "64"
 _AZURE: Final = {"account": "account_name", "endpoint": "endpoint"}
 
 
@@ -85,7 +86,7 @@ class RemoteBucket(Bucket):
             self._client = _client(location)
         except FAILURES as error:
             raise UsageError(f"{location.url} cannot be used: {reason_of(error)[0]}; see docs/OBJECT_STORES.md") from error
-        self._requests = Requests()
+        self._requests, self._free = Requests(), asyncio.Semaphore(REQUESTS_AT_ONCE)
         self._uploads = S3Uploads(location) if location.scheme == "s3" else None
 
     @property
@@ -124,11 +125,12 @@ class RemoteBucket(Bucket):
         until, path = asyncio.get_running_loop().time() + self._location.retry_s, self._path(key)
         while True:
             try:
-                await _answer(
-                    obstore.put_async(
-                        self._client, path, cast(Any, data), mode=mode, attributes=attributes, use_multipart=False
+                async with self._free:
+                    await _answer(
+                        obstore.put_async(
+                            self._client, path, cast(Any, data), mode=mode, attributes=attributes, use_multipart=False
+                        )
                     )
-                )
             except lost as error:
                 if is_conflict(error):  # others write it at this moment; there may be no object afterwards
                     await self._pause("writing", key, error, until)
@@ -169,17 +171,19 @@ class RemoteBucket(Bucket):
     async def get(self, key: str, size_max: int) -> tuple[bytes, ObjectHead] | int:
         self._requests.gets += 1
         try:
-            found = await _answer(obstore.get_async(self._client, self._path(key)))
-            if found.meta["size"] > size_max:
-                return found.meta["size"]
-            return (await _answer(found.bytes_async())).to_bytes(), _head(found)
+            async with self._free:
+                found = await _answer(obstore.get_async(self._client, self._path(key)))
+                if found.meta["size"] > size_max:
+                    return found.meta["size"]
+                return (await _answer(found.bytes_async())).to_bytes(), _head(found)
         except FAILURES as error:
             raise self._unreadable("reading", key, error) from error
 
     async def get_range(self, key: str, offset: int, nbytes: int) -> Buffer:
         self._requests.gets += 1
         try:
-            return await _answer(obstore.get_range_async(self._client, self._path(key), start=offset, length=nbytes))
+            async with self._free:
+                return await _answer(obstore.get_range_async(self._client, self._path(key), start=offset, length=nbytes))
         except FAILURES as error:
             if is_past_the_end(error):
                 return b""
@@ -188,7 +192,8 @@ class RemoteBucket(Bucket):
     async def look(self, key: str) -> ObjectHead | None:
         self._requests.heads += 1
         try:
-            found = await _answer(obstore.get_async(self._client, self._path(key), options={"head": True}))
+            async with self._free:
+                found = await _answer(obstore.get_async(self._client, self._path(key), options={"head": True}))
         except FAILURES as error:
             unreadable = self._unreadable("looking for", key, error)
             if isinstance(unreadable, NotFoundError):
@@ -199,7 +204,8 @@ class RemoteBucket(Bucket):
     async def list(self, prefix: str) -> list[Entry]:
         path = self._path(prefix)
         try:
-            found = await _answer(obstore.list_with_delimiter_async(self._client, path or None))
+            async with self._free:
+                found = await _answer(obstore.list_with_delimiter_async(self._client, path or None))
         except FAILURES as error:
             self._requests.lists += 1
             raise store_error("listing", prefix or "the root", self.url, error, reads=True) from error
@@ -213,7 +219,8 @@ class RemoteBucket(Bucket):
     async def delete(self, keys: Sequence[str]) -> None:
         self._requests.deletes += 1 + (len(keys) - 1) // PAGE
         try:
-            await _answer(obstore.delete_async(self._client, [self._path(key) for key in keys]))
+            async with self._free:
+                await _answer(obstore.delete_async(self._client, [self._path(key) for key in keys]))
         except FAILURES as error:
             if not is_missing(error):
                 raise store_error("removing", keys[0], self.url, error, reads=False) from error
@@ -287,7 +294,7 @@ def _client(location: BucketUrl) -> ObjectStore:
         "allow_http": True,  # an endpoint of http:// is the user's own choice; the providers' own are https://
         "timeout": timedelta(seconds=location.request_s),
         "connect_timeout": timedelta(seconds=min(10.0, location.request_s)),
-        "pool_max_idle_per_host": _CONNECTIONS,
+        "pool_max_idle_per_host": str(REQUESTS_AT_ONCE),
     }
     given = location.options
     if location.scheme == "s3":

@@ -28,8 +28,8 @@ log = logging.getLogger("checkpointd")
 
 RETURN_S = 1.0
 """How long the writer waits for save() to return once the snapshot has ended: a trainer that hangs must not delay the save."""
-
-
+REFUSED_MAX = 16
+"""So many saves that have failed without a writer may wait for the abort of their attempts and hold no slot."""
 LEAVE_S = 5.0
 """How long uploads may take to end when the process closes."""
 
@@ -129,6 +129,7 @@ class InlineRunner:
     def __init__(self, state: WriterState, endings: Endings) -> None:
         self._state, self._endings = state, endings
         self._running: dict[asyncio.Task[Any], PendingSave] = {}
+        self._refusing = 0
 
     async def run(self, job: PendingSave) -> None:
         await self.take(job, job.info)
@@ -162,11 +163,24 @@ class InlineRunner:
                 self._running.pop(task, None)
 
     async def refuse(self, job: PendingSave, error: CheckpointdError, *, takeover: int) -> None:
-        """Vote no with `error`, unless another writer has voted, and end as the attempt ends."""
+        """Vote no with `error`, unless another writer has voted, and end as the attempt ends. If many such attempts wait for
+        their ends, the slot is kept until then, so that no trainer begins saves faster than they can end.
+        """
         refused: Future[Shard] = Future()
         refused.set_exception(error)
         info = replace(job.info, takeover=takeover, may_be_taken_over=True)
-        await asyncio.gather(self.take(replace(job, staged=refused, lease=None), info), job.free_when_copied())
+        has_failed = replace(job, staged=refused, lease=None)
+        self._refusing += 1
+        try:
+            if self._refusing <= REFUSED_MAX:
+                await asyncio.gather(self.take(has_failed, info), job.free_when_copied())
+                return
+            try:
+                await self.take(has_failed, info)
+            finally:
+                await job.free_when_copied()
+        finally:
+            self._refusing -= 1
 
     async def close(self, *, ends_well: bool) -> None:
         """Stop reading back, and leave what is in the spool to the next start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 
 from checkpointd.bucket_urls import parse
 from checkpointd.store import open_store
-from checkpointd.store.objects.remote import RemoteBucket
+from checkpointd.store.objects import remote
+from checkpointd.store.objects.remote import REQUESTS_AT_ONCE, RemoteBucket
 from tests.servers.fixtures import Place, root_at
 
 FORKED = """
@@ -102,3 +104,22 @@ async def test_without_botocore_there_are_no_unfinished_uploads(
     for name in [name for name in sys.modules if name.partition(".")[0] == "botocore"]:
         monkeypatch.setitem(sys.modules, name, None)
     assert await bucket.unfinished() == []
+
+
+async def test_however_many_ask_at_once_few_requests_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a connection: a trainer whose saves fail at once would have thousands."""
+    under_way = most = 0
+
+    async def missing() -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        raise FileNotFoundError("Object at location x not found: 404 Not Found")
+
+    monkeypatch.setattr(remote.obstore, "get_async", lambda *_, **__: asyncio.ensure_future(missing()))
+    bucket = RemoteBucket(parse("s3://bucket/run?anonymous=true"))
+    found = await asyncio.gather(*(bucket.look(f"t/{number}") for number in range(3 * REQUESTS_AT_ONCE)))
+    assert found == [None] * (3 * REQUESTS_AT_ONCE)
+    assert most == REQUESTS_AT_ONCE
