@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +161,19 @@ class Journal:
 
 
 class Watch:
-    """Notes how every save ends, as soon as its handle says so."""
+    """Notes how every save ends, as soon as its handle says so. With a spool, newer saves may end first."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._handles: queue.SimpleQueue[SaveHandle] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[SaveHandle] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, handle: SaveHandle) -> None:
-        self._handles.put(handle)
+        handle.when_done(partial(self._ended.put, handle))
 
     def _run(self) -> None:
         while True:
-            handle = self._handles.get()
+            handle = self._ended.get()
             try:
                 handle.wait()
                 self._journal.note("committed", tag=handle.tag, attempt=handle.attempt)
