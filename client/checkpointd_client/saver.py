@@ -495,8 +495,9 @@ class Saver:
         """
         for save in self.history.live():
             waiting = Waiting(save.missing)
-            until = save.began + self._state.commit.timeout_s + OVERTIME_S
-            while not save.handle.ended_within(SLICE_S):
+            until, slice_s = save.began + self._state.commit.timeout_s + OVERTIME_S, 0.0  # hundreds may be in the spool
+            while not save.handle.ended_within(slice_s):
+                slice_s = SLICE_S
                 waiting.look()
                 if save.handle.was_spooled and (self._may_be_taken_over or not closes):
                     if closes:

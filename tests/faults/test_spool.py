@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from checkpointd_client import Checkpointer
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import MIB, Job, wait_until
 
@@ -232,6 +234,15 @@ def test_closing_a_trainer_does_not_wait_for_uploads(tmp_path: Path, closed: Dae
         spooled(job, 1)
         job.all("close")
     assert status_of(closed)["spool"]["waiting"] == 2
+
+
+def test_a_trainer_that_closes_says_that_the_sidecar_uploads_the_rest(
+    tmp_path: Path, closed: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=closed.socket) as ckpt:
+        ckpt.save(1, {"weight": torch.ones(100)}).wait("spooled")
+    assert "global_step1 is in the spool of this node: the sidecar uploads it" in caplog.text
+    assert "persists its saves itself" not in caplog.text
 
 
 def test_nodespool_2_a_second_daemon_cannot_use_it(tmp_path: Path, closed: Daemon) -> None:

@@ -357,6 +357,8 @@ class SidecarRunner:
                     self._sidecar.forget_loss()
                     return
                 lost, takeover = failed, takeover + 1  # the objects of that writer have its number
+            if job.save.handle.is_left:
+                return  # this process closes, and the sidecar goes on with what it has in its spool
             job.announced.set()  # save() need not wait for a sidecar that is not there
             self._sidecar.say_lost(lost)
             if await self._without(job, lost, takeover):

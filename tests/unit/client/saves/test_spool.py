@@ -91,6 +91,19 @@ def test_more_saves_than_slots_are_spooled_while_nothing_is_uploaded(tmp_path: P
         assert [one.step for one in without.list()][:1] == [6]
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("impatient")
+def test_loading_and_closing_wait_for_none_of_the_saves_that_lie_in_the_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path))
+    for step in (1, 2, 3):
+        ckpt.save(step, state(step)).wait("spooled")
+    monkeypatch.setattr(saver, "SLICE_S", 600.0)
+    ckpt.load(into())
+    ckpt.close()
+
+
 @pytest.mark.usefixtures("impatient")
 def test_superseded_saves_are_no_failures(tmp_path: Path) -> None:
     ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path, keep="newest"))
