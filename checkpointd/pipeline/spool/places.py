@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.errors import StoreError, UsageError
 from checkpointd.layout.manifest import digest
 from checkpointd.store.base import Store
@@ -76,7 +77,8 @@ class SpoolPlace(Protocol):
 
 def name_of(url: str, user: User | None) -> str:
     """The name of the root `url` in a spool: readable, and different for each root and user."""
-    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", url.rstrip("/").rpartition("://")[2]).strip("-")[-_READABLE_MAX:]
+    place = parse(url).place if is_bucket_url(url) else url
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", place.rstrip("/").rpartition("://")[2]).strip("-")[-_READABLE_MAX:]
     whose = "" if user is None else f"-{user.uid}"
     return f"{readable or 'root'}{whose}-{digest(url.encode())[:16]}"
 
