@@ -12,6 +12,7 @@ from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd.store.uploads import unfinished_uploads_of
+from tests.servers.clients import s3_client
 from tests.servers.faults import (
     CONFLICT,
     INTERNAL_ERROR,
@@ -25,6 +26,7 @@ from tests.servers.faults import (
     Delay,
     Fault,
     LoseReply,
+    Refuse,
     RepeatLater,
     Slow,
     Twice,
@@ -176,6 +178,30 @@ async def test_store_6_a_server_that_is_away_is_named(impatient: Store, seaweed_
     seaweed_proxy.come_back()
     await impatient.put("small", b"back")
     assert await impatient.get("small") == b"back"
+
+
+@pytest.mark.parametrize("call", ["create", "get", "list"])
+async def test_store_6_a_bucket_in_another_region_is_said_at_once(store: Store, seaweed_proxy: FaultyProxy, call: str) -> None:
+    """The client's error looks as if there was no answer; it is one, and a repetition gets the same."""
+    seaweed_proxy.add(Refuse(301, "PermanentRedirect"), times=None)
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "create": lambda: store.put_if_absent("t/a/outcome", b"commit"),
+        "get": lambda: store.get("t/a/outcome"),
+        "list": lambda: store.list("t"),
+    }
+    with pytest.raises(StoreError, match=r"in another region.*\?region="):
+        await calls[call]()
+    assert seaweed_proxy.received.total() == 1
+
+
+async def test_store_6_an_object_that_only_other_programs_could_name_is_said(
+    moto_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = s3_client(moto_place.server.endpoint, moto_place.server.admin)
+    client.put_object(Bucket=moto_place.bucket, Key="t//x", Body=b"")
+    async with open_store(root_at(moto_place, monkeypatch)) as store:
+        with pytest.raises(UnreadableError, match=r"another program.*remove it"):
+            await store.list("t")
 
 
 # --- large objects -------------------------------------------------------------------------------------------------------

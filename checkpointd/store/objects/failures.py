@@ -31,13 +31,25 @@ _ADVICE: Final = {
     "ExpiredToken": "the credentials have expired; get new ones",
     "AccessDenied": "the credentials may not do this; docs/OBJECT_STORES.md has the rights that checkpointd needs",
     "SlowDown": "the server asked to slow down for the whole time; use more prefixes, or fewer requests at once",
+    "InvalidObjectState": "something has archived the object; restore it, and take the lifecycle rule away that does this",
     "NotImplemented": "the server does not know such requests; update it, or choose another one",
     "PermanentRedirect": "the bucket is in another region; name it: ?region=...",
     "AuthorizationHeaderMalformed": "the bucket is in another region; name it: ?region=...",
 }
-_CODES: Final = {"403": "AccessDenied", "429": "SlowDown", "503": "SlowDown"}
+_CODES: Final = {
+    "403": "AccessDenied",
+    "429": "SlowDown",
+    "503": "SlowDown",
+    "TooManyRequests": "SlowDown",
+    "ServiceUnavailable": "SlowDown",
+}
+_REDIRECT: Final = "Received redirect without LOCATION"
 _NO_CREDENTIALS: Final = "docs/OBJECT_STORES.md says where credentials come from"
-_NO_ANSWER: Final = "the server was not reached, or has not answered in time; the network or the endpoint may be wrong"
+_ADVICE_WITHOUT_CODE: Final = {
+    "HTTP error": "the server was not reached, or has not answered in time; the network or the endpoint may be wrong",
+    _REDIRECT: _ADVICE["PermanentRedirect"],
+    "invalid path": "another program has put an object there whose name the client refuses; remove it",
+}
 
 
 def store_error(doing: str, key: str, url: str, error: BaseException, *, reads: bool) -> StoreError:
@@ -58,7 +70,10 @@ def is_missing(error: BaseException) -> bool:
 
 def is_answer(error: BaseException) -> bool:
     """Whether the server has answered with `error`, or nothing was sent. Else nobody knows what became of it."""
-    return isinstance(error, ValueError | exceptions.UnauthenticatedError) or _STATUS.search(str(error)) is not None
+    if isinstance(error, ValueError | exceptions.UnauthenticatedError):
+        return True
+    text = str(error)
+    return _STATUS.search(text) is not None or _REDIRECT in text
 
 
 def is_conflict(error: BaseException) -> bool:
@@ -101,9 +116,8 @@ def reason_of(error: BaseException) -> tuple[str, str]:
         return f"the client got no token to sign requests with ({status or 'no answer'})", _NO_CREDENTIALS
     if not status and not code:
         last = text.rpartition("\n")[2].rpartition(" - ")[2]
-        return last[-_REASON_MAX:] or type(error).__name__, "" if isinstance(
-            error, ValueError
-        ) or "HTTP error" not in last else _NO_ANSWER
+        advice = next((words for sign, words in _ADVICE_WITHOUT_CODE.items() if sign in last), "")
+        return last[-_REASON_MAX:] or type(error).__name__, advice
     words = " ".join(one for one in (status.strip(), code and f"({code})") if one) + (f" {message}" if message else "")
     # An answer to HEAD has no body, so no code.
-    return words[:_REASON_MAX], _ADVICE.get(code or _CODES.get(status[:3], ""), "")
+    return words[:_REASON_MAX], _ADVICE.get(_CODES.get(code or status[:3], code), "")
