@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from checkpointd import arguments
-from checkpointd.bucket_urls import one_spelling
+from checkpointd.bucket_urls import is_bucket_url, one_spelling
 from checkpointd.errors import UsageError
 
 MIB = 1 << 20
@@ -164,8 +164,11 @@ def _name(text: str) -> tuple[str, str]:
 
 
 def _mirror(text: str) -> dict[str, str]:
-    source, equals, target = text.partition("=")
-    if not (source and equals and target):
+    # The options of a bucket's URL have equals signs, too, so the one before something that can be a place counts.
+    signs = [at for at, letter in enumerate(text) if letter == "="]
+    at = next((at for at in signs if text.startswith("/", at + 1) or is_bucket_url(text[at + 1 :])), text.find("="))
+    source, target = text[: max(at, 0)], text[at + 1 :]
+    if not (source and target):
         raise UsageError(f"--mirror {text}: write SRC=DST, such as /scratch/run-1=/archive/run-1")
     return {"origin": _place(source), "mirror": _place(target)}
 

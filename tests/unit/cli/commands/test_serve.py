@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from checkpointd.cli.commands.serve import _mirror
 from tests.unit.cli.conftest import Cli
 
 
@@ -29,3 +32,18 @@ def test_the_options_of_a_spool_are_checked_by_name(tmp_path: Path, cli: Cli) ->
     (tmp_path / "file").write_text("")
     answer = cli("serve", "--socket", tmp_path / "s", "--root", tmp_path, "--uid", "0", "--spool", tmp_path / "file" / "spool")
     assert (answer.code, "the spool" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "source", ["/scratch/run1", "/scratch/lr=3/run1", "s3://b/run1", "s3://b/run1?endpoint=http://h:9000&region=r"]
+)
+@pytest.mark.parametrize("target", ["/archive/run1", "/archive/lr=3", "s3://c/run1?endpoint=http://h:9001"])
+def test_a_mirror_may_be_of_a_bucket_with_options(source: str, target: str) -> None:
+    assert _mirror(f"{source}={target}") == {"origin": source, "mirror": target}
+
+
+def test_a_mirror_needs_both_places(cli: Cli) -> None:
+    for text in ("/scratch/run1", "=/archive/run1", "/scratch/run1="):
+        answer = cli("serve", "--mirror", text)
+        assert answer.code == 2
+        assert "write SRC=DST" in answer.err
