@@ -36,7 +36,15 @@ from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
 from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News, RemovalNews
 from checkpointd.mirror.planning import Agenda, missing, outcomes_of, planned, spared
-from checkpointd.mirror.provenance import Lineage, check_apart, check_mirror, check_record, lineage_of, looked_again
+from checkpointd.mirror.provenance import (
+    Lineage,
+    check_apart,
+    check_begun_apart,
+    check_mirror,
+    check_record,
+    lineage_of,
+    looked_again,
+)
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.gc.retire import chosen_by
 from checkpointd.pipeline.read.readback import read_back
@@ -111,7 +119,7 @@ class Mirroring:
 
     async def begin(self) -> None:
         """Check both roots, and hold the mirror from now on. Raises UsageError, FencedError or RootInUseError if it may not be
-        mirrored there; nothing was written then.
+        mirrored there; nothing was written then, but an epoch if both turned out to be one place.
         """
         await check_apart(self.origin, self.mirror)
         self._lineage = await lineage_of(self.origin)
@@ -125,6 +133,7 @@ class Mirroring:
             await reserve.drop(self.mirror)
             self._hold = await hold(self.mirror, ours_now)
         try:
+            await check_begun_apart(self.origin, self.mirror, self._hold.epoch)
             # A job may have begun between the look and the epoch.
             await check_mirror(self._lineage, self.origin, outcomes_of(theirs), self.mirror, await self._ours())
             await reserve.on_full_disk(self.mirror, self._settle)

@@ -8,12 +8,14 @@ Nothing here writes.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, FencedError, NotFoundError, RootGoneError, UsageError
 from checkpointd.layout.keys import MIRROR, SERVICE, epoch_key, epoch_of
@@ -102,17 +104,27 @@ async def check_apart(origin: Store, mirror: Store) -> None:
     one, two = _place(origin.url), _place(mirror.url)
     if origin is mirror or one == two:
         raise UsageError(f"{origin.url} and {mirror.url} are the same root: a mirror is another one")
-    for inner, outer in ((one, two), (two, one)):
+    for (inner, url), (outer, other) in itertools.permutations(((one, origin.url), (two, mirror.url))):
         if inner.startswith(outer.rstrip("/") + "/"):
-            raise UsageError(f"{inner} lies in {outer}: a mirror is a root of its own, beside the other one")
+            raise UsageError(f"{url} lies in {other}: a mirror is a root of its own, beside the other one")
     if origin.capabilities.shared and mirror.capabilities.shared and await _is_one_directory(origin, mirror):
         raise UsageError(f"{origin.url} and {mirror.url} lead to the same directory: a mirror is another one")
 
 
 def _place(url: str) -> str:
-    """The place of a store as text that tells whether one lies in another."""
+    """The place of a store as text that tells whether one lies in another. Servers have buckets of one name."""
+    if is_bucket_url(url):
+        bucket = parse(url)
+        return f"{bucket.options.get('endpoint', '')} {bucket.place}".rstrip("/")
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/") if parts.scheme else os.path.realpath(url)
+
+
+async def check_begun_apart(origin: Store, mirror: Store, begun: Epoch) -> None:
+    """Raise UsageError if `origin` shows the epoch that this process has just begun at `mirror`."""
+    with suppress(NotFoundError, DamagedError):
+        if (await epochs.read(origin, begun.epoch)).nonce == begun.nonce:
+            raise UsageError(f"{origin.url} and {mirror.url} are two addresses of one place: a mirror is another one")
 
 
 async def _is_one_directory(origin: Store, mirror: Store) -> bool:

@@ -12,16 +12,30 @@ import pytest
 from checkpointd.admin.recovery import recovery
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import FencedError, RootGoneError, RootInUseError, UsageError
-from checkpointd.layout.keys import MIRROR, SERVICE
+from checkpointd.layout.keys import LEASES, MIRROR, SERVICE
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.provenance import check_apart
 from checkpointd.pipeline.root import catalog, epochs, leases
 from checkpointd.pipeline.root.leases import Beginner, Sight
+from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.passing import PassingStore
 from checkpointd.store.posix.store import PosixStore
 from tests.unit.mirror.origins import check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of
 
 ELSEWHERE = "node7.0123456789ab.4026531836.17.99.cafecafe"
+
+
+class At(PassingStore):
+    """A store with another address."""
+
+    def __init__(self, url: str, store: Store) -> None:
+        super().__init__(store)
+        self._url = url
+
+    @property
+    def url(self) -> str:
+        return self._url
 
 
 async def refused(origin: MemoryStore, mirror: MemoryStore, kind: type[Exception], words: str) -> None:
@@ -266,6 +280,37 @@ async def test_a_directory_that_is_mounted_twice_is_one_root(tmp_path: Path, mon
         monkeypatch.setattr(PosixStore, "identity", identity)
         with pytest.raises(UsageError, match="same directory"):
             await check_apart(origin, mirror)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "apart"),
+    [
+        ("s3://ckpts/run?endpoint=http://here:9000", "s3://ckpts/run?endpoint=http://there:9000", True),
+        ("s3://ckpts/run?endpoint=http://here:9000", "s3://ckpts/run/x?endpoint=http://there:9000", True),
+        ("s3://ckpts/run", "s3://ckpts/run?endpoint=http://there:9000", True),
+        ("s3://ckpts/run?endpoint=http://here:9000", "s3://ckpts/run?endpoint=http://here:9000&retry_s=1", False),
+        ("s3://ckpts/run/x?endpoint=http://here:9000", "s3://ckpts/run?endpoint=http://here:9000", False),
+        ("s3://ckpts/run", "s3://ckpts", False),
+    ],
+)
+async def test_servers_may_have_buckets_of_one_name(one: str, two: str, apart: bool) -> None:
+    origin, mirror = At(one, MemoryStore("bucket")), At(two, MemoryStore("bucket"))
+    if apart:
+        await check_apart(origin, mirror)
+        return
+    with pytest.raises(UsageError, match=r"are the same root|lies in"):
+        await check_apart(origin, mirror)
+
+
+def test_two_addresses_of_one_place_are_noticed_by_the_epoch() -> None:
+    async def main() -> None:
+        origin = await origin_with(1)
+        with pytest.raises(UsageError, match="two addresses of one place"):
+            await mirrored(origin, At("memory://elsewhere", origin))
+        assert await origin.stat(MIRROR) is None
+        assert await origin.list(LEASES) == []  # a job need not wait
+
+    simulated(main())
 
 
 def test_an_origin_that_is_not_there_any_more_changes_nothing() -> None:
