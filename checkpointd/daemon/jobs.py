@@ -8,8 +8,9 @@ Invariants
   SAVEJOB-3  A slot stays mapped until the job has left it, even if the client has gone.
   SAVEJOB-4  A job that has ended refers to no snapshot memory. Only plain data about it is kept.
   SAVEJOB-6  A job whose shard is in the spool holds no snapshot. If the daemon ends, the next one on this node takes it up.
-  SAVEJOB-5  While the coordinator's snapshot is whole and its attempt undecided, the daemon renews a lease of the attempt. So a
-      start that cannot ask this daemon leaves the attempt to it.
+  SAVEJOB-5  From the moment when the coordinator begins to write a whole snapshot at the root until the attempt is decided, the
+      daemon renews a lease of it. So a start that cannot ask this daemon leaves the attempt to it. What only waits in the spool
+      has none: hundreds may wait, each renewal is a request, and at the root there is nothing to leave alone.
 """
 
 from __future__ import annotations
@@ -135,15 +136,14 @@ class SaveJob:
             deadline=loop.time() + left_s,
             progress=self.progress,
             on_phase=self._entered,
+            on_root=self._outlive,
             on_free=self._free,
             spooled=spooled,
         )
         check = partial(state.own_root.check, info.attempt.epoch)
         self._lease = leases.of_attempt(state.store, info.prefix, check=check) if info.rank == COORDINATOR else None
         self._snapshot = _Snapshot(self._staged)
-        if spooled is None:
-            self._staged.add_done_callback(self._outlive)
-        else:
+        if spooled is not None:
             self._take_up(spooled)
         self.task = loop.create_task(self._run())
 
@@ -157,8 +157,8 @@ class SaveJob:
         self.progress.told, self.progress.held_s = vote.seconds, vote.held_s
         self.times.began = self.times.spooled = shard.record.spooled_at
         self.safe.set()
-        if self._lease is not None:
-            self._lease.keep()
+        if shard.is_announced:
+            self._outlive()
 
     @property
     def key(self) -> JobKey:
@@ -250,9 +250,9 @@ class SaveJob:
         else:
             self.spoiled(error)
 
-    def _outlive(self, staged: asyncio.Future[Shard]) -> None:
-        """From here on the save can end without its trainer, so keep a lease for it (SAVEJOB-5)."""
-        if self._lease is not None and not staged.cancelled() and staged.exception() is None and self.phase not in FINAL:
+    def _outlive(self) -> None:
+        """The save can end without its trainer, and others see it at the root: keep a lease for it (SAVEJOB-5)."""
+        if self._lease is not None and self.phase not in FINAL:
             self._lease.keep()
 
     def spoiled(self, error: CheckpointdError) -> None:

@@ -80,9 +80,9 @@ BASE_S = 10.0
 class Attempt:
     """One attempt on one rank.
 
-    `on_phase` is called at every change of phase, and `on_free` when the snapshot is not read any more, both on the writer's
-    thread. The coordinator puts a commit only when `may_commit` returns True. `spooled`: the shard, if an earlier process has
-    left it in the spool; then there is no snapshot.
+    Called on the writer's thread: `on_phase` at every change of phase, `on_root` before this rank writes its shard at the root,
+    and `on_free` when the snapshot is not read any more. The coordinator puts a commit only when `may_commit` returns True.
+    `spooled`: the shard, if an earlier process has left it in the spool; then there is no snapshot.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Attempt:
         deadline: float,
         progress: ShardProgress | None = None,
         on_phase: Callable[[Phase], None] = lambda _: None,
+        on_root: Callable[[], None] = lambda: None,
         on_free: Callable[[], None] = lambda: None,
         may_commit: Callable[[], bool] = lambda: True,
         spooled: SpooledShard | None = None,
@@ -106,7 +107,7 @@ class Attempt:
         self.progress.spent.begin()
         self._state, self._store = state, state.store
         self._began, self._deadline = asyncio.get_running_loop().time(), deadline
-        self._on_phase, self._on_free, self._may_commit = on_phase, on_free, may_commit
+        self._on_phase, self._on_root, self._on_free, self._may_commit = on_phase, on_root, on_free, may_commit
         self._check_root = partial(state.own_root.check, info.attempt.epoch)
         self._ballot = Ballot(state.store, info.tag, info.attempt)
         self.own_error: BaseException | None = None
@@ -122,10 +123,10 @@ class Attempt:
         self._unseen = ""
         """The error of the last look that failed."""
         self._index: Index | None = None
-        self._bases_forgotten = 0
         """The durable index of this rank's shard."""
-        self._missing = Awaited(info, self.progress)
-        self._over, self._stirred = asyncio.Event(), asyncio.Event()
+        self._bases_forgotten = 0
+        self._missing, self._stirred = Awaited(info, self.progress), asyncio.Event()
+        self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
         self._announcement = CatalogAnnouncement(info, state.tidier.known, state.announcements, state.commit, self._check_root)
         self.spool: SpoolSide | None = None
@@ -266,6 +267,7 @@ class Attempt:
             self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
 
     async def _persist_at_root(self, shard: Shard) -> None:
+        self._on_root()
         if await unless(self._over, self._ends_fenced()):
             return
         await unless(self._over, self._check_root())
@@ -536,10 +538,8 @@ class Attempt:
             return decisions.abort("FencedError", str(self._fenced), (self.info.rank,))
         if self._given_up is not None:
             return self._given_up
-        entries = await catalog.objects_of(self._store, self.info.prefix)
-        missing = missing_ranks(entries, self.info.world_size)
-        if not missing:
-            missing = {COORDINATOR: "coordinator: all ranks have voted, but it put no outcome"}
+        silent = {COORDINATOR: "coordinator: all ranks have voted, but it put no outcome"}
+        missing = missing_ranks(await catalog.objects_of(self._store, self.info.prefix), self.info.world_size) or silent
         return decisions.deadline(missing, timeout_s=self._timeout_s)
 
     async def _put(self, decision: Decision) -> Outcome:
@@ -592,7 +592,9 @@ class Attempt:
             outlast_s = self._state.outlast_s if self.spool is None else self.spool.own.timeout_s
             self._timeout_s = max(self._timeout_s, outlast_s)
             self._deadline = max(self._deadline, self._entered_at + outlast_s) if outlast_s else self._deadline
-        if phase is Phase.SPOOLED:
+        if phase is Phase.UPLOADING:
+            self._on_root()
+        elif phase is Phase.SPOOLED:
             self._state.reader.resume(self)  # what waits for an upload keeps nobody from reading back
         self.progress.spent.entered(phase)
         self._on_phase(phase)

@@ -65,6 +65,11 @@ class SpooledShard:
         return self.record.prefix
 
     @property
+    def is_announced(self) -> bool:
+        """Whether its coordinator has announced the attempt in the catalog, so that others see it at the root."""
+        return "announced" in self.notes
+
+    @property
     def is_superseded(self) -> bool:
         return bool(self.superseded_by) or "superseded" in self.notes
 

@@ -183,7 +183,7 @@ class SpoolSide:
         """See that the catalog announces the attempt. A coordinator that has announced it before does not do so again, since
         the attempt may have been decided and forgotten meanwhile (ANNOUNCE-1).
         """
-        if self.info.rank == COORDINATOR and "announced" in shard.notes:
+        if self.info.rank == COORDINATOR and shard.is_announced:
             await unless(self.hooks.over, self.hooks.announcement.check_undecided())
             self.hooks.announcement.stood_before()
             return

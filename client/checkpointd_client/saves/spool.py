@@ -84,10 +84,10 @@ class ProcessSpool:
             await self.directory.sweep(self.store.url, before_epoch=epoch)
         except CheckpointdError as error:
             log.warning("leftovers stay in the spool %s: %s", self.config.directory, error)
-        left = [one for one in await self._found() if one.record.attempt.epoch < epoch and await one.claimed()]
-        for shard in left:
-            log.warning("%s: rank %d left its shard in the spool", shard.prefix, shard.record.vote.rank)
-        await asyncio.gather(*map(self._begin, left))  # each puts a lease, and hundreds may be left
+        for shard in await self._found():
+            if shard.record.attempt.epoch < epoch and await shard.claimed():
+                log.warning("%s: rank %d left its shard in the spool", shard.prefix, shard.record.vote.rank)
+                await self._begin(shard)
 
     async def _begin(self, shard: SpooledShard) -> None:
         record, nobody = shard.record, asyncio.get_running_loop().create_future()
@@ -99,13 +99,14 @@ class ProcessSpool:
             state.own_root.expect(record.attempt.epoch, record.nonce)
             self._states[key] = state
         self.directory.began(shard)
-        attempt = Attempt(self._states[key], shard.info, deadline=0.0, spooled=shard)
-        lease: HeldLease | None = None
-        if record.vote.rank == COORDINATOR:  # so that a load, or another start, leaves the attempt to this process
-            lease = leases.of_attempt(
-                self.store, shard.prefix, check=partial(self._states[key].own_root.check, record.attempt.epoch)
-            )
-            await lease.begin()
+        state, lease, on_root = self._states[key], None, lambda: None
+        if record.vote.rank == COORDINATOR:  # so that a load, or another start, leaves what is at the root to this process
+            check = partial(state.own_root.check, record.attempt.epoch)
+            lease = leases.of_attempt(self.store, shard.prefix, check=check)
+            on_root = lease.keep
+            if shard.is_announced:
+                await lease.begin()
+        attempt = Attempt(state, shard.info, deadline=0.0, on_root=on_root, spooled=shard)
         task = asyncio.get_running_loop().create_task(self._run(attempt, nobody, lease))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -357,10 +357,6 @@ class SidecarRunner:
                     self._sidecar.forget_loss()
                     return
                 lost, takeover = failed, takeover + 1  # the objects of that writer have its number
-            if job.save.handle.is_left:
-                return  # this process closes, and the sidecar goes on with what it has in its spool
-            job.announced.set()  # save() need not wait for a sidecar that is not there
-            self._sidecar.say_lost(lost)
             if await self._without(job, lost, takeover):
                 return
             await asyncio.sleep(min(pause_s, max(_PAUSE_S_MIN, self._left_to_wait_s(job))))
@@ -386,6 +382,10 @@ class SidecarRunner:
 
     async def _without(self, job: PendingSave, error: CheckpointdError, takeover: int) -> bool:
         """Do what `on_sidecar_loss` says; True if the job has ended."""
+        if job.save.handle.is_left:
+            return True  # this process closes, and the sidecar goes on with what it has in its spool
+        job.announced.set()  # save() need not wait for a sidecar that is not there
+        self._sidecar.say_lost(error)
         if job.save.handle.was_spooled and not isinstance(error, SpoolForgot) and self._left_to_wait_s(job) > 0:
             return False  # SIDECAR-3
         if not job.has_snapshot:
