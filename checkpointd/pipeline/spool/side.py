@@ -2,7 +2,8 @@
 
 Invariants
   SPOOL-9  While the root is away, an upload is tried again until the attempt is decided or its deadline passes. So is a no of
-      this rank. Only damage in the spool, a newer epoch and a lost reference end the upload.
+      this rank. Only a newer epoch, a lost reference and damage in the spool end the upload. A disk that does not give the
+      bytes, try after try, counts as damage.
   SPOOL-10  Once this rank has tried to put its yes, the shard is not dropped for a newer save, since the vote may exist.
 """
 
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, LinkError, StoreError, SupersededError
+from checkpointd.errors import CheckpointdError, DamagedError, LinkError, StoreError, SupersededError
 from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.gc.tidying import Tidier
@@ -25,7 +26,7 @@ from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, ShardProgress
 from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.turns import Turns
-from checkpointd.pipeline.spool.uploads import Upload
+from checkpointd.pipeline.spool.uploads import SpoolUnreadError, Upload
 from checkpointd.pipeline.workers import unless
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.rates import Rates
@@ -36,6 +37,8 @@ log = logging.getLogger("checkpointd")
 
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
 """The pause after an upload that failed, which doubles each time."""
+UNREAD_MAX = 5
+"""So often an upload may fail because the spool's disk gives no bytes; then the shard counts as lost."""
 ROOM_S = 60.0
 """An upload waits at most half of this until retention has made room at the root: the slot is free, so nobody else waits."""
 
@@ -114,7 +117,7 @@ class SpoolSide:
             turns.forget(self.shard)  # or it would keep all others from their turn
 
     async def _uploaded_in_turn(self, shard: SpooledShard, turns: Turns, on_start: Callable[[], None]) -> bool:
-        leads, pause_s = self.info.rank == COORDINATOR, PAUSE_S_MIN
+        leads, pause_s, unread = self.info.rank == COORDINATOR, PAUSE_S_MIN, 0
         while True:
             await unless(self.hooks.over, turns.taken(shard, None if leads else self._led))
             has_voted = False
@@ -125,6 +128,9 @@ class SpoolSide:
             except (DecidedBefore, LinkError):
                 raise
             except StoreError as error:
+                unread += isinstance(error, SpoolUnreadError)
+                if unread == UNREAD_MAX:  # it would keep all others from their turn
+                    raise DamagedError(f"the spool lost this shard: {error}", rank=self.info.rank) from error
                 if (cause := str(error)) != self._said:
                     log.warning("%s: rank %d cannot upload now: %s; trying again", self.info.prefix, self.info.rank, error)
                 self._said = cause

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.config import PersistConfig
@@ -37,6 +38,11 @@ from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.limited import LimitedWriter
 
 log = logging.getLogger("checkpointd")
+T = TypeVar("T")
+
+
+class SpoolUnreadError(StoreError):
+    """The spool's disk does not give a part of the shard, at least not now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +88,7 @@ class Upload:
         vote, store = self.shard.record.vote, self.shard.spool.store
         assert vote.index is not None
         key = object_key(vote.prefix, vote.index.name)
-        try:
-            data = await store.get(key, size_max=LISTING_BYTES_MAX)
-        except NotFoundError as error:
-            raise self._damaged(str(error)) from error
+        data = await self._from_spool(store.get(key, size_max=LISTING_BYTES_MAX))
         if len(data) != vote.index.size or digest(data) != vote.index.digest:
             raise self._damaged(f"{key} has other bytes than were written")
         index = await aside(vote.tensors, decode_index, data, key)
@@ -104,10 +107,7 @@ class Upload:
 
     async def _put_plan(self) -> None:
         record = self.shard.record
-        try:
-            data = await self.shard.spool.store.get(record.plan_key, size_max=LISTING_BYTES_MAX)
-        except NotFoundError as error:
-            raise self._damaged(str(error)) from error
+        data = await self._from_spool(self.shard.spool.store.get(record.plan_key, size_max=LISTING_BYTES_MAX))
         if digest(data) != record.vote.plan:
             raise self._damaged(f"{record.plan_key} has other bytes than were written")
         await put_plan_bytes(self.root, record.plan_key, data)
@@ -147,16 +147,21 @@ class Upload:
         self.check_stop()
         nbytes = run.stop - run.start
         block = page_buffer(nbytes)
-        try:
-            await self.shard.spool.store.get_range(key, run.start, block.data)
-        except (NotFoundError, DamagedError) as error:
-            raise self._damaged(str(error)) from error
+        await self._from_spool(self.shard.spool.store.get_range(key, run.start, block.data))
         wrong = await asyncio.get_running_loop().run_in_executor(None, _first_wrong, run, block)
         if wrong is not None:
             raise self._damaged(f"{key} is damaged at byte {wrong.offset}: its bytes are not those that were written")
         with self.sent.busy(nbytes):
             await target.write_at(run.start, block.data)
         self.progress.uploaded += nbytes
+
+    async def _from_spool(self, read: Awaitable[T]) -> T:
+        try:
+            return await read
+        except (NotFoundError, DamagedError) as error:
+            raise self._damaged(str(error)) from error
+        except StoreError as error:
+            raise SpoolUnreadError(f"the spool's disk fails: {error}") from error
 
     def _damaged(self, why: str) -> DamagedError:
         return DamagedError(f"the spool lost this shard: {why}", rank=self.shard.record.vote.rank)

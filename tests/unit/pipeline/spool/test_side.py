@@ -11,7 +11,7 @@ import pytest
 from checkpointd.commit.machine import IN_SPOOL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
-from checkpointd.errors import StoreError, StoreFullError, SupersededError
+from checkpointd.errors import StoreError, StoreFullError, SupersededError, UnreadableError
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
@@ -374,6 +374,35 @@ def test_spool_8_a_spool_that_fails_costs_no_save(kind: type[MemoryStore], count
         assert await committed(root) == ["global_step1"]
         assert getattr(node.directory.counts, count) == 1
         assert not [key for key in node.place.keys if "global_step1" in key]
+
+    run(main())
+
+
+def test_spool_9_a_disk_that_gives_a_shard_no_more_keeps_no_other_one_from_its_turn() -> None:
+    class Dying(MemoryStore):
+        lost = "?"
+
+        async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+            if key.startswith(self.lost):
+                raise UnreadableError("input/output error")
+            await super().get_range(key, offset, out)
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await Node(root, spool(), nonce=await begun_root(root), place=MemoryPlace(made=Dying)).begin()
+        root.away = True
+        for step in (1, 2, 3):
+            node.save(step)
+            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
+        (store,) = node.place.stores.values()
+        assert isinstance(store, Dying)
+        store.lost = "global_step3/"
+        root.away = False
+        await node.over()
+        assert [attempt.phase for attempt in node.attempts] == [Phase.COMMITTED, Phase.COMMITTED, Phase.FAILED]
+        assert "the spool's disk fails: input/output error" in str(node.attempts[2].error)
+        assert asyncio.get_running_loop().time() < HOUR_S
+        assert await committed(root) == ["global_step2", "global_step1"]
 
     run(main())
 
