@@ -195,7 +195,7 @@ def test_what_is_in_the_spool_is_dropped_visibly_if_a_start_comes_before_the_dae
         job.open(root)  # without the sidecar, which could have told of it
         job.must_commit(2)
     closed.start_again(options(tmp_path))
-    wait_until(lambda: "global_step1/00000001-0: aborted" in closed.said(), "it says so")
+    wait_until(lambda: "global_step1/00000001-0: fenced" in closed.said(), "it says so")
     wait_until(lambda: not list((tmp_path / "spool").rglob("global_step1")), "its bytes are gone")
     assert latest(root) == "global_step2"
 

@@ -84,6 +84,8 @@ class SpoolSide:
     _said: str = ""
     _has_room: bool = False
     _has_ended: bool = False
+    _took: bool = False
+    """Whether this process took the snapshot in, and no earlier one."""
 
     @property
     def is_there(self) -> bool:
@@ -95,6 +97,7 @@ class SpoolSide:
         self.shard = await self.own.take(job, self.state.commit, self.state.tidier.keeps_before)
         if self.shard is None:
             return False
+        self._took = True
         self.begin()
         return True
 
@@ -112,6 +115,8 @@ class SpoolSide:
         assert self.shard is not None
         turns = self.own.directory.turns(self.shard)
         try:
+            if not self._took and await unless(self.hooks.over, self.hooks.ends_fenced()):  # by a start before this process
+                return False
             return await self._uploaded_in_turn(self.shard, turns, on_start)
         finally:
             turns.forget(self.shard)  # or it would keep all others from their turn
