@@ -180,6 +180,11 @@ def environment_s3() -> dict[str, str]:
     return {option: text for option, text in found.items() if text}
 
 
+def environment_certificates() -> tuple[str, str]:
+    """The files of certificate authorities that the environment names: for S3, and for all; each empty if it names none."""
+    return os.environ.get("AWS_CA_BUNDLE", ""), os.environ.get("SSL_CERT_FILE", "")
+
+
 JOB_CHARACTERS_MAX = 200
 
 

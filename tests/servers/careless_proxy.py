@@ -6,10 +6,12 @@ The server behind it must not check signatures (moto does not), since the client
 from __future__ import annotations
 
 import http.client
+import ssl
 import threading
 from collections.abc import Callable, Collection, Mapping
 from email.utils import formatdate, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -20,11 +22,17 @@ _HOP: frozenset[str] = frozenset({"connection", "transfer-encoding", "content-le
 class CarelessProxy:
     """Passes requests on to the server at `target`, without the headers in `loses`, in lower case.
 
+    `certificate`: it speaks TLS, with the certificate and the key in these files.
     `says`: given the name and value of a header of an answer, the value that the client gets; None takes the header away.
     """
 
     def __init__(
-        self, target: str, *, loses: Collection[str] = (), says: Callable[[str, str], str | None] = lambda _, value: value
+        self,
+        target: str,
+        *,
+        loses: Collection[str] = (),
+        says: Callable[[str, str], str | None] = lambda _, value: value,
+        certificate: tuple[Path, Path] | None = None,
     ) -> None:
         self.lost: list[str] = []
         """Each header that was lost, with its value, as `if-match: "1"`."""
@@ -62,12 +70,18 @@ class CarelessProxy:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._scheme = "http"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self._scheme = "https"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return f"{self._scheme}://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
         self._server.shutdown()

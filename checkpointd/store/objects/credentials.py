@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from checkpointd.bucket_urls import BucketUrl
-from checkpointd.config import environment_s3
+from checkpointd.config import environment_certificates, environment_s3
 from checkpointd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,6 +62,12 @@ def _of_profile(session: Any) -> dict[str, str]:
     return {option: text for option, text in found.items() if text}
 
 
+def s3_authorities(session: Any | None) -> str:
+    """The file of certificate authorities for S3 that the environment or the profile names; empty if they name none."""
+    profile = {} if session is None else session.get_scoped_config()
+    return environment_certificates()[0] or profile.get("ca_bundle", "")
+
+
 def s3_client(url: BucketUrl) -> Any | None:
     """A client of botocore for what the client in Rust cannot ask; None if botocore is not installed. Its calls block."""
     session = s3_session(url.options.get("profile"))
@@ -79,7 +85,13 @@ def s3_client(url: BucketUrl) -> Any | None:
         signature_version=UNSIGNED if url.flag("anonymous") else "s3v4",
         s3={"addressing_style": given.get("addressing", "path")},
     )
-    return session.create_client("s3", endpoint_url=given.get("endpoint"), region_name=given.get("region"), config=config)
+    return session.create_client(
+        "s3",
+        endpoint_url=given.get("endpoint"),
+        region_name=given.get("region"),
+        verify=s3_authorities(session) or environment_certificates()[1] or None,
+        config=config,
+    )
 
 
 def s3_credentials(session: Any | None) -> Callable[[], S3Credential] | None:

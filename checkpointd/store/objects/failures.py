@@ -46,6 +46,9 @@ _CODES: Final = {
 _REDIRECT: Final = "Received redirect without LOCATION"
 _NO_CREDENTIALS: Final = "docs/OBJECT_STORES.md says where credentials come from"
 _ADVICE_WITHOUT_CODE: Final = {
+    "InvalidCertificate": "the server's certificate is not trusted; name its authority's file in AWS_CA_BUNDLE (S3) or "
+    "SSL_CERT_FILE",
+    "dns error": "the server was not reached, since its name is not known; the network or the endpoint may be wrong",
     "HTTP error": "the server was not reached, or has not answered in time; the network or the endpoint may be wrong",
     _REDIRECT: _ADVICE["PermanentRedirect"],
     "invalid path": "another program has put an object there whose name the client refuses; remove it",
@@ -106,7 +109,8 @@ def _is_refusal(error: BaseException) -> bool:
 
 def reason_of(error: BaseException) -> tuple[str, str]:
     """What the server said, in a line, and what to do. The client's own text ends in a dump of its state."""
-    text = str(error).partition("\n\nDebug source")[0].strip()
+    text, _, state = str(error).partition("\n\nDebug source")
+    text = text.strip()
     if found := _PROVIDER.search(text):
         return found[1][:_REASON_MAX], _NO_CREDENTIALS
     status, code, message = (found[1] if (found := one.search(text)) else "" for one in (_STATUS, _CODE, _MESSAGE))
@@ -116,7 +120,7 @@ def reason_of(error: BaseException) -> tuple[str, str]:
         return f"the client got no token to sign requests with ({status or 'no answer'})", _NO_CREDENTIALS
     if not status and not code:
         last = text.rpartition("\n")[2].rpartition(" - ")[2]
-        advice = next((words for sign, words in _ADVICE_WITHOUT_CODE.items() if sign in last), "")
+        advice = next((words for sign, words in _ADVICE_WITHOUT_CODE.items() if sign in last or sign in state), "")
         return last[-_REASON_MAX:] or type(error).__name__, advice
     words = " ".join(one for one in (status.strip(), code and f"({code})") if one) + (f" {message}" if message else "")
     # An answer to HEAD has no body, so no code.

@@ -16,6 +16,7 @@ import time
 from asyncio import Future
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 from weakref import WeakSet
 
@@ -28,7 +29,7 @@ from checkpointd.bucket_urls import BucketUrl
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.store.base import Entry, each
 from checkpointd.store.objects.bucket import Bucket, ObjectHead, Version
-from checkpointd.store.objects.credentials import s3_credentials, s3_place, s3_session
+from checkpointd.store.objects.credentials import s3_authorities, s3_credentials, s3_place, s3_session
 from checkpointd.store.objects.failures import (
     FAILURES,
     is_answer,
@@ -300,6 +301,8 @@ def _client(location: BucketUrl) -> ObjectStore:
     if location.scheme == "s3":
         session = None if location.flag("anonymous") else s3_session(given.get("profile"))
         credentials = cast(Any, s3_credentials(session))
+        if authorities := s3_authorities(session):  # the client itself knows SSL_CERT_FILE only
+            options["root_certificate"] = Path(authorities).read_bytes()
         return S3Store(
             location.bucket,
             config=_s3(s3_place(location, session)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from checkpointd.bucket_urls import parse
 from checkpointd.errors import StoreError, UsageError
 from checkpointd.store import open_store
 from checkpointd.store.objects.credentials import s3_client, s3_place, s3_session
-from tests.servers.fixtures import Place
+from checkpointd.store.uploads import unfinished_uploads_of
+from tests.servers.careless_proxy import CarelessProxy
+from tests.servers.fixtures import Place, root_at
 
 PROFILES = """
 [default]
@@ -34,8 +38,9 @@ s3 =
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A ~/.aws of the test, and no other source of credentials."""
-    for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "REGION", "DEFAULT_REGION", "PROFILE"):
+    for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "REGION", "DEFAULT_REGION", "PROFILE", "CA_BUNDLE"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -135,12 +140,49 @@ async def test_credentials_that_cannot_be_had_are_an_error_at_once(
     asked: list[str | None] = []
     monkeypatch.setattr(Session, "get_credentials", _noting(Session.get_credentials, asked))
     async with open_store("s3://bucket/run1?endpoint=http://127.0.0.1:1&retry_s=20") as store:
-        for call in (lambda: store.put("x", b""), lambda: store.list(""), lambda: store.unfinished_uploads()):  # type: ignore[attr-defined]
+        for call in (lambda: store.put("x", b""), lambda: store.list(""), lambda: unfinished_uploads_of(store)):
             with pytest.raises(StoreError, match=f"s3://bucket/run1.*failed: .*{words}") as caught:
                 await call()
             assert "HUSH" not in "".join(traceback.format_exception(caught.value))
             assert "server was not reached" not in str(caught.value)
     assert len(asked) <= 6
+
+
+@pytest.fixture
+def private(moto_place: Place, tmp_path: Path) -> Iterator[str]:
+    """The endpoint of moto behind TLS, whose certificate a private authority has signed: `authority.pem` in `tmp_path`."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1")
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=authority"
+    _openssl(tmp_path, f"{made} -keyout authority.key -out authority.pem")
+    _openssl(tmp_path, "openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=server -keyout key -out asked")
+    signed = "openssl x509 -req -in asked -CA authority.pem -CAkey authority.key -CAcreateserial -days 2 -extfile names"
+    _openssl(tmp_path, f"{signed} -out certificate")
+    with CarelessProxy(moto_place.server.endpoint, certificate=(tmp_path / "certificate", tmp_path / "key")) as proxy:
+        yield proxy.endpoint
+
+
+def _openssl(place: Path, command: str) -> None:
+    subprocess.run(command.split(), cwd=place, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("named", ["AWS_CA_BUNDLE", "SSL_CERT_FILE", "profile", "nowhere"])
+async def test_both_clients_trust_the_same_authorities(
+    moto_place: Place, private: str, home: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    root, authority = root_at(moto_place, monkeypatch, endpoint=private, retry_s="1"), home / "authority.pem"
+    if named == "profile":
+        (home / "config").write_text(f"[default]\nca_bundle = {authority}\n")
+    elif named != "nowhere":
+        monkeypatch.setenv(named, str(authority))
+    async with open_store(root) as store:
+        if named == "nowhere":
+            with pytest.raises(StoreError, match=r"certificate is not trusted.*AWS_CA_BUNDLE"):
+                await store.put("x", b"here")
+            return
+        await store.put("x", b"here")
+        assert await unfinished_uploads_of(store) == []
 
 
 def _noting(call: Callable[..., Any], asked: list[str | None]) -> Callable[..., Any]:
