@@ -33,6 +33,8 @@ PARTS_MAX: Final = 9000
 """S3 takes 10,000 parts."""
 AHEAD_BYTES_MAX: Final = 256 * MIB
 """The most bytes that are kept because bytes before them are missing. Further writes wait for those."""
+ASK_S: Final = 10.0
+"""How long a failed upload asks for its object, and removes it: the client has tried for long by then."""
 
 
 def part_bytes_for(size: int) -> int:
@@ -175,8 +177,9 @@ class MultipartUpload:
     async def _is_there(self, size: int) -> bool:
         """Whether the object is there all the same. Nobody else writes one of this name, and a part of one is never seen."""
         try:
-            found = await self._bucket.look(self._key)
-        except StoreError:
+            async with asyncio.timeout(ASK_S):
+                found = await self._bucket.look(self._key)
+        except (StoreError, TimeoutError):
             return False
         return found is not None and found.size == size
 
@@ -191,8 +194,9 @@ class MultipartUpload:
             self._parts.put_nowait(None)
             await asyncio.wait([self._sending])
         if finishing:
-            with contextlib.suppress(StoreError):  # the object goes with its attempt, which has failed
-                await self._bucket.delete([self._key])
+            with contextlib.suppress(StoreError, TimeoutError):  # the object goes with its attempt, which has failed
+                async with asyncio.timeout(ASK_S):
+                    await self._bucket.delete([self._key])
         self._on_end()
 
     def _end(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +15,7 @@ from typing_extensions import Buffer
 
 from checkpointd.errors import StoreError
 from checkpointd.store.objects import multipart
+from checkpointd.store.objects.bucket import ObjectHead
 from checkpointd.store.objects.multipart import PART_BYTES_MIN, PARTS_MAX, MultipartUpload, part_bytes_for
 from tests.unit.store.objects.fake_bucket import FakeBucket
 
@@ -215,6 +216,30 @@ async def test_multipart_3_a_completion_that_failed_is_an_error() -> None:
     await writer.write_at(0, bytes(2 * PART))
     with pytest.raises(StoreError, match="the parts are gone"):
         await writer.finish(2 * PART)
+
+
+async def test_a_failed_upload_does_not_wait_long_for_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was tried for `retry_s` by then. Asking for the object, and removing it, would each take as long again."""
+
+    class Away(FakeBucket):
+        async def look(self, key: str) -> ObjectHead | None:
+            return await asyncio.Future()
+
+        async def delete(self, keys: Sequence[str]) -> None:
+            await asyncio.Future()
+
+    def failed(name: str, key: str, answer: object) -> object:
+        raise StoreError("the server was not reached")
+
+    bucket = Away()
+    bucket.answer = failed
+    monkeypatch.setattr(multipart, "ASK_S", 0.01)
+    writer = upload(bucket)
+    await writer.write_at(0, bytes(10))
+    async with asyncio.timeout(20):
+        with pytest.raises(StoreError, match="not reached"):
+            await writer.finish(10)
+        await writer.discard()
 
 
 async def test_discarding_waits_until_no_memory_is_read() -> None:
