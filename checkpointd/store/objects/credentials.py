@@ -19,7 +19,7 @@ from checkpointd.errors import UsageError
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-log = logging.getLogger("checkpointd")
+_botocore_log = logging.getLogger("botocore")
 
 _KEPT: Final = timedelta(minutes=10)
 """How long the client keeps what it was given. botocore renews what expires 15 minutes before it does."""
@@ -39,6 +39,8 @@ def s3_session(profile: str | None) -> Any | None:
         if profile is not None:
             raise UsageError(f"profile={profile} needs botocore: pip install 'checkpointd[s3]'") from None
         return None
+    if not _botocore_log.level:
+        _botocore_log.setLevel(logging.INFO)  # at DEBUG it shows headers, and so the token of a session
     session = Session(profile=profile)
     try:
         session.get_scoped_config()

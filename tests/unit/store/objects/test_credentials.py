@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import traceback
@@ -191,6 +192,20 @@ def _noting(call: Callable[..., Any], asked: list[str | None]) -> Callable[..., 
         return call(self)
 
     return noting
+
+
+async def test_a_log_of_everything_has_no_secret(
+    moto_place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = root_at(moto_place, monkeypatch)
+    for name in ("SECRET_ACCESS_KEY", "SESSION_TOKEN"):
+        monkeypatch.setenv(f"AWS_{name}", "HUSH")
+    monkeypatch.setattr(logging.getLogger("botocore"), "level", logging.NOTSET)
+    with caplog.at_level(logging.DEBUG):
+        async with open_store(root) as store:
+            await store.put("x", b"")
+            assert await unfinished_uploads_of(store) == []
+    assert "HUSH" not in caplog.text
 
 
 def test_a_config_that_cannot_be_read_is_named(home: Path) -> None:
