@@ -52,7 +52,7 @@ def s3_session(profile: str | None) -> Any | None:
 
 
 def s3_place(url: BucketUrl, session: Any | None) -> BucketUrl:
-    """`url` with the endpoint and the region of the environment, or of the profile, unless it names others."""
+    """`url` with the endpoint, region and addressing of the environment, or of the profile, unless it names others."""
     found = {} if session is None else _of_profile(session)
     return replace(url, options={**found, **environment_s3(), **url.options})
 
@@ -61,6 +61,8 @@ def _of_profile(session: Any) -> dict[str, str]:
     profile = session.get_scoped_config()
     service = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3", {})
     found = {"endpoint": service.get("endpoint_url") or profile.get("endpoint_url"), "region": profile.get("region")}
+    style = profile.get("s3", {}).get("addressing_style")
+    found["addressing"] = style if style in {"path", "virtual"} else None
     return {option: text for option, text in found.items() if text}
 
 

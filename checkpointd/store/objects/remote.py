@@ -325,6 +325,9 @@ def _s3(location: BucketUrl) -> S3Config:
         "unsigned_payload": "checksum" not in given,  # every chunk has its own digest, and is read back
         "skip_signature": location.flag("anonymous"),
         "request_payer": location.flag("requester_pays"),
+        # The client would take both from variables of its own, of which the endpoint and botocore know nothing.
+        "virtual_hosted_style_request": given.get("addressing") == "virtual",
+        "conditional_put": "etag",
     }
     if "region" in given:
         config["region"] = given["region"]
@@ -334,8 +337,6 @@ def _s3(location: BucketUrl) -> S3Config:
         config["server_side_encryption"] = given["encryption"]
     if "kms_key" in given:
         config["sse_kms_key_id"] = given["kms_key"]
-    if "addressing" in given:
-        config["virtual_hosted_style_request"] = given["addressing"] == "virtual"
     if "endpoint" in given:
         config["endpoint"] = _endpoint(given["endpoint"].rstrip("/"), location)
     return config

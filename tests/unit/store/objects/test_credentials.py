@@ -17,6 +17,7 @@ from checkpointd.bucket_urls import parse
 from checkpointd.errors import StoreError, UsageError
 from checkpointd.store import open_store
 from checkpointd.store.objects.credentials import s3_client, s3_place, s3_session
+from checkpointd.store.objects.remote import RemoteBucket
 from checkpointd.store.uploads import unfinished_uploads_of
 from tests.servers.careless_proxy import CarelessProxy
 from tests.servers.fixtures import Place, root_at
@@ -103,13 +104,29 @@ async def test_an_endpoint_outside_the_url_is_used(
         assert await store.get("x") == b"here"
 
 
-def test_the_bucket_is_in_the_name_of_an_endpoint_outside_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else `addressing=virtual` would take the first part of the root for the bucket."""
-    from checkpointd.store.objects.remote import RemoteBucket
-
+@pytest.mark.parametrize("source", ["url", "profile"])
+def test_the_bucket_is_in_the_name_of_an_endpoint_outside_the_url(
+    home: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """Else virtual addressing would take the first part of the root for the bucket."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://host:9000")
-    client = RemoteBucket(parse("s3://bucket/run1?addressing=virtual"))._client
+    if source == "profile":
+        (home / "config").write_text("[default]\ns3 =\n  addressing_style = virtual\n")
+    root = parse("s3://bucket/run1?addressing=virtual" if source == "url" else "s3://bucket/run1")
+    client = RemoteBucket(root)._client
     assert client.config["endpoint"] == "http://bucket.host:9000"  # type: ignore[union-attr,typeddict-item]
+    assert client.config["virtual_hosted_style_request"] == "true"  # type: ignore[union-attr,typeddict-item]
+
+
+@pytest.mark.parametrize(("name", "value"), [("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true"), ("AWS_CONDITIONAL_PUT", "disabled")])
+async def test_variables_of_the_client_alone_change_nothing(
+    seaweed_place: Place, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """The first one took the first part of the root for the bucket, and listings found nothing."""
+    monkeypatch.setenv(name, value)
+    async with open_store(root_at(seaweed_place, monkeypatch)) as store:
+        assert await store.put_if_absent("x", b"1")
+        assert [entry.name for entry in await store.list("")] == ["x"]
 
 
 @pytest.mark.parametrize(
