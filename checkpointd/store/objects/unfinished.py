@@ -42,7 +42,7 @@ class S3Uploads:
             return []
         prefix = path_of(self._url.prefix, "")
         pages = client.get_paginator("list_multipart_uploads").paginate(
-            Bucket=self._url.bucket, **({"Prefix": f"{prefix}/"} if prefix else {})
+            **self._bucket(), **({"Prefix": f"{prefix}/"} if prefix else {})
         )
         listed = (one for page in pages for one in page.get("Uploads", ()))
         return [UnfinishedUpload(key_of(self._url.prefix, one["Key"]), one["UploadId"]) for one in listed]
@@ -50,11 +50,12 @@ class S3Uploads:
     def _abort(self, upload: UnfinishedUpload) -> None:
         client = self._client()
         try:
-            client.abort_multipart_upload(
-                Bucket=self._url.bucket, Key=path_of(self._url.prefix, upload.key), UploadId=upload.number
-            )
+            client.abort_multipart_upload(**self._bucket(), Key=path_of(self._url.prefix, upload.key), UploadId=upload.number)
         except client.exceptions.NoSuchUpload:
             return
+
+    def _bucket(self) -> dict[str, str]:
+        return {"Bucket": self._url.bucket} | ({"RequestPayer": "requester"} if self._url.flag("requester_pays") else {})
 
     def _client(self) -> Any:
         if self._made is None:

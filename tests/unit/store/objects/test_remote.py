@@ -17,7 +17,10 @@ from checkpointd.bucket_urls import parse
 from checkpointd.store import open_store
 from checkpointd.store.objects import remote
 from checkpointd.store.objects.remote import REQUESTS_AT_ONCE, RemoteBucket
+from checkpointd.store.uploads import abort_upload_of, unfinished_uploads_of
+from tests.servers.faulty_proxy import FaultyProxy
 from tests.servers.fixtures import Place, root_at
+from tests.servers.s3_operations import operation
 
 FORKED = """
 import asyncio, os, signal, sys
@@ -123,3 +126,17 @@ async def test_however_many_ask_at_once_few_requests_are_under_way(monkeypatch: 
     found = await asyncio.gather(*(bucket.look(f"t/{number}") for number in range(3 * REQUESTS_AT_ONCE)))
     assert found == [None] * (3 * REQUESTS_AT_ONCE)
     assert most == REQUESTS_AT_ONCE
+
+
+async def test_this_side_pays_for_all_requests_of_unfinished_uploads(
+    moto_place: Place, moto_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(root_at(moto_place, monkeypatch, endpoint=moto_proxy.endpoint, requester_pays="true")) as store:
+        writer = await store.open_writer("large")
+        await writer.write_at(0, bytes(9 << 20))
+        for upload in await unfinished_uploads_of(store):
+            await abort_upload_of(store, upload)
+        await writer.discard()
+    asked = [one.request for one in moto_proxy.journal.entries]
+    assert [operation(one) for one in asked if "x-amz-request-payer" not in one.headers] == []
+    assert "ListMultipartUploads" in map(operation, asked)
