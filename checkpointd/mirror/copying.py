@@ -96,7 +96,7 @@ class OriginStore(PatientStore):
 
 @dataclass(slots=True)
 class Amount:
-    """The bytes of chunks objects that were copied, and that were there already."""
+    """The bytes of chunks objects that were copied, and the needed ones of objects that were there already."""
 
     copied: int = 0
     found: int = 0
@@ -272,14 +272,14 @@ class CheckpointCopy:
 
     async def _copy_object(self, named: ObjectRef, pieces: Sequence[StoredPiece], proved: _Proved) -> None:
         key = named.key(self.prefix)
-        size = await self.mirror.stat(key)
+        size, needed = await self.mirror.stat(key), sum(piece.stop - piece.start for piece in pieces)
         if size == named.size and named.held_by and await proved.covers(named.held_by, key, pieces):
-            self.on_bytes(size)
-            self.amount.found += size
+            self.on_bytes(needed)
+            self.amount.found += needed
             return
         if size is not None:
             if size == named.size and await self._settled_whole(key, pieces):
-                self.amount.found += size
+                self.amount.found += needed
                 return
             if named.held_by in self._commits:
                 raise LeftOut(

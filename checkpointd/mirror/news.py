@@ -23,7 +23,7 @@ class CheckpointNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     step: int
     copied_bytes: int = 0
     found_bytes: int = 0
-    """Bytes that were at the mirror already, and were not copied."""
+    """Bytes of its chunks that were at the mirror already, and were not copied."""
     verified: bool = False
     """Whether all of it was read back from the mirror and found whole."""
     why: str = ""
