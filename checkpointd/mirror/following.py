@@ -100,10 +100,9 @@ class Follower:
         shown.newest_step = newest.outcome.step if newest is not None else None
         shown.problem, shown.behind = None, len(seen.agenda.due) + len(self._mirroring.left)
         shown.tag, shown.done_bytes, shown.total_bytes = "", 0, 0
-        if seen.agenda.due:  # they came meanwhile
-            shown.state = "copying"
-        else:
-            shown.state, shown.in_step_at = "in step", time.time()
+        shown.state = "copying" if seen.agenda.due else "in step"  # those that are due came meanwhile
+        if not seen.agenda.due and {"unreadable", "blocked"}.isdisjoint(self._mirroring.left.values()):
+            shown.in_step_at = time.time()
 
     # --- what the mirroring tells ------------------------------------------------------------------------------------
 

@@ -180,9 +180,11 @@ def test_what_could_not_be_read_is_tried_again_at_the_next_look(monkeypatch: pyt
         await until(lambda: follower.progress.state == "in step")
         assert follower.progress.left == {"unreadable": 1}
         assert follower.progress.behind == 1
+        assert follower.progress.in_step_at is None  # it does not have all that it was to have
         assert await tags_of(mirror) == ["global_step2"]
         origin._part = "nothing"
         assert await until(lambda: follower.progress.mirrored == 2) <= PACE.look_s + 10
+        await until(lambda: follower.progress.in_step_at is not None)
         assert follower.progress.behind == 0
         await stopped(task)
 
