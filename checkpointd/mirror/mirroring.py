@@ -220,8 +220,9 @@ class Mirroring:
             for view in seen.agenda.leftovers:
                 await self._give_up(view, is_left_out=view.prefix in left_out)
             if not due:
-                # Checkpoints that came after the first look are for the next step.
-                self._at = None if seen.agenda.due else self._now
+                # Checkpoints that came after the first look are for the next step. A root that is not there looks empty.
+                is_all = not seen.agenda.due and self._their_log.state.number > 0
+                self._at = self._now if is_all else None
                 break
             try:
                 is_copied = await self._copy(due[0], seen, len(due) - 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpointd.errors import FencedError, RootInUseError, StoreError, UsageError
+from checkpointd.errors import FencedError, NotFoundError, RootInUseError, StoreError, UsageError
 from checkpointd.layout.catalog_records import CATALOG
 from checkpointd.mirror import copying
 from checkpointd.mirror.following import Follower, FollowPace
@@ -140,6 +140,40 @@ def test_an_idle_follower_lists_the_catalog_and_nothing_else() -> None:
         assert "list " in origin.calls  # the look at everything, since a catalog may lag behind
         await stopped(task)
 
+    simulated(main())
+
+
+class Unmounted(PassingStore):
+    """Looks empty while `away`."""
+
+    away = False
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return [] if self.away else await super().list(prefix)
+
+    async def get(self, key: str, *, size_max: int = 1 << 26) -> bytes:
+        if self.away:
+            raise NotFoundError(key)
+        return await super().get(key, size_max=size_max)
+
+
+def test_an_origin_that_goes_away_during_a_copy_is_not_taken_for_an_empty_one() -> None:
+    class Mirror(PassingStore):
+        async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
+            origin.away = True
+            return await super().put_if_match(key, expected, data)
+
+    async def main() -> None:
+        follower = Follower(origin, Mirror(MemoryStore("mirror")), pace=PACE)
+        await save(origin, 1)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: origin.away)
+        assert await until(lambda: follower.progress.state == "failing") <= PACE.poll_s + 1
+        origin.away = False
+        await until(lambda: follower.progress.state == "in step")
+        await stopped(task)
+
+    origin = Unmounted(MemoryStore("origin"))
     simulated(main())
 
 
