@@ -36,7 +36,8 @@ class FollowPace:
 class Follower:
     """Follows one origin. `progress` says how far it has come; any thread may read it.
 
-    `is_patient`: a mirror that another process holds when this one begins is waited for.
+    `is_patient`: a mirror that another process holds when this one begins is waited for. `fails` is called with each new error
+    after which it tries again.
     """
 
     def __init__(
@@ -48,11 +49,12 @@ class Follower:
         *,
         is_patient: bool = False,
         tell: Callable[[News], None] = lambda _: None,
+        fails: Callable[[CheckpointdError], None] = lambda _: None,
     ) -> None:
         self.pace = pace or FollowPace()
         self.progress = MirrorProgress(origin=origin.url, mirror=mirror.url)
         self._is_patient = is_patient
-        self._tell_on = tell
+        self._tell_on, self._fails = tell, fails
         self._mirroring = Mirroring(origin, mirror, config, tell=self._tell, on_bytes=self._count, on_copy=self._copying)
         self._begun = False
         self._looked_at = float("-inf")
@@ -127,4 +129,6 @@ class Follower:
         before = self.progress.problem
         if before is None or before.message != str(error):
             log.error("%s cannot be mirrored to %s: %s", self.progress.origin, self.progress.mirror, error)
+            if state == "failing":
+                self._fails(error)
         self.progress.state, self.progress.problem = state, ErrorReport.of(error)

@@ -21,7 +21,7 @@ from checkpointd.cli.render import Block, Cell, Facts, Heading, Mood, Note, Tabl
 from checkpointd.cli.retention_options import retention_options
 from checkpointd.commands import command as command_line
 from checkpointd.commit.retention import Retention
-from checkpointd.errors import UsageError
+from checkpointd.errors import CheckpointdError, UsageError
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of, run_once
 from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News
@@ -152,10 +152,17 @@ async def _follow(origin: Store, mirror: Store, config: MirrorConfig, interval_s
         if as_json:
             show_json(news)
         else:
-            click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(_line(news))}")
+            click.echo(f"{_now()}  {printable(_line(news))}")
         sys.stdout.flush()
 
-    await Follower(origin, mirror, config, FollowPace(poll_s=interval_s), tell=tell).run()
+    def fails(error: CheckpointdError) -> None:
+        click.echo(f"{_now()}  {printable(str(error))}; trying again", err=True)
+
+    await Follower(origin, mirror, config, FollowPace(poll_s=interval_s), tell=tell, fails=fails).run()
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _until_told(work: Coroutine[Any, Any, None]) -> None:

@@ -227,6 +227,19 @@ def test_follow_copies_what_is_committed_later_and_ends_when_told(
     assert cli("mirror", root, tmp_path / "mirror").lines[1].startswith("mirrored: 0 checkpoints")  # it let go of the mirror
 
 
+def test_follow_says_what_fails_and_goes_on(root: Path, tmp_path: Path, at: With) -> None:
+    saved(at, 1)
+    with Following(root, tmp_path / "mirror") as mirror:
+        assert "global_step1" in mirror.line()
+        root.rename(tmp_path / "away")
+        assert mirror.process.stderr is not None
+        assert mirror.process.stderr.readline().endswith("; trying again\n")
+        (tmp_path / "away").rename(root)
+        saved(at, 2)
+        assert "global_step2" in mirror.line()
+        assert mirror.end(signal.SIGTERM) == 0
+
+
 def test_follow_with_json_is_one_document_per_checkpoint(root: Path, tmp_path: Path, at: With) -> None:
     saved(at, 1)
     with Following(root, tmp_path / "mirror", "--json") as mirror:
