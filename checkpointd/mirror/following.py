@@ -102,6 +102,9 @@ class Follower:
         shown.newest_step = newest.outcome.step if newest is not None else None
         shown.problem, shown.behind = None, len(seen.agenda.due) + len(self._mirroring.left)
         shown.tag, shown.done_bytes, shown.total_bytes = "", 0, 0
+        if not (self._mirroring.has_origin_begun or seen.theirs):  # perhaps its path is wrong
+            shown.state = "beginning"
+            return
         shown.state = "copying" if seen.agenda.due else "in step"  # those that are due came meanwhile
         if not seen.agenda.due and {"unreadable", "blocked"}.isdisjoint(self._mirroring.left.values()):
             shown.in_step_at = time.time()

@@ -252,6 +252,11 @@ class Mirroring:
         self._tried = {prefix: kind for prefix, kind in self._tried.items() if kind in ("damaged", "removed")}
 
     @property
+    def has_origin_begun(self) -> bool:
+        """Whether a job has ever begun at the origin, as of the last step."""
+        return bool(self._lineage.starts)
+
+    @property
     def left(self) -> dict[str, Kind]:
         """The attempts of the origin that could not be copied, with the reason."""
         return dict(self._tried)

@@ -62,7 +62,9 @@ class MirrorProgress(msgspec.Struct, kw_only=True):
     origin: str
     mirror: str
     state: Literal["beginning", "in step", "copying", "failing", "over"] = "beginning"
-    """`failing`: the last look failed, and another follows. `over`: it ended, and somebody must act."""
+    """`beginning`: nothing was looked at yet, or no job has begun at the origin. `failing`: the last look failed, and another
+    follows. `over`: it ended, and somebody must act.
+    """
     tag: str = ""
     """The checkpoint that is being copied."""
     done_bytes: int = 0

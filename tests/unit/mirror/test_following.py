@@ -13,7 +13,7 @@ from checkpointd.layout.catalog_records import CATALOG
 from checkpointd.mirror import copying
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.news import News
-from checkpointd.pipeline.root import leases
+from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.leases import Beginner, Sight
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
@@ -138,6 +138,22 @@ def test_an_idle_follower_lists_the_catalog_and_nothing_else() -> None:
         assert mirror.calls == []
         await asyncio.sleep(20)
         assert "list " in origin.calls  # the look at everything, since a catalog may lag behind
+        await stopped(task)
+
+    simulated(main())
+
+
+def test_an_origin_at_which_no_job_has_begun_is_not_in_step() -> None:
+    """Its path may be wrong."""
+
+    async def main() -> None:
+        origin, mirror = MemoryStore("origin"), MemoryStore("mirror")
+        follower = Follower(origin, mirror, pace=PACE)
+        task = asyncio.create_task(follower.run())
+        await asyncio.sleep(3 * PACE.poll_s)
+        assert (follower.progress.state, follower.progress.in_step_at) == ("beginning", None)
+        await epochs.take(origin, 2)
+        assert await until(lambda: follower.progress.state == "in step") <= PACE.poll_s + 1
         await stopped(task)
 
     simulated(main())
