@@ -279,6 +279,7 @@ class Core:
             afresh=self._options.afresh,
             check_root=partial(self._own_root.check, self._epoch.number),
             near=self._spool_near(),
+            uploads_wait=lambda: self._spool is not None and self._spool.uploads_wait,
         )
         try:
             with self._saver.reads_nothing_back():

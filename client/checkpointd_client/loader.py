@@ -119,6 +119,8 @@ class Loader:
     """Whether the job goes on without a checkpoint if none is whole."""
     near: NodeSpoolView | None = None
     """The spool of this node."""
+    uploads_wait: Callable[[], bool] = lambda: False
+    """Whether this process uploads nothing from its own spool now, since no window of the day is open."""
     check_root: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Raises RootGoneError if the path no longer leads to the root of this job. None for a process that began no job."""
     _held: dict[tuple[str, str], RetainedSnapshot] = field(default_factory=dict)
@@ -313,7 +315,8 @@ class Loader:
         checkpoint.
         """
         # Half of the time-out, since the other ranks wait for rank 0's choice no longer than the time-out.
-        until = time.monotonic() + self.timeout_s / 2
+        most_s = self.timeout_s / 2
+        until = time.monotonic() + (min(VOTES_S, most_s) if self.uploads_wait() else most_s)
         own = self._wait_for_own(self.sidecar, until) if self.sidecar is not None else ()
         others = [attempt for attempt in self.surviving if attempt not in own]
         left_s = max(0.0, until - time.monotonic())

@@ -50,6 +50,11 @@ class ProcessSpool:
         """Where the shards of this root lie."""
         return f"{self.config.directory}/{name_of(self.store.url, None)}"
 
+    @property
+    def uploads_wait(self) -> bool:
+        """Whether no window of the day for uploads is open."""
+        return self.directory.pacing.opens_in_s() > 0
+
     async def open(self) -> None:
         """Raises UsageError if the directory cannot be used."""
         place = DiskPlace(self.config.directory)

@@ -15,7 +15,7 @@ from checkpointd.layout.keys import LEASE
 from checkpointd.pipeline.root import epochs
 from checkpointd.pipeline.spool.places import DiskPlace
 from checkpointd.store.memory import MemoryStore
-from checkpointd_client import Checkpointer, SpoolConfig, saver
+from checkpointd_client import Checkpointer, SpoolConfig, loader, saver
 from checkpointd_client.saves.spool import ProcessSpool
 from tests.spooled_saves import Node, until
 from tests.unit.client.shown_files import example, save
@@ -115,6 +115,28 @@ def test_superseded_saves_are_no_failures(tmp_path: Path) -> None:
     assert (first.phase, kept.phase, newest.phase) == ("superseded", "spooled", "spooled")
     status = ckpt.status()
     assert (status.saves_failed, status.saves_superseded) == (0, 1)
+    ckpt.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("impatient")
+def test_a_load_does_not_wait_for_what_may_not_be_uploaded_before_the_next_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path / "root", spool=tmp_path / "spool") as ckpt:
+        ckpt.save(1, state(1)).wait()
+    ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path))
+    ckpt.load(into())
+    ckpt.save(2, state(2)).wait("spooled")
+    ckpt.close()
+    for chunks in (tmp_path / "spool").glob("*/global_step2/*/*.chunks"):
+        chunks.unlink()
+    monkeypatch.setattr(loader, "VOTES_S", 0.1)
+    ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path))
+    loaded = ckpt.load(target := into())
+    assert loaded is not None
+    assert loaded.step == 1
+    assert torch.equal(target["model"]["weight"], state(1)["model"]["weight"])
     ckpt.close()
 
 
