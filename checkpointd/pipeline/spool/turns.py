@@ -8,7 +8,7 @@ Invariants
   TURN-3  The ranks upload the same attempt. The coordinator chooses, announces it, and begins no other before it is decided;
       the others take what is announced. Otherwise saves that come faster than uploads would leave each rank with shards of
       other attempts, and none would ever be whole. Who sees nothing announced for LED_S takes the newest, and the
-      coordinator waits for HOLD_S at most.
+      coordinator waits for HOLD_S at most, and not at all if a save of a newer epoch waits.
 """
 
 from __future__ import annotations
@@ -150,8 +150,13 @@ class Turns:
         return shard is max(self._waiting, key=self._urgency, default=None)
 
     def _held_s(self) -> float:
-        """How long the coordinator still waits for the other ranks."""
-        return 0.0 if self._held_for is None else max(0.0, self._held_until - asyncio.get_running_loop().time())
+        """How long the coordinator still waits for the other ranks. A save of this start waits for none of an earlier start,
+        since the other ranks may have lost their shards with their nodes.
+        """
+        newest = max((one.record.order for one in self._waiting), default=(0, 0))
+        if self._held_for is None or newest[0] > self._held_for.record.order[0]:
+            return 0.0
+        return max(0.0, self._held_until - asyncio.get_running_loop().time())
 
     def _urgency(self, shard: SpooledShard) -> tuple[bool, object]:
         return shard.prefix in self._led, shard.record.order

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from checkpointd.commit.machine import IN_SPOOL, Phase
+from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
 from checkpointd.errors import StoreError, StoreFullError, SupersededError, UnreadableError
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.spool.turns import HOLD_S
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
@@ -712,5 +713,36 @@ def test_spool_8_a_record_whose_put_failed_is_not_left_behind() -> None:
         assert node.directory.counts.direct_failed == 1
         assert await committed(root) == ["global_step1"]
         assert not [key for key in node.place.keys if "/spooled/" in key or key.startswith("global_step1/")]
+
+    run(main())
+
+
+def test_turn_3_a_save_of_this_start_waits_for_none_that_another_node_has_lost() -> None:
+    """The second node was replaced: it has no shard of the attempt that the first one still uploads, and votes for."""
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        first = await node_at(root, 2)
+        second = await Node(root, spool(), rank=1, world_size=2, nonce=first.nonce).begin()
+        root.away = True
+        first.save(1)
+        second.save(1)
+        await until(lambda: first.attempts[0].phase in IN_SPOOL and second.attempts[0].phase in IN_SPOOL)
+        await first.dies()
+        root.away = False
+        epoch = await epochs.take(root, 2, [first.attempts[0].info.prefix])
+        first = await first.restarts()
+        await until(lambda: first.attempts[0].phase is Phase.PREPARED)
+        began = asyncio.get_running_loop().time()
+        second = await Node(root, spool(), rank=1, world_size=2, nonce=epoch.nonce, epoch=epoch.epoch).begin()
+        assert first.state.spool is not None
+        first.state.spool.nonce = epoch.nonce
+        first.epoch = epoch.epoch
+        new = [first.save(2), second.save(2)]
+        await until(lambda: all(attempt.phase in FINAL for attempt in new))
+        assert [attempt.phase for attempt in new] == [Phase.COMMITTED] * 2
+        assert asyncio.get_running_loop().time() < began + HOLD_S / 4
+        first.attempts[0].give_up("it cannot be whole")
+        await first.over()
 
     run(main())
