@@ -46,6 +46,8 @@ OPTIONS: Final[Mapping[str, str]] = {
     "request_s": f"how many seconds one request may take (default {REQUEST_S:g})",
 }
 """The options of a URL's query, with their meanings."""
+_WHERE: Final[frozenset[str]] = frozenset({"endpoint", "account"})
+"""The options that say where a bucket is. The others say how it is reached and written."""
 _OF: Final[Mapping[str, frozenset[str]]] = {
     "s3": frozenset(OPTIONS) - {"account"},
     "gs": frozenset({"endpoint", "anonymous", "retry_s", "request_s"}),
@@ -72,6 +74,11 @@ class BucketUrl:
         """The URL in its one spelling: it opens the same place again."""
         query = urlencode(sorted(self.options.items()), safe=":/")
         return f"{self.place}?{query}" if query else self.place
+
+    @property
+    def identity(self) -> str:
+        """The URL with the options alone without which it would be another place."""
+        return replace(self, options={name: value for name, value in self.options.items() if name in _WHERE}).url
 
     @property
     def retry_s(self) -> float:

@@ -33,7 +33,7 @@ log = logging.getLogger("checkpointd")
 ROOT = "root"
 """The object in a root's part of the spool that has the root's URL, for people."""
 TurnKey = tuple[str, int, int]
-"""Root, user and rank."""
+"""The root's name in the spool, user and rank."""
 
 
 @dataclass(slots=True)
@@ -88,6 +88,7 @@ class SpoolDirectory:
             if name not in self._roots:
                 await spool.store.put_if_absent(ROOT, f"{url}\n".encode())
                 self._roots[name] = spool
+        self._roots[name].url = url  # as it is reached from now on
         return self._roots[name]
 
     def turns(self, shard: SpooledShard) -> Turns:
@@ -99,9 +100,9 @@ class SpoolDirectory:
 
     # --- room ----------------------------------------------------------------------------------------------------
 
-    def is_crowded(self, url: str, uid: int, rank: int) -> bool:
-        """Whether so many shards of a rank wait that it gets no more in."""
-        turns = self._turns.get((url, uid, rank))
+    def is_crowded(self, name: str, uid: int, rank: int) -> bool:
+        """Whether so many shards of a rank at the root `name` wait that it gets no more in."""
+        turns = self._turns.get((name, uid, rank))
         return turns is not None and turns.is_crowded
 
     async def reserve(self, nbytes: int) -> bool:
@@ -219,7 +220,7 @@ class SpoolDirectory:
             if name_of(record.url, user) != name or record.uid != (os.geteuid() if user is None else user.uid):
                 log.error("%s is not of the root and the user whose directory %s is, and is left alone", key, name)
                 continue
-            spool.url = record.url
+            spool.url = spool.url or record.url
             spool.plans(record.vote.rank).note(record.plan_key, record.prefix)
             shards.append(SpooledShard(spool, record, notes))
         if spool.url:
@@ -289,4 +290,4 @@ async def _swept(store: Store, before_epoch: int | None) -> int:
 
 
 def _turn_key(shard: SpooledShard) -> TurnKey:
-    return (shard.record.url, shard.record.uid, shard.record.vote.rank)
+    return (shard.spool.name, shard.record.uid, shard.record.vote.rank)

@@ -92,7 +92,7 @@ class OwnSpool:
         nbytes = job.shard.nbytes + len(job.shard.tree) + MARGIN_BYTES
         try:
             why = f"has no room for {byte_size(nbytes)}"
-            if self.directory.is_crowded(self.root.url, self.uid, info.rank):
+            if self.directory.is_crowded(self.root.name, self.uid, info.rank):
                 is_in, why = False, f"has {WAITING_MAX} saves of this rank that wait for their upload"
             else:
                 is_in = await self.directory.reserve(nbytes)

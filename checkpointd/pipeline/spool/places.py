@@ -77,10 +77,10 @@ class SpoolPlace(Protocol):
 
 def name_of(url: str, user: User | None) -> str:
     """The name of the root `url` in a spool: readable, and different for each root and user."""
-    place = parse(url).place if is_bucket_url(url) else url
+    place, identity = (parse(url).place, parse(url).identity) if is_bucket_url(url) else (url, url)
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", place.rstrip("/").rpartition("://")[2]).strip("-")[-_READABLE_MAX:]
     whose = "" if user is None else f"-{user.uid}"
-    return f"{readable or 'root'}{whose}-{digest(url.encode())[:16]}"
+    return f"{readable or 'root'}{whose}-{digest(identity.encode())[:16]}"
 
 
 @dataclass(slots=True)

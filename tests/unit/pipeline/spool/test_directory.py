@@ -68,3 +68,23 @@ def test_a_record_that_cannot_be_read_hides_no_other_one(error: Exception) -> No
         assert len(found) == 1
 
     simloop.run(1, main())
+
+
+def test_what_was_saved_with_other_options_of_the_url_is_found() -> None:
+    async def main() -> None:
+        url, root = "s3://bucket/run?retry_s=60", AwayStore(MemoryStore())
+        node = await Node(root, SpoolConfig(directory="/spool"), nonce=await begun_root(root)).begin()
+        assert node.state.spool is not None
+        node.state.spool.root = await node.directory.at(url)
+        root.away = True
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL)
+        await node.dies()
+        directory = SpoolDirectory(node.config, node.place)
+        (left,) = await directory.found("s3://bucket/run?retry_s=600")
+        at = await directory.at("s3://bucket/run?retry_s=600")
+        assert (left.record.url, at.url, left.spool) == (url, "s3://bucket/run?retry_s=600", at)
+        await directory.found()
+        assert at.url == "s3://bucket/run?retry_s=600"
+
+    simloop.run(1, main())

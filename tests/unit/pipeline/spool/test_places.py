@@ -31,6 +31,7 @@ def test_a_name_is_readable_and_another_one_for_each_root_and_user() -> None:
     assert options.startswith("bucket-run3-")
     assert "endpoint" not in options
     assert options != two, "another server may have a bucket of this name"
+    assert options == name_of("s3://bucket/run3?endpoint=http://10.0.0.5:9000&retry_s=600&checksum=sha256", None)
     assert name_of("/", None).startswith("root-")
     assert "/" not in name_of("/ä/../x y", None)
 
