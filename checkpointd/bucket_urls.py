@@ -25,9 +25,10 @@ RETRY_S: Final = 120.0
 REQUEST_S: Final = 60.0
 """How long one request may take, its bytes included."""
 
+_REMAINS: Final = re.compile(rf"(?:\A|/)(?:{'|'.join((*SCHEMES, 'file'))}):(?:/|\Z)", re.IGNORECASE)
+"""What pathlib and os.path leave of a URL."""
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]\Z")
 _SECRET: Final = re.compile(r"secret|token|password|access_?key|account_?key|sas|credential|signature", re.IGNORECASE)
-_HALF_URL: Final = re.compile(rf"(?:{'|'.join(SCHEMES)}|file):/(?!/)", re.IGNORECASE)
 _PARTS_REFUSED: Final = frozenset({"", ".", ".."})
 _BOOLS: Final = {"true": True, "false": False}
 
@@ -107,13 +108,18 @@ class BucketUrl:
 
 
 def is_bucket_url(text: str) -> bool:
-    """Whether `text` is the URL of a bucket. UsageError for a URL with one slash, which would name a directory."""
-    if _HALF_URL.match(text):
+    """Whether `text` is the URL of a bucket. UsageError for what is left of a URL: it would be a directory of an odd name."""
+    if "://" not in text and (left := _REMAINS.search(text)):
         raise UsageError(
-            f"{text.partition(':')[0]!r} begins a URL, which has two slashes after the colon, as in 's3://bucket/run1'; give "
-            "it as text, since pathlib.Path takes one away"
+            f"{left[0].strip('/')!r} would be the name of a directory: a URL has two slashes, as in s3://bucket/path; give it "
+            "as a string, since pathlib.Path and os.path.abspath take one away, or put a directory before it"
         )
-    return text.partition("://")[0].lower() in SCHEMES and "://" in text
+    return "://" in text and text.partition("://")[0].lower() in SCHEMES
+
+
+def was_url(path: str) -> bool:
+    """Whether `path` is a URL, or was one before pathlib or os.path made a path of it."""
+    return _REMAINS.search(path) is not None
 
 
 def one_spelling(root: str) -> str:
@@ -138,7 +144,7 @@ def parse(text: str) -> BucketUrl:
     scheme, seen = SCHEMES[text.partition("://")[0].lower()], shown(text)
     url = _split(text)
     if url is None or _has_credentials(url):
-        raise UsageError(f"{seen}: a URL must not hold credentials, because it stands in logs; {_instead(scheme)}")
+        raise UsageError(f"{seen}: a URL must not hold credentials, because it stands in logs; {credentials_for(scheme)}")
     if url.fragment:
         raise UsageError(f"{seen}: a '#' ends the URL; write it as %23 if it belongs to the path")
     if not _BUCKET.match(url.netloc):
@@ -157,7 +163,9 @@ def _options(scheme: Scheme, query: str, seen: str) -> dict[str, str]:
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in _OF[scheme]:
             if _SECRET.search(name):
-                raise UsageError(f"{seen}: {name} does not belong in a URL, because it stands in logs; {_instead(scheme)}")
+                raise UsageError(
+                    f"{seen}: {name} does not belong in a URL, because it stands in logs; {credentials_for(scheme)}"
+                )
             raise UsageError(
                 f"{seen}: there is no option {name!r} for {scheme}:// URLs; there are {', '.join(sorted(_OF[scheme]))}"
             )
@@ -183,21 +191,21 @@ def _fault(name: str, value: str) -> str | None:
     if name == "checksum":
         return None if value in {"sha256", "crc64nvme"} else "give sha256 or crc64nvme"
     if name == "endpoint":
-        url = _split(value)
-        if (
-            url is None
-            or url.scheme not in {"http", "https"}
-            or not url.netloc
-            or _has_credentials(url)
-            or "?" in value
-            or "#" in value
-        ):
-            return "give a URL such as https://minio.example.com:9000, without credentials and options"
+        return endpoint_fault(value)
     return None if value else "it is empty"
 
 
-def _instead(scheme: Scheme) -> str:
-    """Where credentials come from."""
+def endpoint_fault(value: str) -> str | None:
+    """What is wrong with an address of a server, without repeating it; None if nothing is."""
+    url = _split(value)
+    is_right = url is not None and url.scheme in {"http", "https"} and url.netloc and not _has_credentials(url)
+    if is_right and "?" not in value and "#" not in value:
+        return None
+    return "give a URL such as https://minio.example.com:9000, without credentials and options"
+
+
+def credentials_for(scheme: Scheme) -> str:
+    """How to give credentials, as advice."""
     return {
         "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or a role",
         "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or use the machine's service account",

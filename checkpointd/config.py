@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from checkpointd import arguments, memory_limit
-from checkpointd.bucket_urls import is_bucket_url, parse
+from checkpointd.bucket_urls import is_bucket_url, parse, was_url
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
@@ -120,6 +120,8 @@ class SpoolConfig:
 
     def __post_init__(self) -> None:
         arguments.path("spool", self.directory)
+        if was_url(os.fspath(self.directory)):
+            raise UsageError(f"the spool {self.directory!r} must be a directory on this node's own disk, not a URL")
         object.__setattr__(self, "directory", os.path.abspath(self.directory))
         arguments.choice("spool_keep", self.keep, get_args(SpoolKeep))
         arguments.seconds("spool_timeout_s", self.timeout_s, most=arguments.TIMEOUT_S_MAX)
@@ -434,6 +436,12 @@ class ServeConfig:
                 raise UsageError(f"{name} is {getattr(self, name)}; it cannot be negative")
         if self.spool is not None and not os.path.isabs(self.spool):
             raise UsageError(f"spool {self.spool!r} must be an absolute path")
+        if self.spool is None:
+            for one in fields(self):
+                if one.name.startswith("spool_") and getattr(self, one.name) != one.default:
+                    raise UsageError(
+                        f"{one.name} is set, but there is no spool: give --spool, a directory on this node's own disk"
+                    )
         self.spool_config  # noqa: B018  # raises for bad settings
 
     @property

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from checkpointd.cli.commands.serve import _mirror
+from checkpointd.config import SpoolConfig
+from checkpointd.errors import UsageError
 from tests.unit.cli.conftest import Cli
 
 
@@ -47,3 +49,26 @@ def test_a_mirror_needs_both_places(cli: Cli) -> None:
         answer = cli("serve", "--mirror", text)
         assert answer.code == 2
         assert "write SRC=DST" in answer.err
+
+
+def test_the_options_of_a_spool_need_a_spool(tmp_path: Path, cli: Cli) -> None:
+    answer = cli("serve", "--socket", tmp_path / "socket", "--root", tmp_path, "--uid", "0", "--spool-finish")
+    assert answer.code == 2
+    assert "spool_finish is set, but there is no spool: give --spool" in answer.err
+
+
+@pytest.mark.parametrize("spool", ["s3://bucket/spool", "s3:/bucket/spool"])
+def test_a_spool_is_not_in_a_bucket(tmp_path: Path, cli: Cli, spool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = cli("serve", "--socket", tmp_path / "socket", "--root", tmp_path, "--uid", "0", "--spool", spool)
+    assert answer.code == 2
+    assert "must be a directory on this node's own disk, not a URL" in answer.err
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(UsageError, match="not a URL"):
+        SpoolConfig(directory=spool)
+
+
+def test_what_is_left_of_a_url_is_not_served(tmp_path: Path, cli: Cli) -> None:
+    answer = cli("serve", "--socket", tmp_path / "socket", "--root", "s3:/bucket/run1", "--uid", "0")
+    assert answer.code == 2
+    assert "a URL has two slashes, as in s3://bucket/path" in answer.err
