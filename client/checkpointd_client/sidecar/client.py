@@ -97,7 +97,7 @@ class SidecarClient:
     def say_lost(self, error: CheckpointdError) -> None:
         """Warn that the daemon takes nothing now, once per cause: errors that differ only in numbers have the same cause."""
         cause = _NUMBER.sub("", str(error))
-        if cause != self._lost_as:
+        if cause != self._lost_as and not self._closed:
             self._lost_as = cause
             log.warning("%s; %s meanwhile", error, _MEANWHILE[self.on_loss])
 

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from checkpointd import waits
+from checkpointd.config import Ranks
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel
 from checkpointd.errors import AbortedError, SidecarError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.store.memory import MemoryStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.sidecar import client, link
 from checkpointd_client.sidecar.client import OnSidecarLoss
@@ -527,3 +529,12 @@ def test_a_full_sidecar_at_the_start_where_its_loss_is_an_error(tmp_path: Path, 
     sidecar.turned_away = FULL
     with pytest.raises(SidecarError, match="connections for ranks are taken"):
         Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="raise")
+
+
+async def test_a_connection_that_this_trainer_closes_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    one = client.SidecarClient("/nowhere", MemoryStore("root"), Ranks(), "inline")
+    one.say_lost(link.LinkLost("the sidecar has closed the connection"))
+    assert len(caplog.messages) == 1
+    await one.close(ends_well=True)
+    one.say_lost(link.LinkLost("this trainer has closed the connection"))
+    assert len(caplog.messages) == 1
