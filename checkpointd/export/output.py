@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from checkpointd.bucket_urls import was_url
 from checkpointd.errors import NotFoundError, StoreError, StoreFullError, UsageError
 
 _EXPORTED = re.compile(
@@ -37,6 +38,10 @@ class Output:
         UsageError if something is in the way, NotFoundError if the directory above `place` does not exist.
         """
         self.place = os.path.abspath(os.fspath(place))
+        if was_url(self.place):
+            raise UsageError(
+                f"{os.fspath(place)!r} is a URL; an export goes to this machine: give the path of a file or directory"
+            )
         self._directory, self._force = directory, force
         parent, name = os.path.split(self.place)
         if not os.path.isdir(parent):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, StoreFullError, UsageError
 from checkpointd.export import stream as streaming
 from checkpointd.export.consolidate import MEMORY_BYTES_MIN, Consolidation, ExportRequest, Safetensors, consolidate
+from checkpointd.export.output import Output
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias
 from checkpointd.store.posix.store import PosixStore
@@ -396,3 +397,11 @@ async def test_a_place_that_cannot_be_written_is_a_store_error(tmp_path: Path, m
 def test_requests_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"dtype is 'fp16'|memory is"):
         ExportRequest(**options)
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/out", "gs:/bucket/out"])
+def test_an_output_is_not_in_a_bucket(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    with pytest.raises(UsageError, match="an export goes to this machine: give the path"):
+        Output(out, directory=True)
