@@ -17,7 +17,9 @@ from checkpointd.bucket_urls import parse
 from checkpointd.doctor.bucket import speed
 from checkpointd.doctor.examine import Question, examine
 from checkpointd.doctor.finding import Diagnosis, Finding
-from checkpointd.errors import ConditionsIgnoredError, StoreError
+from checkpointd.errors import ConditionsIgnoredError, StoreError, UnreadableError
+from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.store import open_store
 from tests.servers.careless_proxy import CarelessProxy, later, without_metadata
 from tests.servers.fixtures import Place, root_at
 from tests.servers.s3_requests import send
@@ -197,6 +199,14 @@ def test_wrong_credentials(seaweed_place: Place, monkeypatch: pytest.MonkeyPatch
     assert "the secret key is wrong" in findings["rights"].fix
     with pytest.raises(StoreError, match="the secret key is wrong"):
         started(root)
+
+
+async def test_a_daemon_with_a_wrong_key_does_not_take_a_job(seaweed_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = root_at(seaweed_place, monkeypatch)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed")
+    async with open_store(root) as store:
+        with pytest.raises(UnreadableError, match="the secret key is wrong"):
+            await OwnRoot(store).confirm(1, "nonce")
 
 
 def test_an_identity_that_may_only_read(seaweed_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,8 @@ def store_error(doing: str, key: str, url: str, error: BaseException, *, reads: 
     """The StoreError for `error`, an UnreadableError if the request only reads."""
     reason, advice = reason_of(error)
     words = f"{doing} {key!r} in {url} failed: {reason}" + (f": {advice}" if advice else "")
+    if is_forbidden(error) and error.__cause__ is None:
+        error.__cause__ = PermissionError(reason)  # as at a file system: callers of any store look for it
     return UnreadableError(words) if reads else StoreError(words)
 
 
