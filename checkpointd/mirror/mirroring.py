@@ -279,9 +279,9 @@ class Mirroring:
             self._tried[checkpoint.prefix] = left.why
             self._say(checkpoint, left.why, str(left))
             return False
-        if checkpoint.outcome.save_latest:
-            await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
         verdict = await read_back(self.mirror, checkpoint) if self.config.verify else None
+        if checkpoint.outcome.save_latest and (verdict is None or verdict.whole):
+            await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
         news = _news(checkpoint, "mirrored", copied=amount.copied, found=amount.found, verified=verdict is not None)
         if verdict is None or verdict.whole:
             self._tell(news)
@@ -353,6 +353,9 @@ class Mirroring:
         for checkpoint in seen.agenda.damaged:
             self._tried[checkpoint.prefix] = "damaged"
             self._say(checkpoint, "damaged", f"a record at {self.origin.url} says that it is damaged")
+        for checkpoint in catalog.checkpoints_of(seen.ours):
+            if checkpoint.read_back == "damaged":
+                self._say(checkpoint, "damaged-here", f"a record at {self.mirror.url} says that it is damaged")
         for view in seen.theirs:
             fault = catalog.fault_of(view)
             if fault is not None and view.prefix not in self._said:

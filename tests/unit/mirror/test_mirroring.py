@@ -163,6 +163,7 @@ def test_nothing_is_removed_before_something_newer_was_read_back_at_the_mirror()
         assert report.retired == ()
         assert "global_step1" in await tags_of(mirror)
         assert await mirror.stat(f"{TAG.format(1)}/{DELETED}") is None
+        assert kinds(await mirrored(origin, mirror)) == {"global_step2": "damaged-here"}  # each run says so
 
     simulated(main())
 
@@ -505,6 +506,10 @@ def test_verify_reads_back_what_was_copied() -> None:
         report = await mirrored(origin, mirror, verify=True)
         assert [one.verified for one in report.checkpoints] == [True, True]
         assert await mirror.stat(f"{TAG.format(2)}/{VERIFIED}") is not None
+        await save(origin, 3, dedup=False)
+        report = await mirrored(origin, Damaging(mirror, "global_step3/"), verify=True)
+        assert kinds(report) == {"global_step3": "damaged-here"}
+        assert report.latest == "global_step2"  # it does not move to what proved damaged
 
     simulated(main())
 

@@ -195,7 +195,7 @@ def _line(news: News) -> str:
 
 def page(report: MirrorReport) -> Iterator[Block]:
     """The page for people: what was copied and what was not, then why not."""
-    mirrored, left_out = report.of("mirrored", "damaged-here"), report.of("left-out")
+    mirrored, left_out = report.of("mirrored"), report.of("left-out")
     facts: list[tuple[str, str | Cell]] = [
         ("mirrored", f"{count(len(mirrored), 'checkpoint')}, {size(sum(one.copied_bytes for one in mirrored))} copied"),
         ("latest", report.latest or Cell("none", "quiet")),
