@@ -76,9 +76,9 @@ def listed(folder: Path) -> list[Path]:
         return []
 
 
-@pytest.mark.parametrize("tag", [None, "best"])
-@pytest.mark.parametrize("has_sidecar", [False, True])
-@pytest.mark.parametrize("small_max", [0, 8])
+@pytest.mark.parametrize(
+    ("small_max", "has_sidecar", "tag"), [(0, True, "best"), (0, False, None), (8, True, None), (8, False, "best")]
+)
 async def test_tidy_2_a_job_that_is_killed_now_and_then(
     tmp_path: Path, tag: str | None, has_sidecar: bool, small_max: int
 ) -> None:

@@ -23,6 +23,8 @@ GROUP = "object-store"
 SERVERS = {"seaweed", "own_seaweed", "moto", "s3_place", "s3_root"}
 SHARED = "shared"
 COUNT = itertools.count(1)
+RUNNING: list[S3Server] = []
+"""The servers of all tests that run in this process."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,26 @@ class Place:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if SERVERS.intersection(getattr(item, "fixturenames", ())) and item.get_closest_marker("xdist_group") is None:
+        if _uses_a_server(item) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(GROUP))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The servers of all tests rest while other tests run: SeaweedFS would take a tenth of a core."""
+    if _uses_a_server(item):
+        for server in RUNNING:
+            server.wake()
+    try:
+        return (yield)
+    finally:
+        if nextitem is not None and not _uses_a_server(nextitem):
+            for server in RUNNING:
+                server.rest()
+
+
+def _uses_a_server(item: pytest.Item) -> bool:
+    return not SERVERS.isdisjoint(getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +69,9 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
         pytest.skip(missing)
     with SeaweedFS(tmp_path_factory.mktemp("seaweed")) as server:
         server.make_bucket(SHARED)
+        RUNNING.append(server)
         yield server
+        RUNNING.remove(server)
 
 
 @pytest.fixture
@@ -68,7 +90,9 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
         pytest.skip(missing)
     with MotoServer(tmp_path_factory.mktemp("moto")) as server:
         server.make_bucket(SHARED)
+        RUNNING.append(server)
         yield server
+        RUNNING.remove(server)
 
 
 @pytest.fixture

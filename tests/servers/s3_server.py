@@ -6,6 +6,7 @@ import http.client
 import os
 import random
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -102,6 +103,15 @@ class S3Server(ABC):
         if self._process is not None:
             self._process.kill()
             self._process = None
+
+    def rest(self) -> None:
+        """It gets no processor time until `wake`."""
+        if self.alive:
+            os.kill(self.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        if self.alive:
+            os.kill(self.pid, signal.SIGCONT)
 
     def restart(self) -> None:
         """SIGKILL, and a start on the same folder and ports."""

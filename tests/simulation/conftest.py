@@ -10,7 +10,7 @@ from checkpointd.store.objects import store as objects
 SCHEDULES_IN_CI = 25
 FIRST_IN_CI = 60
 """Those before it are run for what they reach."""
-STRIDE_IN_CI = 12
+STRIDE_IN_CI = 18
 SEEDS_PER_TEST = 25
 STORAGES = {"disk": ("disk",), "bucket": ("bucket",), "both": ("disk", "bucket")}
 PART_BYTES = 4096

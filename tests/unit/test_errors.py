@@ -20,7 +20,16 @@ ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"\| `(\w+)`(?: \(`(\w+)`\))? \| (\d+) \| (yes|no) \| (.+) \| (.+) \|")
 OF_DEEPSPEED = {kind.__name__: kind for kind in (DirectoryError, TagError)}
 """Raised by its plug alone, and caught as what DeepSpeed itself raises."""
-NEVER_LEAVE = {"CircleBroken", "DecidedBefore", "NoAnswer", "LinkLost", "SidecarRefusal", "SpoolForgot", "VoteUncertain"}
+NEVER_LEAVE = {
+    "CircleBroken",
+    "DecidedBefore",
+    "NoAnswer",
+    "LinkLost",
+    "SidecarRefusal",
+    "SpoolForgot",
+    "SpoolUnreadError",
+    "VoteUncertain",
+}
 """What parts of the service tell each other: users get what becomes of it."""
 KINDS: dict[str, type[CheckpointdError]] = {"CheckpointdError": CheckpointdError, **ERRORS, **OF_DEEPSPEED}
 

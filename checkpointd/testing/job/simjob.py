@@ -59,6 +59,8 @@ from checkpointd.testing.simstorage import Effect, SimStorage
 
 INCARNATIONS_MAX = 30
 ZOMBIES_END_S = 500.0
+LAST_RETRY_S = 60.0
+"""How long the client repeats requests in the last incarnation, so that mere weather fails none of its saves."""
 
 
 @dataclass(slots=True)
@@ -313,6 +315,8 @@ class SimJob:
             steps=1,
             commit=CommitConfig(timeout_s=600.0, poll_max_s=0.5),
         )
+        if isinstance(self.storage, SimBucket):
+            self.storage.retry_s = LAST_RETRY_S
         last = self._start(config)
         await self._ended(last)
         for rank in last.ranks:

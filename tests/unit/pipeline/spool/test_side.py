@@ -117,7 +117,7 @@ def test_two_ranks_commit_although_one_uploads_hours_later() -> None:
         first.save(1)
         second.save(1)
         await until(lambda: first.attempts[0].phase is Phase.PREPARED)
-        await asyncio.sleep(5 * HOUR_S)
+        await asyncio.sleep(1.5 * HOUR_S)
         assert (first.attempts[0].phase, second.attempts[0].phase) == (Phase.PREPARED, Phase.UPLOADING)
         far.away = False
         await asyncio.gather(first.over(), second.over())
@@ -130,16 +130,16 @@ def test_two_ranks_commit_although_one_uploads_hours_later() -> None:
 def test_the_time_out_of_the_spool_ends_a_save_whose_bucket_never_comes_back() -> None:
     async def main() -> None:
         bucket = MemoryStore()
-        first = await node_at(bucket, 2, timeout_s=2 * HOUR_S)
+        first = await node_at(bucket, 2, timeout_s=HOUR_S)
         far = AwayStore(bucket)
-        second = await Node(far, spool(timeout_s=2 * HOUR_S), rank=1, world_size=2, nonce=first.nonce).begin()
+        second = await Node(far, spool(timeout_s=HOUR_S), rank=1, world_size=2, nonce=first.nonce).begin()
         far.away = True
         first.save(1)
         second.save(1)
         await first.over()
-        assert 2 * HOUR_S < asyncio.get_running_loop().time() < 2.1 * HOUR_S
+        assert HOUR_S < asyncio.get_running_loop().time() < 1.1 * HOUR_S
         assert first.attempts[0].phase is Phase.ABORTED
-        assert "within 7200 s" in str(first.attempts[0].error)
+        assert "within 3600 s" in str(first.attempts[0].error)
         far.away = False
         await second.over()
         assert second.attempts[0].phase is Phase.ABORTED
