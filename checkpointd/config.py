@@ -175,11 +175,14 @@ def environment_job() -> str:
     return f"slurm {slurm}" if slurm else ""
 
 
-def environment_s3() -> dict[str, str]:
-    """The `endpoint` and the `region` of S3, as far as the environment names them."""
-    names = {"endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "region": ("AWS_REGION", "AWS_DEFAULT_REGION")}
-    found = {option: next((text for name in given if (text := os.environ.get(name))), "") for option, given in names.items()}
-    return {option: text for option, text in found.items() if text}
+def environment_s3() -> dict[str, tuple[str, str]]:
+    """The `endpoint` and the `region` of S3, as far as the environment names them: the variable of each, and its value."""
+    names = {
+        "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    }
+    found = {option: next(filter(os.environ.get, given), "") for option, given in names.items()}
+    return {option: (name, os.environ[name]) for option, name in found.items() if name}
 
 
 def environment_certificates() -> tuple[str, str]:

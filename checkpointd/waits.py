@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from checkpointd.errors import CheckpointdError
 
-log = logging.getLogger("checkpointd")
+log = logging.getLogger("checkpointd.waits")
+"""Of its own, since commands show it and nothing else of the log."""
 T = TypeVar("T")
 
 FIRST_REPORT_S = 10.0

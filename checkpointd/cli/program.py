@@ -14,8 +14,9 @@ from typing import NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from checkpointd import __version__
+from checkpointd import __version__, waits
 from checkpointd.cli import failures
+from checkpointd.cli.formatting import printable
 from checkpointd.cli.locating import corrected
 from checkpointd.errors import CheckpointdError
 
@@ -42,6 +43,20 @@ EPILOG = (
     "Exit codes: 0 success, 1 unexpected error, 2 wrong call, 3 mismatch, 4 not found, 5 damaged, 6 storage, 7 aborted, "
     "9 fenced, 13 sidecar."
 )
+
+
+class _Waits(logging.Handler):
+    """Shows long waits alone: a command reports everything else by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addFilter(logging.Filter(waits.log.name))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(printable(record.getMessage()), err=True)
+
+
+WAITS = _Waits()
 
 
 class Commands(click.Group):
@@ -96,7 +111,7 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code. With `--debug`, errors are raised instead of reported."""
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug, as_json = "--debug" in words, "--json" in words
-    _prepare(debug)
+    _prepare(debug, as_json)
     try:
         code = _invoke(arguments)
         sys.stdout.flush()
@@ -139,8 +154,8 @@ def _failure(error: Exception, arguments: Sequence[str]) -> failures.Failure:
             return failures.of_defect(error, arguments)
 
 
-def _prepare(debug: bool) -> None:
-    """Make odd characters in names printable, and show the log only with `--debug`: commands report by themselves."""
+def _prepare(debug: bool, as_json: bool) -> None:
+    """Make odd characters in names printable, and show the log only with `--debug`, and its long waits to people."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -148,4 +163,4 @@ def _prepare(debug: bool) -> None:
     if debug:
         logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s: %(message)s")
     else:
-        logging.getLogger("checkpointd").addHandler(logging.NullHandler())
+        logging.getLogger("checkpointd").addHandler(logging.NullHandler() if as_json else WAITS)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from checkpointd.bucket_urls import BucketUrl
+from checkpointd.bucket_urls import BucketUrl, credentials_for, endpoint_fault
 from checkpointd.config import environment_certificates, environment_s3
 from checkpointd.errors import UsageError
 
@@ -23,11 +23,11 @@ _botocore_log = logging.getLogger("botocore")
 
 _KEPT: Final = timedelta(minutes=10)
 """How long the client keeps what it was given. botocore renews what expires 15 minutes before it does."""
-_NO_SECRETS: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile, or ?anonymous=true for a public bucket"
+_REASON_MAX: Final = 300
 
 
 class CredentialsError(Exception):
-    """There are no credentials. The clients pass its text on."""
+    """There are no credentials, or none that can be used. The clients pass its text on."""
 
 
 def s3_session(profile: str | None) -> Any | None:
@@ -48,13 +48,21 @@ def s3_session(profile: str | None) -> Any | None:
         raise UsageError(f"{error}; `aws configure list-profiles` shows those that exist") from error
     except BotoCoreError as error:
         raise UsageError(f"the settings of ~/.aws cannot be used: {error}") from error
+    if session.get_config_variable("metadata_service_num_attempts") == 1:  # the default; one answer may be lost
+        session.set_config_variable("metadata_service_num_attempts", 3)
     return session
 
 
 def s3_place(url: BucketUrl, session: Any | None) -> BucketUrl:
-    """`url` with the endpoint, region and addressing of the environment, or of the profile, unless it names others."""
-    found = {} if session is None else _of_profile(session)
-    return replace(url, options={**found, **environment_s3(), **url.options})
+    """`url` with the endpoint, region and addressing of the environment, or of the profile, unless it names others. UsageError
+    for an endpoint that is no URL: the clients fail over it, one of them with a panic.
+    """
+    found, variables = {} if session is None else _of_profile(session), environment_s3()
+    options = {**found, **{option: text for option, (_, text) in variables.items()}, **url.options}
+    if "endpoint" in options and (fault := endpoint_fault(options["endpoint"])):
+        source = variables["endpoint"][0] if "endpoint" in variables else "endpoint_url in ~/.aws"
+        raise UsageError(f"the value of {source}: {fault}")
+    return replace(url, options=options)
 
 
 def _of_profile(session: Any) -> dict[str, str]:
@@ -116,11 +124,17 @@ def s3_credentials(session: Any | None) -> Callable[[], S3Credential] | None:
 
 
 def _found(session: Any) -> Any:
-    """The credentials now. CredentialsError if there are none, or none that could be sent; else what botocore raises."""
-    credentials = session.get_credentials()
-    if credentials is None:
-        raise CredentialsError("no credentials were found in the environment, in ~/.aws, or from a role; " + _NO_SECRETS)
-    found = credentials.get_frozen_credentials()
+    """The credentials now. CredentialsError if there are none, or none that could be sent."""
+    try:
+        credentials = session.get_credentials()
+        found = credentials and credentials.get_frozen_credentials()
+    except Exception as error:  # botocore has two trees of them, and a program or a file for credentials may not be there
+        raise CredentialsError(f"{str(error)[:_REASON_MAX]}; {credentials_for('s3')}") from error
+    if found is None:
+        raise CredentialsError(
+            "no credentials were found in the environment, in ~/.aws, or from a role; "
+            f"{credentials_for('s3')}; for a public bucket, ?anonymous=true"
+        )
     # The clients would repeat the text of what they cannot send.
     if not all((text or "").isprintable() for text in (found.access_key, found.secret_key, found.token)):
         raise CredentialsError("the credentials hold a line break or another character that cannot be sent")

@@ -7,6 +7,7 @@ from typing import Final
 
 from obstore import exceptions
 
+from checkpointd.bucket_urls import credentials_for, parse
 from checkpointd.errors import NotFoundError, StoreError, UnreadableError
 
 _STATUS: Final = re.compile(r"status code: (\d{3}[^:<]*)")
@@ -15,6 +16,9 @@ _CODE: Final = re.compile(r"(?:<Code>|\(code: )([\w.]{1,100})")
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,300})</Message>")
 _PROVIDER: Final = re.compile(r"credential provider: \w+: (.+)", re.DOTALL)
 _TOKEN: Final = re.compile(r"token request|/latest/(?:api/token|meta-data)")
+_SERVER: Final = re.compile(r"Error performing \w+ (https?://[^/\s]+)")
+_CAUSE: Final = re.compile(r'(?:message|error): "([^"\n]{1,200})"')
+"""In the dump of the client's state: why there is no connection."""
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _REASON_MAX: Final = 300
 _REFUSALS: Final = ("401 ", "403 ", "(AccessDenied)")
@@ -44,12 +48,12 @@ _CODES: Final = {
     "ServiceUnavailable": "SlowDown",
 }
 _REDIRECT: Final = "Received redirect without LOCATION"
-_NO_CREDENTIALS: Final = "docs/OBJECT_STORES.md says where credentials come from"
 _ADVICE_WITHOUT_CODE: Final = {
-    "InvalidCertificate": "the server's certificate is not trusted; name its authority's file in AWS_CA_BUNDLE (S3) or "
+    "InvalidCertificate": "the certificate of {server} is not trusted; name its authority's file in AWS_CA_BUNDLE (S3) or "
     "SSL_CERT_FILE",
-    "dns error": "the server was not reached, since its name is not known; the network or the endpoint may be wrong",
-    "HTTP error": "the server was not reached, or has not answered in time; the network or the endpoint may be wrong",
+    "dns error": "{server} was not reached, since its name is not known; the network or the endpoint may be wrong",
+    "HTTP error": "{server} was not reached, or has not answered in time; the network or the endpoint may be wrong",
+    "Account must be specified": "add ?account=NAME, or set AZURE_STORAGE_ACCOUNT_NAME",
     _REDIRECT: _ADVICE["PermanentRedirect"],
     "invalid path": "another program has put an object there whose name the client refuses; remove it",
 }
@@ -58,6 +62,8 @@ _ADVICE_WITHOUT_CODE: Final = {
 def store_error(doing: str, key: str, url: str, error: BaseException, *, reads: bool) -> StoreError:
     """The StoreError for `error`, an UnreadableError if the request only reads."""
     reason, advice = reason_of(error)
+    if _TOKEN.search(str(error)):
+        advice = credentials_for(parse(url).scheme)
     words = f"{doing} {key!r} in {url} failed: {reason}" + (f": {advice}" if advice else "")
     if is_forbidden(error) and error.__cause__ is None:
         error.__cause__ = PermissionError(reason)  # as at a file system: callers of any store look for it
@@ -114,16 +120,18 @@ def reason_of(error: BaseException) -> tuple[str, str]:
     text, _, state = str(error).partition("\n\nDebug source")
     text = text.strip()
     if found := _PROVIDER.search(text):
-        return found[1][:_REASON_MAX], _NO_CREDENTIALS
+        return found[1], ""
     status, code, message = (found[1] if (found := one.search(text)) else "" for one in (_STATUS, _CODE, _MESSAGE))
     if not code and any(one in text for one in _NO_BUCKET):
         code = "NoSuchBucket"
+    server = found[1] if (found := _SERVER.search(text)) else "the server"
     if _TOKEN.search(text):
-        return f"the client got no token to sign requests with ({status or 'no answer'})", _NO_CREDENTIALS
+        return f"{server} gave no token to sign requests with ({status or 'no answer'})", ""
     if not status and not code:
         last = text.rpartition("\n")[2].rpartition(" - ")[2]
         advice = next((words for sign, words in _ADVICE_WITHOUT_CODE.items() if sign in last or sign in state), "")
-        return last[-_REASON_MAX:] or type(error).__name__, advice
+        cause = f" ({found[1]})" if (found := _CAUSE.search(state)) else ""
+        return (last[-_REASON_MAX:] or type(error).__name__) + cause, advice.format(server=server)
     words = " ".join(one for one in (status.strip(), code and f"({code})") if one) + (f" {message}" if message else "")
     # An answer to HEAD has no body, so no code.
     return words[:_REASON_MAX], _ADVICE.get(_CODES.get(code or status[:3], code), "")

@@ -25,6 +25,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 from typing_extensions import Buffer
 
+from checkpointd import waits
 from checkpointd.bucket_urls import BucketUrl
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.store.base import Entry, each
@@ -44,6 +45,7 @@ from checkpointd.store.objects.paths import name_of, path_of
 from checkpointd.store.objects.unfinished import S3Uploads
 from checkpointd.store.requests import Requests
 from checkpointd.store.uploads import UnfinishedUpload
+from checkpointd.waits import FIRST_REPORT_S
 
 if TYPE_CHECKING:
     from obstore import Attributes, GetResult, UpdateVersion
@@ -55,6 +57,8 @@ REQUESTS_AT_ONCE: Final = 64
 """How many requests of a bucket are under way, beside uploads. Each has a connection."""
 PARTS_AT_ONCE: Final = 8
 """How many parts of one upload are under way."""
+QUIET_S: Final = 60.0
+"""The least time between two words about a server that does not answer."""
 PAUSE_S: Final = 0.2
 """The pause before a request is repeated that met another one for the same object, or got no answer."""
 PAGE: Final = 1000
@@ -86,8 +90,10 @@ class RemoteBucket(Bucket):
         try:
             self._client = _client(location)
         except FAILURES as error:
-            raise UsageError(f"{location.url} cannot be used: {reason_of(error)[0]}; see docs/OBJECT_STORES.md") from error
+            reason, advice = reason_of(error)
+            raise UsageError(f"{location.url} cannot be used: {reason}; {advice or 'see docs/OBJECT_STORES.md'}") from error
         self._requests, self._free = Requests(), asyncio.Semaphore(REQUESTS_AT_ONCE)
+        self._quiet_until = 0.0
         self._uploads = S3Uploads(location) if location.scheme == "s3" else None
 
     @property
@@ -127,7 +133,7 @@ class RemoteBucket(Bucket):
         while True:
             try:
                 async with self._free:
-                    await _answer(
+                    await self._answer(
                         obstore.put_async(
                             self._client, path, cast(Any, data), mode=mode, attributes=attributes, use_multipart=False
                         )
@@ -149,8 +155,11 @@ class RemoteBucket(Bucket):
 
     async def _pause(self, doing: str, key: str, error: BaseException, until: float) -> None:
         """Pause before the next try. Raises if the time is over."""
-        if asyncio.get_running_loop().time() >= until:
+        now = asyncio.get_running_loop().time()
+        if now >= until:
             raise store_error(doing, key, self.url, error, reads=False) from error
+        if not is_answer(error) and now >= until - self._location.retry_s + FIRST_REPORT_S:
+            self._say_silent()
         await asyncio.sleep(random.uniform(0.5, 1.5) * PAUSE_S)
 
     async def upload(self, key: str, parts: AsyncIterator[Buffer], part_bytes: int) -> None:
@@ -173,10 +182,10 @@ class RemoteBucket(Bucket):
         self._requests.gets += 1
         try:
             async with self._free:
-                found = await _answer(obstore.get_async(self._client, self._path(key)))
+                found = await self._answer(obstore.get_async(self._client, self._path(key)))
                 if found.meta["size"] > size_max:
                     return found.meta["size"]
-                return (await _answer(found.bytes_async())).to_bytes(), _head(found)
+                return (await self._answer(found.bytes_async())).to_bytes(), _head(found)
         except FAILURES as error:
             raise self._unreadable("reading", key, error) from error
 
@@ -184,7 +193,7 @@ class RemoteBucket(Bucket):
         self._requests.gets += 1
         try:
             async with self._free:
-                return await _answer(obstore.get_range_async(self._client, self._path(key), start=offset, length=nbytes))
+                return await self._answer(obstore.get_range_async(self._client, self._path(key), start=offset, length=nbytes))
         except FAILURES as error:
             if is_past_the_end(error):
                 return b""
@@ -194,7 +203,7 @@ class RemoteBucket(Bucket):
         self._requests.heads += 1
         try:
             async with self._free:
-                found = await _answer(obstore.get_async(self._client, self._path(key), options={"head": True}))
+                found = await self._answer(obstore.get_async(self._client, self._path(key), options={"head": True}))
         except FAILURES as error:
             unreadable = self._unreadable("looking for", key, error)
             if isinstance(unreadable, NotFoundError):
@@ -206,7 +215,7 @@ class RemoteBucket(Bucket):
         path = self._path(prefix)
         try:
             async with self._free:
-                found = await _answer(obstore.list_with_delimiter_async(self._client, path or None))
+                found = await self._answer(obstore.list_with_delimiter_async(self._client, path or None))
         except FAILURES as error:
             self._requests.lists += 1
             raise store_error("listing", prefix or "the root", self.url, error, reads=True) from error
@@ -221,7 +230,7 @@ class RemoteBucket(Bucket):
         self._requests.deletes += 1 + (len(keys) - 1) // PAGE
         try:
             async with self._free:
-                await _answer(obstore.delete_async(self._client, [self._path(key) for key in keys]))
+                await self._answer(obstore.delete_async(self._client, [self._path(key) for key in keys]))
         except FAILURES as error:
             if not is_missing(error):
                 raise store_error("removing", keys[0], self.url, error, reads=False) from error
@@ -241,6 +250,25 @@ class RemoteBucket(Bucket):
 
     async def close(self) -> None:
         """Nothing to release: the client has no state but its connections."""
+
+    async def _answer(self, request: Awaitable[T]) -> T:
+        """The answer to a request that is short, so that a long wait for it deserves a word."""
+        reminder = asyncio.get_running_loop().call_later(FIRST_REPORT_S, self._say_silent)
+        try:
+            return await _answer(request)
+        finally:
+            reminder.cancel()
+            del request  # as below
+
+    def _say_silent(self) -> None:
+        """One word for all requests that wait, and one a minute while the server is away."""
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + QUIET_S
+            waits.log.warning(
+                "%s has not answered for %.0f s; a request is repeated for %g s (the option retry_s)",
+                *(self._location.place, FIRST_REPORT_S, self._location.retry_s),
+            )
 
     def _path(self, key: str) -> str:
         return path_of(self._location.prefix, key)
@@ -267,7 +295,7 @@ class _Counted:
 
 
 async def _answer(request: Awaitable[T]) -> T:
-    """The answer to a request of the client."""
+    """The answer to a request of the client, which is kept in sight until the client has dropped it."""
     global _user
     _user = _user or os.getpid()
     if _user != os.getpid():
@@ -276,7 +304,10 @@ async def _answer(request: Awaitable[T]) -> T:
             'the method "spawn" or "forkserver" of multiprocessing'
         )
     _under_way.add(cast("Future[Any]", request))
-    return await request
+    try:
+        return await request
+    finally:
+        del request  # the traceback of an error must not keep it in sight
 
 
 def _head(found: GetResult) -> ObjectHead:

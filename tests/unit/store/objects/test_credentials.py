@@ -40,7 +40,7 @@ s3 =
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A ~/.aws of the test, and no other source of credentials."""
-    for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "REGION", "DEFAULT_REGION", "PROFILE", "CA_BUNDLE"):
+    for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "ENDPOINT", "REGION", "DEFAULT_REGION", "PROFILE", "CA_BUNDLE"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"):
@@ -132,13 +132,14 @@ async def test_variables_of_the_client_alone_change_nothing(
 @pytest.mark.parametrize(
     ("environment", "config", "words"),
     [
-        ({}, "", "no credentials were found.*anonymous=true"),
-        ({"AWS_ACCESS_KEY_ID": "key"}, "", "missing: AWS_SECRET_ACCESS_KEY"),
+        ({}, "", "no credentials were found.*; set AWS_ACCESS_KEY_ID.*anonymous=true"),
+        ({"AWS_ACCESS_KEY_ID": "key"}, "", "missing: AWS_SECRET_ACCESS_KEY; set AWS_ACCESS_KEY_ID and"),
+        ({}, "[default]\ncredential_process = /not/there\n", "'/not/there'; set AWS_ACCESS_KEY_ID and"),
         ({"AWS_PROFILE": "mine"}, "[profile mine]\ncredential_process = /bin/false\n", "custom-process"),
         (
             {"AWS_PROFILE": "mine"},
             "[profile mine]\nsso_start_url = https://x.example\nsso_region = a\nsso_account_id = 1\nsso_role_name = r\n",
-            "SSO Token",
+            "SSO Token.*; set AWS_ACCESS_KEY_ID and",
         ),
         ({"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "HUSH\n"}, "", "line break"),
         (
@@ -164,6 +165,21 @@ async def test_credentials_that_cannot_be_had_are_an_error_at_once(
             assert "HUSH" not in "".join(traceback.format_exception(caught.value))
             assert "server was not reached" not in str(caught.value)
     assert len(asked) <= 6
+
+
+@pytest.mark.parametrize("source", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "endpoint_url in ~/.aws"])
+def test_an_endpoint_outside_the_url_that_is_no_url_is_an_error_of_use(
+    home: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """The client in Rust panics over it."""
+    if source.startswith("AWS"):
+        monkeypatch.setenv(source, "key:HUSH@localhost:9000")
+    else:
+        (home / "config").write_text("[default]\nendpoint_url = key:HUSH@localhost:9000\n")
+    with pytest.raises(UsageError, match=f"the value of {source}: give a URL such as https://minio") as caught:
+        open_store("s3://bucket")
+    assert "HUSH" not in str(caught.value)
+    open_store("s3://bucket?endpoint=http://localhost:9000")  # this one counts
 
 
 @pytest.fixture
@@ -196,7 +212,7 @@ async def test_both_clients_trust_the_same_authorities(
         monkeypatch.setenv(named, str(authority))
     async with open_store(root) as store:
         if named == "nowhere":
-            with pytest.raises(StoreError, match=r"certificate is not trusted.*AWS_CA_BUNDLE"):
+            with pytest.raises(StoreError, match=rf"certificate of {private} is not trusted.*AWS_CA_BUNDLE"):
                 await store.put("x", b"here")
             return
         await store.put("x", b"here")
@@ -234,7 +250,7 @@ def test_a_config_that_cannot_be_read_is_named(home: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "environment", "words"),
     [
-        ("az://container/run1", {}, "az://container/run1.*Account must be specified"),
+        ("az://container/run1", {}, r"az://container/run1.*Account must be specified; add \?account=NAME"),
         ("az://container/run1?account=mine", {"AZURE_STORAGE_ACCOUNT_KEY": "HUSH not base64"}, "Access Key"),
         ("gs://bucket/run1", {"GOOGLE_APPLICATION_CREDENTIALS": "/missing.json"}, "/missing.json"),
     ],

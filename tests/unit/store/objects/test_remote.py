@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 
 from checkpointd.bucket_urls import parse
+from checkpointd.cli import program
+from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.store import open_store
 from checkpointd.store.objects import remote
 from checkpointd.store.objects.remote import REQUESTS_AT_ONCE, RemoteBucket
@@ -21,6 +25,7 @@ from checkpointd.store.uploads import abort_upload_of, unfinished_uploads_of
 from tests.servers.faulty_proxy import FaultyProxy
 from tests.servers.fixtures import Place, root_at
 from tests.servers.s3_operations import operation
+from tests.servers.s3_server import free_ports
 
 FORKED = """
 import asyncio, os, signal, sys
@@ -140,3 +145,66 @@ async def test_this_side_pays_for_all_requests_of_unfinished_uploads(
     asked = [one.request for one in moto_proxy.journal.entries]
     assert [operation(one) for one in asked if "x-amz-request-payer" not in one.headers] == []
     assert "ListMultipartUploads" in map(operation, asked)
+
+
+@pytest.fixture
+def away() -> str:
+    """A root at a port where nobody listens."""
+    return f"s3://bucket/run1?anonymous=true&endpoint=http://127.0.0.1:{free_ports(1)[0]}&retry_s=0.2"
+
+
+async def test_a_server_that_is_away_is_named_with_the_reason(away: str) -> None:
+    endpoint = parse(away).options["endpoint"]
+    async with open_store(away) as store:
+        with pytest.raises(UnreadableError, match=rf"\(Connection refused\): {endpoint} was not reached"):
+            await store.get("latest")
+
+
+def test_a_request_that_failed_does_not_hold_up_the_end_of_the_process(away: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_under_way", WeakSet())  # without those of other tests
+
+    async def failure() -> UnreadableError:
+        async with open_store(away) as store:
+            with pytest.raises(UnreadableError) as caught:
+                await store.list("")
+        return caught.value
+
+    kept = asyncio.run(failure())
+    assert kept.__traceback__ is not None
+    remote._rest()
+    assert not list(remote._under_way)
+
+
+async def test_a_server_that_is_silent_is_told_once_for_all_requests(
+    away: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_REPORT_S", 0.0)
+    async with open_store(away) as store:
+        for key in ("latest", "t/a/outcome"):
+            with pytest.raises(UnreadableError):
+                await store.get(key)
+    said = [record.getMessage() for record in caplog.records if record.name == "checkpointd.waits"]
+    assert said == ["s3://bucket/run1 has not answered for 0 s; a request is repeated for 0.2 s (the option retry_s)"]
+
+
+async def test_a_server_that_refuses_each_try_is_told_too(
+    away: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client does not repeat a conditional request, so none of them waits for long."""
+    monkeypatch.setattr(remote, "FIRST_REPORT_S", 0.5)
+    async with open_store(away.replace("retry_s=0.2", "retry_s=1.5")) as store:
+        with pytest.raises(StoreError, match="was not reached"):
+            await store.put_if_absent("latest", b"1")
+    assert [record.name for record in caplog.records].count("checkpointd.waits") == 1
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_command_tells_people_what_it_waits_for(
+    away: str, as_json: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote, "FIRST_REPORT_S", 0.0)
+    log = logging.getLogger("checkpointd")
+    monkeypatch.setattr(log, "handlers", [])
+    assert program.run(["list", away, *(["--json"] if as_json else [])]) == UnreadableError.exit_code
+    first = capfd.readouterr().err.splitlines()[0]
+    assert first.startswith('{"error"' if as_json else "s3://bucket/run1 has not answered for")
