@@ -57,6 +57,13 @@ def test_a_job_in_a_bucket_goes_on_where_it_was(seaweed_root: str) -> None:
         assert checkpoint.step == STEPS - 1
 
 
+def refused(code: int, *arguments: str) -> str:
+    """What a command says that ends with `code`."""
+    done = subprocess.run([sys.executable, "-m", "checkpointd", *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done
+    return done.stderr
+
+
 def test_the_commands_see_a_root_in_a_bucket(seaweed_root: str, seaweed_place: Place, tmp_path: Path) -> None:
     made, optimizer = model()
     with Checkpointer(seaweed_root) as ckpt:
@@ -71,6 +78,7 @@ def test_the_commands_see_a_root_in_a_bucket(seaweed_root: str, seaweed_place: P
     run("gc", seaweed_root, "--keep-last", "1")
     assert [row["tag"] for row in json.loads(run("list", seaweed_root, "--json"))["rows"]] == ["global_step1"]
     inside = seaweed_root.replace(f"/{seaweed_place.prefix}?", f"/{seaweed_place.prefix}/global_step1?")
-    wrong = subprocess.run([sys.executable, "-m", "checkpointd", "list", inside], capture_output=True, text=True, timeout=60)
-    assert wrong.returncode == 2
-    assert "lies in the root" in wrong.stderr
+    assert "lies in the root" in refused(2, "list", inside)
+    nothing = seaweed_root.replace(f"/{seaweed_place.prefix}?", f"/{seaweed_place.prefix}-misspelt?")
+    assert "no job ever saved there" in refused(4, "mirror", nothing, str(tmp_path / "mirror"))
+    assert not (tmp_path / "mirror").exists()
