@@ -14,6 +14,7 @@ from importlib import import_module
 
 import uvloop
 
+from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.config import ServeConfig, Watched, environment_watched
 from checkpointd.daemon import sandbox
 from checkpointd.daemon.process import priority
@@ -23,6 +24,7 @@ from checkpointd.daemon.served_roots import ServedRoots, on_a_thread
 from checkpointd.daemon.service import Service
 from checkpointd.daemon.users import check_users
 from checkpointd.errors import SidecarError, StoreError, UsageError
+from checkpointd.store.opening import import_client
 
 log = logging.getLogger("checkpointd")
 
@@ -76,6 +78,9 @@ def _import_what_is_needed_later(config: ServeConfig) -> None:
             import_module("checkpointd.daemon.http.server")  # aiohttp is in the extra `serve`, and takes a while to import
         except ImportError as error:
             raise UsageError(f"HTTP needs {error.name}: install checkpointd[serve], or start without --http") from error
+    mirrored = (place for one in config.mirrors for place in (one.origin, one.mirror))
+    if bucket := next(filter(is_bucket_url, (*config.roots, *mirrored)), None):
+        import_client(parse(bucket))
 
 
 async def _serve(

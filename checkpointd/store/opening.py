@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import import_module
 from urllib.parse import unquote, urlsplit
 
-from checkpointd.bucket_urls import is_bucket_url, parse, shown
+from checkpointd.bucket_urls import BucketUrl, is_bucket_url, parse, shown
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
@@ -48,11 +49,18 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
 
 def _bucket_store(text: str, *, read_only: bool) -> Store:
     location = parse(text)
+    import_client(location)
+    from checkpointd.store.objects.remote import RemoteBucket
+    from checkpointd.store.objects.store import ObjectStore
+
+    return ObjectStore(RemoteBucket(location), read_only=read_only)
+
+
+def import_client(location: BucketUrl) -> None:
+    """Import the client of the bucket at `location`, which takes a while. UsageError if it is not installed."""
     try:
-        from checkpointd.store.objects.remote import RemoteBucket
-        from checkpointd.store.objects.store import ObjectStore
+        import_module("checkpointd.store.objects.remote")
     except ModuleNotFoundError as error:
         if error.name != "obstore":
             raise
         raise UsageError(f"{location.url} needs obstore: pip install 'checkpointd[{location.scheme}]'") from error
-    return ObjectStore(RemoteBucket(location), read_only=read_only)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,13 @@ def test_what_is_left_of_a_url_is_not_served(tmp_path: Path, cli: Cli) -> None:
     answer = cli("serve", "--socket", tmp_path / "socket", "--root", "s3:/bucket/run1", "--uid", "0")
     assert answer.code == 2
     assert "a URL has two slashes, as in s3://bucket/path" in answer.err
+
+
+def test_a_daemon_for_buckets_needs_their_client_at_its_start(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("checkpointd.store.objects")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    answer = cli("serve", "--socket", tmp_path / "socket", "--root", "s3://bucket", "--uid", "0")
+    assert (answer.code, "s3://bucket needs obstore: pip install 'checkpointd[s3]'" in answer.err) == (2, True)
