@@ -39,7 +39,7 @@ COMPLETE_VARIABLE = "_CHECKPOINTD_COMPLETE"
 """A shell that asks for completions sets this variable; click reads it."""
 
 EPILOG = (
-    "ROOT is the directory that the job was given; it may be left out if CHECKPOINTD_ROOT names it. "
+    "ROOT is the directory or URL that the job was given; it may be left out if CHECKPOINTD_ROOT names it. "
     "Exit codes: 0 success, 1 unexpected error, 2 wrong call, 3 mismatch, 4 not found, 5 damaged, 6 storage, 7 aborted, "
     "9 fenced, 13 sidecar."
 )

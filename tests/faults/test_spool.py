@@ -317,7 +317,7 @@ def test_closing_leaves_what_is_not_uploaded_to_the_next_start(tmp_path: Path) -
         job.must_load(1)
 
 
-# --- a restart climbs the ladder ---------------------------------------------------------------------------------
+# --- where a restart loads from ----------------------------------------------------------------------------------
 
 
 def test_near_3_a_restart_loads_the_newest_save_from_the_spools_although_it_is_not_uploaded(
