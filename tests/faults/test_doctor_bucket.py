@@ -110,7 +110,8 @@ def test_what_a_killed_doctor_left_goes_with_the_next_one(seaweed_place: Place, 
 
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(sys.path)}
 STOPPED = """
-import asyncio, sys
+import asyncio, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
 from checkpointd.doctor.bucket import uploads
 from checkpointd.doctor.bucket import examine as bucket
 from checkpointd.doctor.examine import Question, examine
