@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,7 +24,6 @@ from checkpointd.store import open_store
 from tests.servers.careless_proxy import CarelessProxy, later, without_metadata
 from tests.servers.fixtures import Place, root_at
 from tests.servers.s3_requests import send
-from tests.servers.s3_server import S3Server
 from tests.servers.seaweed import SeaweedFS
 
 torch = pytest.importorskip("torch")
@@ -222,10 +222,8 @@ def test_an_identity_that_may_only_read(seaweed_place: Place, monkeypatch: pytes
         started(root)
 
 
-@pytest.mark.parametrize("server", ["seaweed", "moto"])
-def test_a_bucket_that_is_not_there(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: S3Server = request.getfixturevalue(server)
-    root = root_at(Place(found, "no-such-bucket", "run1"), monkeypatch)
+def test_a_bucket_that_is_not_there(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = root_at(replace(s3_place, bucket="no-such-bucket"), monkeypatch)
     findings = examined(root)
     assert set(findings) == {"bucket", "root"}
     assert "there is no such bucket" in findings["root"].fix
