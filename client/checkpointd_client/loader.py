@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -47,6 +47,7 @@ from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -320,9 +321,16 @@ class Loader:
         own = self._wait_for_own(self.sidecar, until) if self.sidecar is not None else ()
         others = [attempt for attempt in self.surviving if attempt not in own]
         left_s = max(0.0, until - time.monotonic())
-        late = self.writer.call(outlived(self.store, others, left_s), self.timeout_s) if others else ()
+        late = self.writer.call(outlived(self.store, others, left_s, spooled=self._spooled()), self.timeout_s) if others else ()
         if own or late:
             log.warning("still undecided: %s. Loading the newest committed checkpoint", ", ".join(sorted({*own, *late})))
+
+    def _spooled(self) -> Collection[str]:
+        """The attempts that this node can still upload: nobody may decide them, although they may have no lease."""
+        if self.near is None:
+            return ()
+        self.near.look()
+        return {f"{one.tag}/{one.attempt}" for one in self.near.offers(COORDINATOR)}
 
     def _wait_for_own(self, sidecar: SidecarClient, until: float) -> tuple[str, ...]:
         """Wait in the same way for this node's daemon; returns the attempts (`<tag>/<attempt>`) that it has not ended.

@@ -1,10 +1,11 @@
 """Waits for attempts that have outlived their trainer in a daemon, and decides those at which nobody works any more.
 
 Invariants
-  OUTLIVED-1  An attempt is decided only if nobody works at it, as far as others can tell: nobody renews its lease, and if the
-      caller has time, none of its objects has changed for as long as a lease lasts. A large object may look the same while it
-      is written, so a node that writes longer at one, after the coordinator's node died, may lose this save. A commit is never
-      lost, since the first outcome counts.
+  OUTLIVED-1  An attempt is decided only if nobody works at it, as far as others can tell: nobody renews its lease, it does not
+      wait in the caller's spool, where it has no lease (SAVEJOB-5 in `jobs.py`), and if the caller has time, none of its
+      objects has changed for as long as a lease lasts. A large object may look the same while it is written, so a node that
+      writes longer at one, after the coordinator's node died, may lose this save. A commit is never lost, since the first
+      outcome counts.
   OUTLIVED-2  A process that has tried to put an outcome acts on the one that counts, whatever the storage replied: it is
       durable, the catalog has it, `latest` names the newest checkpoint, and the files of a commit are shown.
   OUTLIVED-3  A caller that has time tries `latest` and the files again until they work. One that hurries, since a load waits,
@@ -48,16 +49,18 @@ async def outlived(
     sight: Sight | None = None,
     *,
     hurried: bool = True,
+    spooled: Collection[str] = (),
     check: Callable[[], Awaitable[None]] = anyhow,
 ) -> tuple[str, ...]:
     """Wait until the attempts `surviving`, at which daemons work, are decided. Returns those that are not.
 
     Waits at most `timeout_s`. Decides an attempt if nobody works at it any more (OUTLIVED-1), after `check`, which raises if
     nothing may be written. If `hurried`, this waits at most VOTES_S after the coordinator's vote, and takes an attempt without
-    a lease for one at which nobody works. Errors of checkpointd are logged, and leave the attempt undecided.
+    a lease for one at which nobody works, unless it is one of the `spooled`, whose coordinator's shard waits in a spool.
+    Errors of checkpointd are logged, and leave the attempt undecided.
     """
     looker = sight or Sight()
-    waits = [_Waiting(store, prefix, looker, hurried, check) for prefix in surviving]
+    waits = [_Waiting(store, prefix, looker, hurried, prefix in spooled, check) for prefix in surviving]
     async with asyncio.TaskGroup() as group:
         found = [group.create_task(one.decided_within(timeout_s)) for one in waits]
     return tuple(one.prefix for one, decided in zip(waits, found, strict=True) if not decided.result())
@@ -71,6 +74,7 @@ class _Waiting:
     prefix: str
     sight: Sight
     hurried: bool
+    is_spooled: bool
     check: Callable[[], Awaitable[None]]
     _watch: Watch = field(init=False)
     _has_tried: bool = False
@@ -129,7 +133,7 @@ class _Waiting:
 
     def _is_abandoned(self) -> bool:
         quiet_s = asyncio.get_running_loop().time() - self._since
-        return self._watch.is_abandoned() and (self.hurried or quiet_s >= self._watch.length_s)
+        return not self.is_spooled and self._watch.is_abandoned() and (self.hurried or quiet_s >= self._watch.length_s)
 
     async def _decide(self, view: AttemptView) -> None:
         """Put an outcome unless there is one, and act on the one that counts (OUTLIVED-2)."""

@@ -140,6 +140,28 @@ def test_a_load_does_not_wait_for_what_may_not_be_uploaded_before_the_next_windo
     ckpt.close()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("impatient")
+def test_a_load_aborts_nothing_that_still_waits_in_the_spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only waits there has no lease."""
+    with Checkpointer(tmp_path / "root", spool=tmp_path / "spool") as ckpt:
+        ckpt.save(1, state(1)).wait()
+    ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path))
+    ckpt.load(into())
+    ckpt.save(2, state(2)).wait("spooled")
+    ckpt.close()
+    monkeypatch.setattr(loader, "VOTES_S", 0.1)
+    ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path))
+    loaded = ckpt.load(into(), tag="global_step1")
+    assert loaded is not None
+    assert (loaded.step, loaded.source) == (1, "store")
+    ckpt.close()
+    with Checkpointer(tmp_path / "root", spool=tmp_path / "spool") as again:
+        loaded = again.load(into())
+        assert loaded is not None
+        assert loaded.step == 2, "it was not aborted"
+
+
 async def test_a_start_puts_no_leases_of_what_only_waits_in_the_spool(tmp_path: Path) -> None:
     """Hundreds may wait, and each renewal is a request."""
     root, config = MemoryStore(), held(tmp_path)

@@ -12,6 +12,7 @@ from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
 from checkpointd.errors import StoreError, StoreFullError, SupersededError, UnreadableError
+from checkpointd.pipeline.outcome.outlived import anyhow
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.spool.turns import HOLD_S
@@ -220,6 +221,20 @@ def test_a_shard_of_a_job_that_a_newer_start_has_fenced_is_dropped_and_says_so()
         assert "FencedError" in str(node.attempts[0].error.code if node.attempts[0].error else "")
         assert not [key for key in node.place.keys if "global_step1" in key]
         assert await committed(root) == []
+
+    run(main())
+
+
+def test_outlived_1_who_makes_room_decides_nothing_that_waits_in_its_own_spool() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root, windows="12:00-13:00")
+        attempt = node.save(1)
+        await until(lambda: attempt.phase is Phase.SPOOLED)
+        await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
+        assert attempt.phase is Phase.SPOOLED
+        await node.over()
+        assert await committed(root) == ["global_step1"]
 
     run(main())
 
