@@ -115,11 +115,23 @@ class SpoolSide:
         assert self.shard is not None
         turns = self.own.directory.turns(self.shard)
         try:
-            if not self._took and await unless(self.hooks.over, self.hooks.ends_fenced()):  # by a start before this process
+            if not self._took and await unless(self.hooks.over, self._is_left_behind()):
                 return False
             return await self._uploaded_in_turn(self.shard, turns, on_start)
         finally:
             turns.forget(self.shard)  # or it would keep all others from their turn
+
+    async def _is_left_behind(self) -> bool:
+        """Whether a start before this process has gone on without the attempt, which ends it. If this rank has voted, that
+        start decides: it commits what has the votes of all.
+        """
+        try:
+            if await standing_vote(self.state.store, self.info) is not None:
+                return False
+        except CheckpointdError as error:
+            log.debug("%s: whether rank %d has voted cannot be told yet: %s", self.info.prefix, self.info.rank, error)
+            return False  # its turn tells
+        return await self.hooks.ends_fenced()
 
     async def _uploaded_in_turn(self, shard: SpooledShard, turns: Turns, on_start: Callable[[], None]) -> bool:
         leads, pause_s, unread = self.info.rank == COORDINATOR, PAUSE_S_MIN, 0

@@ -13,6 +13,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
 from checkpointd.errors import StoreError, StoreFullError, SupersededError, UnreadableError
 from checkpointd.pipeline.outcome.outlived import anyhow
+from checkpointd.pipeline.outcome.recover import resolve
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.spool.turns import HOLD_S
@@ -221,6 +222,29 @@ def test_a_shard_of_a_job_that_a_newer_start_has_fenced_is_dropped_and_says_so()
         assert "FencedError" in str(node.attempts[0].error.code if node.attempts[0].error else "")
         assert not [key for key in node.place.keys if "global_step1" in key]
         assert await committed(root) == []
+
+    run(main())
+
+
+def test_a_vote_that_stands_is_left_to_the_start_that_has_fenced_it() -> None:
+    """It commits the attempt if all ranks have voted."""
+
+    async def main() -> None:
+        root = MemoryStore()
+        nonce = await begun_root(root, 2)
+        node = await Node(root, spool(), rank=1, world_size=2, nonce=nonce).begin()
+        attempt = node.save(1)
+        await until(lambda: attempt.phase is Phase.PREPARED)
+        await node.dies()
+        await begun_root(root, 2)
+        node = await node.restarts()
+        attempt = node.attempts[0]
+        await until(lambda: attempt.phase not in IN_SPOOL)
+        assert attempt.phase is Phase.PREPARED
+        await resolve(root, await catalog.view(root, attempt.info.tag, attempt.info.attempt))
+        await node.over()
+        assert attempt.outcome is not None
+        assert attempt.outcome.decided_by == -1
 
     run(main())
 
