@@ -112,7 +112,7 @@ def is_bucket_url(text: str) -> bool:
     if "://" not in text and (left := _REMAINS.search(text)):
         raise UsageError(
             f"{left[0].strip('/')!r} would be the name of a directory: a URL has two slashes, as in s3://bucket/path; give it "
-            "as a string, since pathlib.Path and os.path.abspath take one away, or put a directory before it"
+            "as a string, since pathlib.Path and os.path.abspath take one away. No directory of a path may have this name"
         )
     return "://" in text and text.partition("://")[0].lower() in SCHEMES
 

@@ -94,6 +94,12 @@ def test_a_secret_is_refused_and_not_repeated(text: str) -> None:
     assert "SH" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["./s3:/bucket/run1", "/mnt/gs:"])
+def test_no_path_leads_through_a_directory_that_is_named_as_the_remains_of_a_url(text: str) -> None:
+    with pytest.raises(UsageError, match="No directory of a path may have this name"):
+        is_bucket_url(text)
+
+
 @pytest.mark.parametrize("text", ["s3:/bucket/run1", "S3:/bucket", str(PurePosixPath("gs://bucket/run1")), "file:/mnt"])
 def test_a_url_that_has_lost_a_slash_is_no_directory(text: str) -> None:
     with pytest.raises(UsageError, match="two slashes"):
