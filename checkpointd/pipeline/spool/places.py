@@ -130,10 +130,11 @@ class DiskPlace:
     def _room(self) -> Room:
         disk = os.statvfs(self.directory)
         used = 0
-        for above, _, names in os.walk(self.directory):
-            for name in names:
-                with suppress(OSError):
-                    used += os.lstat(f"{above}/{name}").st_size
+        for root in self._names():
+            for above, _, names in os.walk(f"{self.directory}/{root}"):
+                for name in names:
+                    with suppress(OSError):
+                        used += os.lstat(f"{above}/{name}").st_size
         return Room(used, disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
 
     async def claim(self, name: str, key: str) -> Claim | None:

@@ -97,12 +97,14 @@ async def test_a_daemon_needs_no_descriptor_for_each_shard_that_waits(tmp_path: 
     assert len(os.listdir("/proc/self/fd")) < len(before) + 50, "threads may open some"
 
 
-async def test_the_room_counts_all_files(tmp_path: Path) -> None:
-    place = DiskPlace(str(tmp_path / "spool"))
-    place.open("r", None)
-    (tmp_path / "spool" / "r" / "a").write_bytes(bytes(1000))
-    (tmp_path / "spool" / "r" / "b").mkdir()
-    (tmp_path / "spool" / "r" / "b" / "c").write_bytes(bytes(24))
+async def test_the_room_counts_all_files_of_the_spool_and_no_others_beside_them(tmp_path: Path) -> None:
+    place, name = DiskPlace(str(tmp_path / "spool")), name_of("/mnt/run1", None)
+    place.open(name, None)
+    (tmp_path / "spool" / name / "a").write_bytes(bytes(1000))
+    (tmp_path / "spool" / name / "b").mkdir()
+    (tmp_path / "spool" / name / "b" / "c").write_bytes(bytes(24))
+    (tmp_path / "spool" / "datasets").mkdir()
+    (tmp_path / "spool" / "datasets" / "d").write_bytes(bytes(5000))
     room = await place.room()
     assert room.used == 1024
     assert 0 < room.free <= room.total
