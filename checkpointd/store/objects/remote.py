@@ -330,8 +330,8 @@ def _client(location: BucketUrl) -> ObjectStore:
     }
     given = location.options
     if location.scheme == "s3":
-        session = None if location.flag("anonymous") else s3_session(given.get("profile"))
-        credentials = cast(Any, s3_credentials(session))
+        session = s3_session(given.get("profile"))
+        credentials = None if location.flag("anonymous") else cast(Any, s3_credentials(session))
         if authorities := s3_authorities(session):  # the client itself knows SSL_CERT_FILE only
             options["root_certificate"] = Path(authorities).read_bytes()
         return S3Store(

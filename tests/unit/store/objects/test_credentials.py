@@ -104,6 +104,14 @@ async def test_an_endpoint_outside_the_url_is_used(
         assert await store.get("x") == b"here"
 
 
+def test_a_public_bucket_is_at_the_endpoint_of_the_profile_too(home: Path) -> None:
+    (home / "config").write_text("[default]\nendpoint_url = http://host:9000\nregion = eu-mine-1\n")
+    client = RemoteBucket(parse("s3://bucket/run1?anonymous=true"))._client
+    assert client.config["endpoint"] == "http://host:9000"  # type: ignore[union-attr,typeddict-item]
+    assert client.config["region"] == "eu-mine-1"  # type: ignore[union-attr,typeddict-item]
+    assert client.config["skip_signature"] == "true"  # type: ignore[union-attr,typeddict-item]
+
+
 @pytest.mark.parametrize("source", ["url", "profile"])
 def test_the_bucket_is_in_the_name_of_an_endpoint_outside_the_url(
     home: Path, monkeypatch: pytest.MonkeyPatch, source: str
