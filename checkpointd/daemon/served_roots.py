@@ -88,6 +88,14 @@ class ServedRoots:
         """As `store`, with the time limit of `checked`."""
         return self._open(await self.checked(root), user)
 
+    def as_served(self, root: str) -> str:
+        """The URL of `root`, which an earlier daemon served, with the options that this one uses; `root` if it has none."""
+        if is_bucket_url(root):
+            place = parse(root)
+            served = [replace(one, prefix=place.prefix) for one in self._buckets if one.holds(place)]
+            return next((one.url for one in served if one.identity == place.identity), root)
+        return root
+
     async def looked_after(self, root: str, joined: Sequence[User | None]) -> Store:
         """The store for scans of `root`, which the users `joined` have joined in this order; see `looks_as`."""
         path, owner = await self._ask(f"check {root}", lambda: self._with_owner(root))

@@ -95,7 +95,7 @@ class NodeSpool:
             shard.let_go()
             return True
         job = SaveJob(
-            record.url,
+            self._hub.roots.as_served(record.url),
             record.nonce,
             record.uid,
             state,
@@ -112,18 +112,19 @@ class NodeSpool:
 
     async def _state(self, shard: SpooledShard) -> WriterState:
         record = shard.record
-        key = (record.url, record.uid, record.vote.rank, record.nonce)
+        root = self._hub.roots.as_served(record.url)
+        key = (root, record.uid, record.vote.rank, record.nonce)
         if key not in self._states:
             user = await self.directory.place.owner(shard.spool.name)
             if record.uid not in self._hub.config.uids:
                 raise UsageError(f"this daemon does not serve user {record.uid}, whose save it is; start it with --uid as well")
-            store = await self._hub.roots.opened(record.url, user)
+            store = await self._hub.roots.opened(root, user)
             own = OwnSpool(self.directory, shard.spool, record.nonce, record.uid)
             config = PersistConfig(encoders=self._hub.config.encoders)
             state = WriterState(store=store, persist=config, commit=shard.commit, spool=own)
             state.tidier.keeps_before = record.keeps_before
             state.own_root.expect(record.attempt.epoch, record.nonce)
-            state.take_reader(self._hub.readers.setdefault((record.url, record.vote.rank, user), state.reader))
+            state.take_reader(self._hub.readers.setdefault((root, record.vote.rank, user), state.reader))
             self._states.setdefault(key, state)  # another shard of this rank may have come meanwhile
             self._hub.tidiers.add(self._states[key].tidier)
         return self._states[key]
