@@ -89,10 +89,10 @@ class ProcessSpool:
             await self.directory.sweep(self.store.url, before_epoch=epoch)
         except CheckpointdError as error:
             log.warning("leftovers stay in the spool %s: %s", self.config.directory, error)
-        for shard in await self._found():
-            if shard.record.attempt.epoch < epoch and await shard.claimed():
-                log.warning("%s: rank %d left its shard in the spool", shard.prefix, shard.record.vote.rank)
-                await self._begin(shard)
+        left = [one for one in await self._found() if one.record.attempt.epoch < epoch and await one.claimed()]
+        for shard in left:
+            log.warning("%s: rank %d left its shard in the spool", shard.prefix, shard.record.vote.rank)
+        await asyncio.gather(*map(self._begin, left))  # many may be announced, and each of these puts a lease
 
     async def _begin(self, shard: SpooledShard) -> None:
         record, nobody = shard.record, asyncio.get_running_loop().create_future()

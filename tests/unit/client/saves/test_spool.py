@@ -162,6 +162,46 @@ def test_a_load_aborts_nothing_that_still_waits_in_the_spool(tmp_path: Path, mon
         assert loaded.step == 2, "it was not aborted"
 
 
+class LeasesTogether(MemoryStore):
+    """Puts a lease of an attempt only once both attempts' leases are being put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.putting: set[str] = set()
+        self.both = asyncio.Event()
+
+    async def put(self, key: str, data: bytes) -> None:
+        if key.endswith(f"/{LEASE}"):
+            self.putting.add(key)
+            if len(self.putting) == 2:
+                self.both.set()
+            await self.both.wait()
+        await super().put(key, data)
+
+
+async def test_a_start_puts_the_leases_of_all_that_was_announced_at_once(tmp_path: Path) -> None:
+    """One after the other, those of many saves that wait for other ranks would take longer than a start waits."""
+    root, config = LeasesTogether(), held(tmp_path)
+    place: Any = DiskPlace(config.directory)
+    node = await Node(root, config, nonce=(await epochs.take(root, 1)).nonce, place=place).begin()
+    for step in (1, 2):
+        node.save(step)
+    await until(lambda: all(attempt.phase is Phase.SPOOLED for attempt in node.attempts))
+    for shard in node.directory.live:
+        await shard.note("announced")
+    for task in node.tasks:
+        task.cancel()
+    await asyncio.wait(node.tasks)
+    spool = ProcessSpool(config, root, node.persist)
+    await spool.open()
+    surviving = await spool.surviving()
+    epoch = await epochs.take(root, 1, surviving)
+    async with asyncio.timeout(30.0):
+        await spool.take_up(epoch.epoch)
+    assert {key.rpartition("/")[0] for key in root.putting} == set(surviving)
+    await spool.close()
+
+
 async def test_a_start_puts_no_leases_of_what_only_waits_in_the_spool(tmp_path: Path) -> None:
     """Hundreds may wait, and each renewal is a request."""
     root, config = MemoryStore(), held(tmp_path)
