@@ -38,7 +38,7 @@ log = logging.getLogger("checkpointd")
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
 """The pause after an upload that failed, which doubles each time."""
 UNREAD_MAX = 5
-"""So often an upload may fail because the spool's disk gives no bytes; then the shard counts as lost."""
+"""So often in a row an upload may fail because the spool's disk gives no bytes; then the shard counts as lost."""
 ROOM_S = 60.0
 """An upload waits at most half of this until retention has made room at the root: the slot is free, so nobody else waits."""
 
@@ -145,7 +145,7 @@ class SpoolSide:
             except (DecidedBefore, LinkError):
                 raise
             except StoreError as error:
-                unread += isinstance(error, SpoolUnreadError)
+                unread = unread + 1 if isinstance(error, SpoolUnreadError) else 0
                 if unread == UNREAD_MAX:  # it would keep all others from their turn
                     raise DamagedError(f"the spool lost this shard: {error}", rank=self.info.rank) from error
                 if (cause := str(error)) != self._said:

@@ -17,7 +17,7 @@ from checkpointd.pipeline.outcome.recover import resolve
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.spool.turns import HOLD_S
-from checkpointd.store.base import Store
+from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
 from tests.spooled_saves import AwayStore, MemoryPlace, Node, begun_root, contents, damage, until
@@ -443,6 +443,40 @@ def test_spool_9_a_disk_that_gives_a_shard_no_more_keeps_no_other_one_from_its_t
         assert "the spool's disk fails: input/output error" in str(node.attempts[2].error)
         assert asyncio.get_running_loop().time() < HOUR_S
         assert await committed(root) == ["global_step2", "global_step1"]
+
+    run(main())
+
+
+def test_spool_9_a_disk_that_fails_now_and_then_beside_the_root_loses_no_shard() -> None:
+    class Refusing(AwayStore):
+        refuses = False
+
+        async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+            if self.refuses:
+                raise StoreError("slow down")
+            return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
+
+    class Glitching(MemoryStore):
+        tries = 0
+
+        async def get(self, key: str, *, size_max: int = 1 << 30) -> bytes:
+            if key.endswith(".index"):
+                self.tries += 1
+                root.refuses = self.tries in (2, 4, 6, 8)
+                if self.tries in (1, 3, 5, 7, 9):
+                    raise UnreadableError("input/output error")
+            return await super().get(key, size_max=size_max)
+
+    root = Refusing(MemoryStore())
+
+    async def main() -> None:
+        nonce = await begun_root(root)
+        node = await Node(root, spool(), nonce=nonce, place=MemoryPlace(made=Glitching)).begin()
+        node.save(1)
+        await node.over()
+        (store,) = node.place.stores.values()
+        assert isinstance(store, Glitching)
+        assert (store.tries, await committed(root)) == (10, ["global_step1"])
 
     run(main())
 
