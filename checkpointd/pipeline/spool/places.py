@@ -192,7 +192,7 @@ class FileClaim:
         return None
 
     def release(self) -> None:
-        if self.descriptor >= 0:
+        if self.descriptor in _HELD:  # in a forked child, the number may be that of another file by now
             _HELD.discard(self.descriptor)
             os.close(self.descriptor)
             self.descriptor = -1

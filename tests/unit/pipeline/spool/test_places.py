@@ -86,6 +86,25 @@ def test_spool_3_a_forked_child_that_lives_on_holds_no_lock(tmp_path: Path) -> N
         os.waitpid(child, 0)
 
 
+def test_a_forked_child_that_ends_a_claim_closes_no_file_of_its_own(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    record.write_text("x")
+    claim = FileClaim.of(str(record))
+    assert claim is not None
+    child = os.fork()
+    if not child:
+        try:
+            taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(claim.descriptor + 1)]
+            claim.release()
+            for descriptor in taken:
+                os.fstat(descriptor)
+        except BaseException:
+            os._exit(1)
+        os._exit(0 if claim.descriptor in taken else 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    claim.release()
+
+
 async def test_a_daemon_needs_no_descriptor_for_each_shard_that_waits(tmp_path: Path) -> None:
     place = DiskPlace(str(tmp_path), alone=True)
     place.open("r", None)
