@@ -142,7 +142,7 @@ def test_a_snapshot_whose_copy_was_cut_off_is_never_persisted(tmp_path: Path, da
         assert (end.phase, end.code, end.ranks) == ("aborted", "AbortedError", [1])
         assert "ended while its snapshot was being taken" in end.message
     assert _latest(root) == "global_step1"
-    assert not list(root.glob("global_step2/*/*.chunks"))
+    wait_until(lambda: not list(root.glob("global_step2/*/*.chunks")), "the chunks of global_step2 go")
 
 
 def test_a_restart_loads_from_memory(tmp_path: Path, daemon: Daemon) -> None:
