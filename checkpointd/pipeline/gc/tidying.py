@@ -37,6 +37,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypeAlias
 
 from checkpointd.commit.facts import AttemptFacts
@@ -67,6 +68,7 @@ SMALL_BYTES = 256 << 20
 removal has looked at a long history."""
 TAGS_MAX = 64
 """The tags that are noted for the next removal. If there are more, it looks at all tags."""
+DUE_AGAIN_MAX = 4
 FULL_S = 10.0
 STUCK_S = 10.0
 OVER_S = 30.0
@@ -386,7 +388,7 @@ class Tidier:
 
     def ask(self, info: AttemptInfo) -> None:
         """Have dead attempts removed soon, since the coordinator's attempt `info` is decided (TIDY-1)."""
-        if not self._sees_all:
+        if not self._sees_all and len(self._tags) <= TAGS_MAX:  # with more, the next look is at all tags
             self._tags.add(info.tag)
         self._epoch = max(self._epoch, info.attempt.epoch)
         self._asked += 1
@@ -453,7 +455,7 @@ class Tidier:
             for scope in scopes:
                 await self._remove(scope)
         except CheckpointdError as error:
-            self._tags |= tags
+            self._due_again(tags)
             log.warning("leftovers at %s could not be removed: %s; the next save tries again", self._store.url, error)
         except Exception:
             log.exception("removing leftovers at %s failed in an unforeseen way; please report it", self._store.url)
@@ -468,6 +470,12 @@ class Tidier:
             self._look_again_at = asyncio.get_running_loop().time() + LOOK_S
             self._served = asked
             self._changed.set()
+
+    def _due_again(self, tags: Collection[str]) -> None:
+        """Look at these tags, of which not all could be removed, at the next removal, too. Only a few: a job may lack the right
+        to remove anything.
+        """
+        self._tags.update(islice(tags, max(0, DUE_AGAIN_MAX - len(self._tags))))
 
     def _drop(self, prefix: str) -> None:
         """Count the attempt no longer."""
@@ -504,7 +512,7 @@ class Tidier:
         for looked in scopes:
             self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
         if scope and not done.is_complete:
-            self._tags.add(scope)
+            self._due_again({scope})
         self._say(done)
 
     def _say(self, done: Retired) -> None:

@@ -398,6 +398,18 @@ def test_without_rules_a_tag_of_which_nothing_could_be_removed_is_due_again_with
     run(0, main)
 
 
+def test_a_job_that_may_remove_nothing_looks_at_few_older_tags_again() -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        disk.fails = True
+        for n in range(3 * tidying.DUE_AGAIN_MAX):
+            await job.run(2, tag=f"best{n}", first=2 * n)
+        assert len(job.states[0].tidier._tags) == tidying.DUE_AGAIN_MAX
+
+    run(0, main)
+
+
 @pytest.mark.parametrize(("nbytes", "most"), [(0, 3), (20 * 8192, 20), (1 << 30, 40)])
 def test_tidy_2_small_saves_wait_for_no_removal_until_they_are_many(
     nbytes: int, most: int, monkeypatch: pytest.MonkeyPatch
