@@ -436,9 +436,7 @@ class Attempt:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing)
             pause_s = max(0.0, min(next(delays), self._deadline - loop.time()))
-            if self.spool is None:
-                await asyncio.sleep(pause_s)
-            elif await stirred(self._stirred, self._spooled_pause_s(pause_s)):
+            if await stirred(self._stirred, self._spooled_pause_s(pause_s) if self.spool is not None else pause_s):
                 delays = self._delays()
 
     def _delays(self) -> Iterator[float]:
@@ -587,7 +585,8 @@ class Attempt:
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self._entered_at = phase, asyncio.get_running_loop().time()
-        self._stirred.set()
+        if self.spool is not None or (phase is Phase.PREPARED and self.info.rank == COORDINATOR):
+            self._stirred.set()  # a coordinator that has just voted may have all votes
         if phase in (Phase.SPOOLED, Phase.PREPARED):  # ATTEMPT-9
             outlast_s = self._state.outlast_s if self.spool is None else self.spool.own.timeout_s
             self._timeout_s = max(self._timeout_s, outlast_s)

@@ -78,6 +78,23 @@ def test_a_coordinator_that_is_there_decides_at_once() -> None:
     assert all(a.outcome is not None and a.outcome.decided_by == 0 for a in ended)
 
 
+def test_a_coordinator_whose_vote_is_the_last_decides_at_once_however_rarely_it_looks() -> None:
+    async def main() -> None:
+        info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=0, world_size=1, step=1, n=0)
+        commit = CommitConfig(timeout_s=DEADLINE_S, poll_max_s=30.0)
+        coordinator = Attempt(WriterState(store=MemoryStore(), commit=commit), info, deadline=DEADLINE_S)
+
+        async def staged() -> Shard:
+            await asyncio.sleep(100.0)
+            return make_shard(rank_arrays(0))
+
+        await coordinator.run(staged())
+        assert coordinator.phase is Phase.COMMITTED
+        assert asyncio.get_running_loop().time() < 101.0
+
+    simloop.run(1, main())
+
+
 class LosesAVote(MemoryStore):
     """As a file server that loses power once the commit is durable: what rank 1 had put without a sync is gone."""
 
