@@ -10,6 +10,7 @@ import argparse
 import ast
 import re
 import sys
+from itertools import count, groupby
 from pathlib import Path
 
 from checkpointd.commit.machine import FINAL, TABLE, Phase
@@ -87,13 +88,23 @@ def invariants(text: str) -> list[str]:
 
 def invariants_page() -> str:
     """Which module opens with which invariants."""
-    rows = []
-    for package in (TOP / "checkpointd", TOP / "client" / "checkpointd_client"):
-        for path in sorted(package.rglob("*.py")):
-            if names := invariants(path.read_text()):
-                shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-                rows.append(f"| {shown} | `{path.relative_to(TOP)}` |\n")
+    packages = (TOP / "checkpointd", TOP / "client" / "checkpointd_client")
+    rows = [
+        f"| {in_runs(names)} | `{path.relative_to(TOP)}` |\n"
+        for package in packages
+        for path in sorted(package.rglob("*.py"))
+        if (names := invariants(path.read_text()))
+    ]
     return INVARIANTS_HEAD + "".join(rows)
+
+
+def in_runs(names: list[str]) -> str:
+    """The names of one family in order: `A-1 to A-3, A-7`."""
+    family, numbers = names[0].rpartition("-")[0], sorted(int(name.rpartition("-")[2]) for name in names)
+    place = count()
+    runs = [list(run) for _, run in groupby(numbers, key=lambda number: number - next(place))]
+    ends = [dict.fromkeys((run[0], run[-1])) for run in runs]
+    return ", ".join(" to ".join(f"{family}-{number}" for number in one) for one in ends)
 
 
 def rule() -> str:

@@ -61,8 +61,8 @@ def command(
         return
     if done.left_out:
         named = ", ".join(done.left_out[:8])
-        why = "differs between ranks, is an array, or is a tensor in client_state"
-        warn(f"{count(len(done.left_out), 'value')} stayed behind, as it {why}: {named}")
+        why = "what differs between ranks, arrays, and tensors in client_state cannot be exported"
+        warn(f"{count(len(done.left_out), 'value')} stayed behind, since {why}: {named}")
 
 
 def page(done: Any) -> Iterator[Block]:
