@@ -272,6 +272,8 @@ class SimJob:
             self.storage.note(f"{rank.name} ends: {error.code if isinstance(error, RootInUseError) else error}")
             self.report.refused += isinstance(error, RootInUseError) and rank.rank == 0
             incarnation.interrupt("kill")
+            if incarnation is not self._newest:  # nobody waits for its end any more
+                self._kill_all(incarnation)
         except Exception as error:
             self.ledger.report(_innermost(error))
             incarnation.interrupt("kill")
