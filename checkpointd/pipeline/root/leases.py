@@ -12,7 +12,7 @@ Invariants
   LEASE-3  A job puts its lease before its epoch, so a process that sees the epoch of a living job also sees its lease.
   LEASE-4  A look at a lease ends at the first renewal, when the lease or its process is gone, or after the lease's length.
   LEASE-5  A job begins beside a living job only if both have the same name, or if the user says that it takes over the root. A
-      process that mirrors to the root begins beside none, whatever its name.
+      process that mirrors to the root begins beside none, whatever its name. A start that can read the lease no more fails.
   LEASE-6  A lease counts as gone only if its name is not listed either, so a stale directory entry makes no holder look dead.
   LEASE-7  A renewal that fails is logged and tried again; it ends no save. If somebody removes a lease, its holder puts it
       again only while it still matters: the job's epoch is the newest, or the attempt is undecided.
@@ -248,7 +248,9 @@ def _understood(data: bytes | None, key: str) -> Lease | None:
 
 
 async def _seen_alive(watch: Watch, about: str) -> Lease | None:
-    """The lease of `watch`, which was looked at once, if its holder renews it. Takes at most the lease's length (LEASE-4)."""
+    """The lease of `watch`, which was looked at once, if its holder renews it. Takes at most the lease's length (LEASE-4).
+    Raises StoreError if it can be read no more by then, since the holder may renew it all the same.
+    """
     if watch.has_ended():
         return None
     loop = asyncio.get_running_loop()
@@ -260,7 +262,10 @@ async def _seen_alive(watch: Watch, about: str) -> Lease | None:
             if await watch.look():
                 return watch.lease
         except StoreError as error:
+            if loop.time() >= until:
+                raise
             log.warning("%s cannot be looked at: %s; trying again", watch.key, error)
+            continue
         if watch.has_ended() or loop.time() >= until:
             return None
 

@@ -59,6 +59,20 @@ class Stale(MemoryStore):
         return await super().get(key, size_max=size_max)
 
 
+class Unreadable(MemoryStore):
+    """From its second read on, `key` cannot be read."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self._key, self.reads = key, 0
+
+    async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
+        self.reads += key == self._key
+        if key == self._key and self.reads > 1:
+            raise StoreError("the server has not answered in time")
+        return await super().get(key, size_max=size_max)
+
+
 # --- jobs ---------------------------------------------------------------------------------------------------------------
 
 
@@ -78,6 +92,19 @@ def test_lease_3_the_lease_is_there_before_the_epoch() -> None:
         assert (lease.process, lease.job, lease.length_s) == ("a", "train", LENGTH_S)
         assert (epoch.process, epoch.job) == ("a", "train")
         await held.release()
+
+    simulated(work)
+
+
+def test_lease_5_nobody_begins_beside_a_job_of_which_it_cannot_tell_whether_it_lives() -> None:
+    async def work() -> None:
+        store = Unreadable(job_lease_key(1))
+        await leases.begin(store, beginner("a", "train"))
+        store.reads = 0
+        with pytest.raises(StoreError, match="has not answered in time"):
+            await leases.begin(store, beginner("b", "other"))
+        assert await epochs.newest(store) == 1
+        await leases.begin(store, beginner("b", "other", take_over=True))
 
     simulated(work)
 
