@@ -238,8 +238,12 @@ ONLY_ON_DISK = (
 )
 MORE_STEPS = {"no fence": 6}
 """A new job takes longer to begin in a bucket, and the old one must still be at work then."""
-MORE_FAULTS: dict[str, Faults] = {"attempts of other daemons overlooked": ((1, Fail(1, "repeated", 20, "create", ".vote")),)}
-"""The vote of another rank is still on its way when the next job begins."""
+OTHER_FAULTS: dict[str, Callable[[int], Faults]] = {
+    "attempts of other daemons overlooked": lambda seed: (
+        (10 + seed // 2, Kill(0)),
+        (1, Fail(1, "repeated", 20, "create", ".vote")),  # so that it is still undecided when the next job begins
+    )
+}
 KINDS = {"link": "create", "rename": "replace", "create": "begin", "fsync": "complete"}
 """The requests that do what these system calls do."""
 EARLIER = 4
@@ -253,7 +257,7 @@ def test_mutations_of_the_commit_protocol_are_caught(name: str, monkeypatch: pyt
     def schedule(seed: int) -> Schedule:
         found = in_bucket(on_disk.schedule_of(mutation, seed))
         job = replace(found.job, steps=MORE_STEPS.get(name, found.job.steps))
-        return replace(found, job=job, faults=(*found.faults, *MORE_FAULTS.get(name, ())))
+        return replace(found, job=job, faults=OTHER_FAULTS[name](seed) if name in OTHER_FAULTS else found.faults)
 
     check_caught(mutation.apply, mutation.invariants, schedule, monkeypatch)
 
