@@ -162,6 +162,23 @@ def test_a_load_aborts_nothing_that_still_waits_in_the_spool(tmp_path: Path, mon
         assert loaded.step == 2, "it was not aborted"
 
 
+async def with_two_left(root: MemoryStore, config: SpoolConfig, *, announced: bool) -> ProcessSpool:
+    """The spool of a process that starts after one that has left two saves in it, which the catalog may announce."""
+    place: Any = DiskPlace(config.directory)
+    node = await Node(root, config, nonce=(await epochs.take(root, 1)).nonce, place=place).begin()
+    for step in (1, 2):
+        node.save(step)
+    await until(lambda: all(attempt.phase is Phase.SPOOLED for attempt in node.attempts))
+    for shard in node.directory.live if announced else ():
+        await shard.note("announced")
+    for task in node.tasks:
+        task.cancel()
+    await asyncio.wait(node.tasks)
+    spool = ProcessSpool(config, root, node.persist)
+    await spool.open()
+    return spool
+
+
 class LeasesTogether(MemoryStore):
     """Puts a lease of an attempt only once both attempts' leases are being put."""
 
@@ -181,19 +198,8 @@ class LeasesTogether(MemoryStore):
 
 async def test_a_start_puts_the_leases_of_all_that_was_announced_at_once(tmp_path: Path) -> None:
     """One after the other, those of many saves that wait for other ranks would take longer than a start waits."""
-    root, config = LeasesTogether(), held(tmp_path)
-    place: Any = DiskPlace(config.directory)
-    node = await Node(root, config, nonce=(await epochs.take(root, 1)).nonce, place=place).begin()
-    for step in (1, 2):
-        node.save(step)
-    await until(lambda: all(attempt.phase is Phase.SPOOLED for attempt in node.attempts))
-    for shard in node.directory.live:
-        await shard.note("announced")
-    for task in node.tasks:
-        task.cancel()
-    await asyncio.wait(node.tasks)
-    spool = ProcessSpool(config, root, node.persist)
-    await spool.open()
+    root = LeasesTogether()
+    spool = await with_two_left(root, held(tmp_path), announced=True)
     surviving = await spool.surviving()
     epoch = await epochs.take(root, 1, surviving)
     async with asyncio.timeout(30.0):
@@ -204,17 +210,8 @@ async def test_a_start_puts_the_leases_of_all_that_was_announced_at_once(tmp_pat
 
 async def test_a_start_puts_no_leases_of_what_only_waits_in_the_spool(tmp_path: Path) -> None:
     """Hundreds may wait, and each renewal is a request."""
-    root, config = MemoryStore(), held(tmp_path)
-    place: Any = DiskPlace(config.directory)
-    node = await Node(root, config, nonce=(await epochs.take(root, 1)).nonce, place=place).begin()
-    for step in (1, 2):
-        node.save(step)
-    await until(lambda: all(attempt.phase is Phase.SPOOLED for attempt in node.attempts))
-    for task in node.tasks:
-        task.cancel()
-    await asyncio.wait(node.tasks)
-    spool = ProcessSpool(config, root, node.persist)
-    await spool.open()
+    root = MemoryStore()
+    spool = await with_two_left(root, held(tmp_path), announced=False)
     surviving = await spool.surviving()
     assert len(surviving) == 2
     await spool.take_up((await epochs.take(root, 1, surviving)).epoch)
