@@ -84,6 +84,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Set if the codec is `delta`: the stored bytes are the difference from this chunk."""
 
     @property
+    def end(self) -> int:
+        """Where its stored bytes end in the object."""
+        return self.offset + self.stored
+
+    @property
     def full(self) -> Chunk:
         """The chunk that is stored in full: the base of a delta, else this chunk."""
         base = self.base
@@ -204,7 +209,7 @@ def _chunk_fault(chunk: Chunk, index: Index, item: int) -> str | None:
         return "lies outside the objects of its attempt"
     if chunk.raw < 1 or chunk.stored < 1 or max(chunk.raw, chunk.stored) > CHUNK_BYTES_MAX:
         return f"declares {chunk.raw} bytes, stored as {chunk.stored}"
-    if chunk.offset + chunk.stored > index.objects[chunk.object].size:
+    if chunk.end > index.objects[chunk.object].size:
         return "lies outside the objects of its attempt"
     if chunk.raw % item:
         return f"holds {chunk.raw} bytes, which is not a whole number of elements of {item} bytes"
@@ -230,7 +235,7 @@ def _check_apart(index: Index, key: str) -> None:
     """Check that two chunks lie either at the same bytes or at disjoint ones."""
     chunks = [chunk for entry in index.tensors for chunk in entry.chunks]
     chunks += [chunk.full for chunk in chunks if chunk.base is not None]
-    placed = sorted((c.object, c.offset, c.offset + c.stored) for c in chunks)
+    placed = sorted((c.object, c.offset, c.end) for c in chunks)
     for one, two in pairwise(placed):
         if one[0] == two[0] and two[1] < one[2] and one != two:
             name = index.objects[one[0]].name

@@ -37,7 +37,7 @@ def pieces_by_object(index: Index) -> list[tuple[StoredPiece, ...]]:
 
 def _piece(chunk: Chunk) -> StoredPiece:
     digest = chunk.digest if chunk.checksum is None else chunk.checksum.to_bytes(8, "big")
-    return StoredPiece(chunk.offset, chunk.offset + chunk.stored, digest)
+    return StoredPiece(chunk.offset, chunk.end, digest)
 
 
 class PassingCheck:

@@ -1,7 +1,8 @@
 """Stage 4 of a load: read chunks, each once, into the memory of their tensors or into buffers, and verify them there.
 
 Neighbours are read together by one call. It reads chunks that are stored raw straight into their places, if these are known,
-and the others into a buffer.
+and the others into a buffer. Where each read is a request, a run of such chunks may be long. It is read in pieces that begin at
+multiples of a piece's size, as the parts do in which the object was uploaded: a server then finds a piece in one part.
 
 Invariants
   READ-1  A byte of a chunk reaches a sink only after its codec and its digest were checked. A place is filled before the check;
@@ -17,10 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -60,8 +64,10 @@ class ReadGroup:
     start: int
     stop: int
     wanted: list[ChunkRead]
-    in_place: frozenset[int] = frozenset()
+    in_place: set[int] = field(default_factory=set)
     """Which of `wanted` are read straight into their places, by number."""
+    is_run: bool = False
+    """Whether all of `wanted` may be read into their places, however small they are."""
 
     @property
     def size(self) -> int:
@@ -85,9 +91,22 @@ class ReadGroup:
                 found.pop()
                 place = replace(last, nbytes=last.nbytes + place.nbytes)
             found.append(place.data)
-            at, last = chunk.offset + chunk.stored, place
+            at, last = chunk.end, place
         if at < self.stop:
             found.append(self._between(buffer, at, self.stop))
+        return found
+
+    def pieces(self, nbytes: int) -> list[Piece]:
+        """The pieces of a run that takes no buffer, cut at the multiples of `nbytes` in the object."""
+        found: list[Piece] = []
+        parts, first = _Cutter(self.parts(_NO_BUFFER)), 0
+        for start, stop in pairwise([self.start, *range((self.start // nbytes + 1) * nbytes, self.stop, nbytes), self.stop]):
+            while self.wanted[first].chunk.end <= start:
+                first += 1
+            last = first
+            while last < len(self.wanted) and self.wanted[last].chunk.offset < stop:
+                last += 1
+            found.append(Piece(start, stop, parts.next(stop - start), range(first, last)))
         return found
 
     def _between(self, buffer: Bytes, start: int, stop: int) -> Bytes:
@@ -98,6 +117,35 @@ class ReadGroup:
         """The memory that reading the group takes: its buffer, the bases, and two copies of a chunk while it is decoded."""
         decoded_max = max(w.chunk.raw if w.chunk.codec != "raw" else 0 for w in self.wanted)
         return self.buffered + 2 * decoded_max + sum(w.chunk.raw for w in self.wanted if w.chunk.base is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a run that is one request: the bytes `[start, stop)` of the object, and the memory that they are read into.
+
+    `chunks`: those of which it has bytes, by number.
+    """
+
+    start: int
+    stop: int
+    memory: list[Bytes]
+    chunks: range
+
+
+class _Cutter:
+    """Cuts pieces of memory from `parts`, one after the other."""
+
+    def __init__(self, parts: Iterable[Bytes]) -> None:
+        self._parts, self._rest = iter(parts), _NO_BUFFER
+
+    def next(self, nbytes: int) -> list[Bytes]:
+        found: list[Bytes] = []
+        while nbytes:
+            if not self._rest.size:
+                self._rest = next(self._parts)
+            found.append(self._rest[:nbytes])
+            self._rest, nbytes = self._rest[nbytes:], nbytes - found[-1].size
+        return found
 
 
 async def read_chunks(
@@ -115,27 +163,35 @@ async def read_chunks(
     if the storage fails. A missing object counts as damage, so use a store that raises NotFoundError only if that is proved
     (`store/patient.py`).
     """
-    groups = group_chunks(wanted, _block_bytes(store, config), store.capabilities.gap_bytes)
+    block_bytes, gap_bytes = _block_bytes(store, config), store.capabilities.gap_bytes
+    # Ranks that share the reading pass on one block at a time.
+    has_runs = store.capabilities.read_bytes > 0 and sharing is None
+    groups = group_chunks(wanted, block_bytes, gap_bytes, has_runs=has_runs)
     width = max(config.reads, store.capabilities.at_once)
-    damage: dict[int, list[DamagedError]] = {}
+    damage = Damage()
     circle = None if sharing is None else await sharing.join(_print(groups))
     if circle is not None:
-        reader = _GroupReader(store, config, on_bytes)
-        turns = [partial(reader.begin, group, number, circle, damage) for number, group in enumerate(groups)]
+        reader = _GroupReader(store, config, on_bytes, damage)
+        turns = [partial(reader.begin, group, number, circle) for number, group in enumerate(groups)]
         await take_turns(circle, turns, width)
-    reader = _GroupReader(store, config, on_bytes)
-    works = [partial(reader.read, group, number, damage) for number, group in enumerate(groups) if number not in damage]
+    reader = _GroupReader(store, config, on_bytes, damage)
+    works = [work for number, group in enumerate(groups) if (number, 0) not in damage for work in reader.works(group, number)]
     await run_workers(works, width)
     return [error for _, found in sorted(damage.items()) for error in found]
 
 
+Damage = dict[tuple[int, int], list[DamagedError]]
+"""The number of a group and of a piece of it (0 of a whole group) -> the damage found there, as soon as it was read."""
+
+
 @dataclass(slots=True)
 class _GroupReader:
-    """Reads groups within one budget of memory. The damage of each group that is done is noted under its number."""
+    """Reads groups within one budget of memory, and notes the damage of each that is done."""
 
     store: Store
     config: LoadConfig
     on_bytes: Callable[[int], None]
+    damage: Damage
     budget: Budget = field(init=False)
     buffers: _Buffers = field(init=False)
 
@@ -147,18 +203,38 @@ class _GroupReader:
         """The memory that `group` takes here and in the store."""
         return group.nbytes + (group.size if self.store.capabilities.read_bytes else 0)
 
-    async def read(self, group: ReadGroup, number: int, damage: dict[int, list[DamagedError]]) -> None:
+    def works(self, group: ReadGroup, number: int) -> list[Callable[[], Awaitable[None]]]:
+        """What reads, verifies and delivers `group`: one call for each piece of a long run."""
+        block_bytes = _block_bytes(self.store, self.config)
+        if not group.is_run or group.size <= block_bytes:
+            return [partial(self.read, group, number)]
+        pieces = group.pieces(block_bytes)
+        run = _Run(group, pieces)
+        return [partial(self.read_piece, run, piece, (number, at)) for at, piece in enumerate(pieces)]
+
+    async def read(self, group: ReadGroup, number: int) -> None:
         """Read, verify and deliver `group`."""
         async with self.budget.hold(self.memory(group)), self.buffer(group) as buffer:
-            damage[number] = await self.read_into(group, buffer)
+            self.damage[number, 0] = await self.read_into(group, buffer)
 
-    async def begin(self, group: ReadGroup, number: int, circle: Circle, damage: dict[int, list[DamagedError]]) -> Turn:
+    async def read_piece(self, run: _Run, piece: Piece, number: tuple[int, int]) -> None:
+        """Read `piece` of `run`, then verify and deliver the chunks that are there now."""
+        parts, nbytes = [part.data for part in piece.memory], piece.stop - piece.start
+        async with self.budget.hold(nbytes):
+            try:
+                self.damage[number] = await self.store.get_parts(run.group.key, piece.start, parts, partial(run.deliver, piece))
+            except (NotFoundError, DamagedError) as error:
+                self.damage[number] = run.lose(piece, error)
+            else:
+                self.on_bytes(nbytes)
+
+    async def begin(self, group: ReadGroup, number: int, circle: Circle) -> Turn:
         """Take memory for `group`, and begin to read it if it is this rank's turn."""
         source = number % circle.size
         is_own = source == circle.place
         # SHARE-2. A rank sends one piece of memory.
         if not is_own or group.buffered or len(group.parts(_NO_BUFFER)) > 1:
-            group = replace(group, in_place=frozenset())
+            group = replace(group, in_place=set())
         held = AsyncExitStack()
         await held.enter_async_context(self.budget.hold(self.memory(group)))
         buffer = await held.enter_async_context(self.buffer(group))
@@ -169,7 +245,7 @@ class _GroupReader:
             if found and not is_own:
                 log.warning("%s is read again: what came from another rank is wrong: %s", group.key, found[0])
                 found = await self.read_into(group, buffer)  # SHARE-1
-            damage[number] = found
+            self.damage[number, 0] = found
 
         reading = asyncio.create_task(self.store.get_range(group.key, group.start, memory.data)) if is_own else None
         return Turn(source, memory, reading, held, finish)
@@ -205,6 +281,30 @@ class _GroupReader:
         return lost + found
 
 
+class _Run:
+    """A run that is read in pieces, several at once: which of its chunks are whole, and which are lost."""
+
+    def __init__(self, group: ReadGroup, pieces: Iterable[Piece]) -> None:
+        self.group = group
+        self._missing = Counter(number for piece in pieces for number in piece.chunks)
+        self._lost: set[int] = set()
+        self._lock = threading.Lock()
+
+    def deliver(self, piece: Piece) -> list[DamagedError]:
+        """Verify the chunks that are whole with `piece`, which was read just now, and pass them on. Called on a thread."""
+        with self._lock:
+            self._missing.subtract(piece.chunks)
+            whole = [number for number in piece.chunks if not self._missing[number]]
+        return _deliver(self.group, _NO_BUFFER, {}, whole)
+
+    def lose(self, piece: Piece, error: NotFoundError | DamagedError) -> list[DamagedError]:
+        """The damage of the chunks of `piece`, which cannot be read, but for those that another lost piece has named."""
+        lost = [number for number in piece.chunks if number not in self._lost]
+        self._lost.update(lost)
+        wanted = [self.group.wanted[number] for number in lost]
+        return [_lost(replace(self.group, wanted=wanted), error)] if wanted else []
+
+
 def _block_bytes(store: Store, config: LoadConfig) -> int:
     """The most bytes of neighbouring chunks that are read together: more where each read is a request."""
     return max(config.block_bytes, min(store.capabilities.read_bytes, config.budget_bytes // READS_IN_BUDGET))
@@ -216,35 +316,43 @@ def _print(groups: Iterable[ReadGroup]) -> bytes:
     return xxh3_128(msgspec.msgpack.encode(reads))
 
 
-def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int, gap_bytes: int) -> list[ReadGroup]:
-    """Chunks at most `gap_bytes` apart that are read together, at most `block_bytes`; a larger chunk is read alone."""
+def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int, gap_bytes: int, *, has_runs: bool = False) -> list[ReadGroup]:
+    """Chunks at most `gap_bytes` apart that are read together, at most `block_bytes`; a larger chunk is read alone.
+
+    `has_runs`: chunks that may all be read into their places make a run of any length.
+    """
     groups: list[ReadGroup] = []
-    for item in sorted(wanted, key=lambda w: (w.key, w.chunk.offset)):
-        start, stop = item.chunk.offset, item.chunk.offset + item.chunk.stored
+    items = sorted(wanted, key=lambda w: (w.key, w.chunk.offset))
+    for item, is_placed in zip(items, _placed(items), strict=True):
         last = groups[-1] if groups else None
-        is_near = last is not None and last.key == item.key and start - last.stop <= min(gap_bytes, GAP_BYTES_MAX)
-        if last is None or not is_near or stop - last.start > block_bytes:
-            last = ReadGroup(item.key, start, stop, [])
+        is_near = last is not None and last.key == item.key and item.chunk.offset - last.stop <= min(gap_bytes, GAP_BYTES_MAX)
+        is_longer = is_near and last is not None and last.is_run and is_placed
+        if last is None or not is_near or not (is_longer or item.chunk.end - last.start <= block_bytes):
+            last = ReadGroup(item.key, item.chunk.offset, item.chunk.end, [], is_run=has_runs)
             groups.append(last)
-        last.stop = max(last.stop, stop)
+        last.stop = max(last.stop, item.chunk.end)
+        last.is_run &= is_placed
+        if is_placed:
+            last.in_place.add(len(last.wanted))
         last.wanted.append(item)
     for group in groups:
-        group.in_place = _in_place(group.wanted)
+        if not group.is_run:
+            group.in_place = {n for n in group.in_place if group.wanted[n].chunk.raw >= IN_PLACE_BYTES_MIN}
     return groups
 
 
-def _in_place(wanted: Sequence[ChunkRead]) -> frozenset[int]:
-    """Which of `wanted` may be read straight into their places, and are large enough: none if a chunk has two places."""
-    found, at = set[int](), 0
-    for number, item in enumerate(wanted):
-        chunk = item.chunk
-        if chunk.offset < at:
-            return frozenset()
-        at = chunk.offset + chunk.stored
-        is_raw = chunk.codec == "raw" and chunk.stored == chunk.raw
-        if is_raw and item.place is not None and chunk.raw >= IN_PLACE_BYTES_MIN:
-            found.add(number)
-    return frozenset(found)
+def _placed(items: Sequence[ChunkRead]) -> list[bool]:
+    """Which of `items`, in the order of their offsets, may be read straight into their places: none that shares bytes."""
+    found, furthest = [False] * len(items), 0
+    for number, item in enumerate(items):
+        chunk, before = item.chunk, items[furthest]
+        if number and before.key == item.key and chunk.offset < before.chunk.end:
+            found[furthest] = False
+        else:
+            found[number] = chunk.codec == "raw" and chunk.stored == chunk.raw > 0 and item.place is not None
+        if before.key != item.key or chunk.end >= before.chunk.end:
+            furthest = number
+    return found
 
 
 def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError:
@@ -254,13 +362,16 @@ def _lost(group: ReadGroup, error: NotFoundError | DamagedError) -> DamagedError
     return DamagedError(f"{error} (rank {rank}, {listed(names, NAMED)})", key=group.key, fqn=names[0], rank=rank)
 
 
-def _deliver(group: ReadGroup, buffer: Bytes, bases: Mapping[int, Bytes]) -> list[DamagedError]:
+def _deliver(
+    group: ReadGroup, buffer: Bytes, bases: Mapping[int, Bytes], numbers: Iterable[int] | None = None
+) -> list[DamagedError]:
     """Verify each chunk of `group`, which was read into its place or `buffer`, and pass whole ones to their places and sinks.
 
-    Deltas without a base are left out.
+    Only those of `numbers` if they are given. Deltas without a base are left out.
     """
     damage = []
-    for number, item in enumerate(group.wanted):
+    for number in range(len(group.wanted)) if numbers is None else numbers:
+        item = group.wanted[number]
         if item.chunk.base is not None and number not in bases:
             continue
         at, place = item.chunk.offset - group.start, None if item.place is None else item.place.data

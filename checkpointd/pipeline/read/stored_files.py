@@ -74,7 +74,7 @@ def stored_files(prefix: str, index: Index) -> list[StoredFile]:
     by_object: dict[int, list[FileChunk]] = defaultdict(list)
     for entry in index.tensors:
         for chunk in entry.chunks:
-            by_object[chunk.object].append(FileChunk(chunk.offset, chunk.offset + chunk.stored, entry.fqn, chunk))
+            by_object[chunk.object].append(FileChunk(chunk.offset, chunk.end, entry.fqn, chunk))
     found = []
     for number, file in enumerate(files.files):
         key = index.objects[number].key(prefix) if number < len(index.objects) else prefix
