@@ -32,6 +32,7 @@ import numpy as np
 from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CodecError, DamagedError, NotFoundError
+from checkpointd.layout.indexes import Chunk
 from checkpointd.phrases import listed
 from checkpointd.pipeline.read.bases import read_bases
 from checkpointd.pipeline.read.decode import decoded
@@ -78,6 +79,12 @@ class ReadGroup:
         """The bytes of the buffer that the group needs."""
         return self.size if len(self.in_place) < len(self.wanted) else 0
 
+    def takes(self, chunk: Chunk, is_placed: bool, block_bytes: int, gap_bytes: int) -> bool:
+        """Whether `chunk`, which begins no earlier than these, is read together with them."""
+        if chunk.offset - self.stop > min(gap_bytes, GAP_BYTES_MAX):
+            return False
+        return (self.is_run and is_placed) or chunk.end <= self.stop or chunk.end - self.start <= block_bytes
+
     def parts(self, buffer: Bytes) -> list[Bytes]:
         """The memory that the group is read into, in the order of the object: places, and parts of `buffer` between them."""
         found: list[Bytes] = []
@@ -97,7 +104,7 @@ class ReadGroup:
         return found
 
     def pieces(self, nbytes: int) -> list[Piece]:
-        """The pieces of a run that takes no buffer, cut at the multiples of `nbytes` in the object."""
+        """The pieces of a run, cut at the multiples of `nbytes` in the object; none that lies in a gap."""
         found: list[Piece] = []
         parts, first = _Cutter(self.parts(_NO_BUFFER)), 0
         for start, stop in pairwise([self.start, *range((self.start // nbytes + 1) * nbytes, self.stop, nbytes), self.stop]):
@@ -106,7 +113,9 @@ class ReadGroup:
             last = first
             while last < len(self.wanted) and self.wanted[last].chunk.offset < stop:
                 last += 1
-            found.append(Piece(start, stop, parts.next(stop - start), range(first, last)))
+            memory = parts.next(stop - start)
+            if first < last:
+                found.append(Piece(start, stop, memory, range(first, last)))
         return found
 
     def _between(self, buffer: Bytes, start: int, stop: int) -> Bytes:
@@ -163,17 +172,18 @@ async def read_chunks(
     if the storage fails. A missing object counts as damage, so use a store that raises NotFoundError only if that is proved
     (`store/patient.py`).
     """
-    block_bytes, gap_bytes = _block_bytes(store, config), store.capabilities.gap_bytes
-    # Ranks that share the reading pass on one block at a time.
-    has_runs = store.capabilities.read_bytes > 0 and sharing is None
-    groups = group_chunks(wanted, block_bytes, gap_bytes, has_runs=has_runs)
+    wanted, block_bytes, gap_bytes = [*wanted], _block_bytes(store, config), store.capabilities.gap_bytes
     width = max(config.reads, store.capabilities.at_once)
     damage = Damage()
-    circle = None if sharing is None else await sharing.join(_print(groups))
-    if circle is not None:
-        reader = _GroupReader(store, config, on_bytes, damage)
-        turns = [partial(reader.begin, group, number, circle) for number, group in enumerate(groups)]
-        await take_turns(circle, turns, width)
+    groups: list[ReadGroup] | None = None
+    if sharing is not None:
+        shared = group_chunks(wanted, block_bytes, gap_bytes)
+        if (circle := await sharing.join(_print(shared))) is not None:
+            groups, reader = shared, _GroupReader(store, config, on_bytes, damage)
+            turns = [partial(reader.begin, group, number, circle) for number, group in enumerate(groups)]
+            await take_turns(circle, turns, width)
+    if groups is None:
+        groups = group_chunks(wanted, block_bytes, gap_bytes, has_runs=store.capabilities.read_bytes > 0)
     reader = _GroupReader(store, config, on_bytes, damage)
     works = [work for number, group in enumerate(groups) if (number, 0) not in damage for work in reader.works(group, number)]
     await run_workers(works, width)
@@ -324,13 +334,11 @@ def group_chunks(wanted: Iterable[ChunkRead], block_bytes: int, gap_bytes: int, 
     groups: list[ReadGroup] = []
     items = sorted(wanted, key=lambda w: (w.key, w.chunk.offset))
     for item, is_placed in zip(items, _placed(items), strict=True):
-        last = groups[-1] if groups else None
-        is_near = last is not None and last.key == item.key and item.chunk.offset - last.stop <= min(gap_bytes, GAP_BYTES_MAX)
-        is_longer = is_near and last is not None and last.is_run and is_placed
-        if last is None or not is_near or not (is_longer or item.chunk.end - last.start <= block_bytes):
-            last = ReadGroup(item.key, item.chunk.offset, item.chunk.end, [], is_run=has_runs)
+        last, chunk = groups[-1] if groups else None, item.chunk
+        if last is None or last.key != item.key or not last.takes(chunk, is_placed, block_bytes, gap_bytes):
+            last = ReadGroup(item.key, chunk.offset, chunk.end, [], is_run=has_runs)
             groups.append(last)
-        last.stop = max(last.stop, item.chunk.end)
+        last.stop = max(last.stop, chunk.end)
         last.is_run &= is_placed
         if is_placed:
             last.in_place.add(len(last.wanted))
