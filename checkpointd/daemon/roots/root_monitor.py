@@ -156,16 +156,22 @@ class RootMonitor:
         store = known.store
         store.on_answer = on_answer
         on_answer()
+        busy = self._busy(root)
         look, in_doubt = await known.scanner.look(store, await self._hub.roots.room(root))
         self._show(root, look)
         await inline_saves.find(self._hub, root, store, known.scanner.fresh)
         known.scanner.fresh.clear()
         if self._hub.leaving:
             return
-        busy = {job.info.prefix for job in self._hub.jobs.at(root)}
+        # A job may have ended since the look began. What it has left is seen by the next look.
+        busy |= self._busy(root)
         if await known.doubts.settle(store, in_doubt, busy, asyncio.get_running_loop().time()):
             look, _ = await known.scanner.look(store)
             self._show(root, look)
+
+    def _busy(self, root: str) -> set[str]:
+        """The attempts at which a save job of this daemon works."""
+        return {job.info.prefix for job in self._hub.jobs.at(root)}
 
     def _show(self, root: str, look: RootScan) -> None:
         before = self._hub.root_scans.get(root)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -178,6 +179,7 @@ def test_monitor_2_a_look_goes_on_while_the_storage_answers(
         monkeypatch.setattr(monitor_module.inline_saves, "find", none)
         hub = SimpleNamespace(
             roots=SimpleNamespace(looked_after=given, room=none),
+            jobs=SimpleNamespace(at=lambda _: []),
             users_at=lambda _: [],
             root_scans={},
             looking_at=set(),
@@ -426,6 +428,25 @@ async def test_indoubt_3_what_a_job_works_at_is_left_alone(
     monkeypatch.setattr(hub.jobs.__class__, "at", lambda *_: [SimpleNamespace(info=save.info(1))])
     await look(hub, root)
     assert await state(store) == "in-doubt"
+
+
+@pytest.mark.usefixtures("dead_job")
+async def test_indoubt_3_an_attempt_whose_job_ends_during_a_look_is_left_to_the_next_one(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save: Save = await leave_in_doubt(store)
+    working, scan = [SimpleNamespace(info=save.info(1))], RootScanner.look
+
+    async def looking(*given: Any) -> Any:
+        found = await scan(*given)
+        working.clear()
+        return found
+
+    monkeypatch.setattr(hub.jobs.__class__, "at", lambda *_: list(working))
+    monkeypatch.setattr(RootScanner, "look", looking)
+    await look(hub, root)
+    assert await state(store) == "in-doubt"
+    assert "in doubt" not in caplog.text
 
 
 @pytest.mark.usefixtures("dead_job")
