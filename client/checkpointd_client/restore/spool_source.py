@@ -114,7 +114,9 @@ class NodeSpoolView:
             key = f"{SPOOLED}/{name}"
             try:
                 record = decode_record(await self.store.get(key), key)
-            except (DamagedError, NotFoundError) as error:
+            except NotFoundError:
+                continue  # it was uploaded, and left the spool, after the listing
+            except DamagedError as error:
                 log.warning("a shard in the spool is not used: %s", error)
                 continue
             if f"{name}.superseded" in names:
