@@ -45,6 +45,8 @@ class BucketRounds(SidecarRounds):
     direct: str = field(kw_only=True)
     spools: bool = field(kw_only=True)
     SPOOL: ClassVar[str] = "spool"
+    nbytes: ClassVar[int] = 1 << 20
+    start_s: ClassVar[float] = 180.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,4 +111,4 @@ def test_no_strike_at_a_job_in_a_bucket_loses_a_committed_checkpoint(
             rounds.close()
         print(dict(rounds.kills), dict(rounds.sources), f"{rounds.promised} is the newest step promised before the last strike")
         asyncio.run(rounds.verify_new())
-    asyncio.run(check_all(direct, seed, at_least=committed_steps(rounds.ranks) | rounds.said_committed()))
+    asyncio.run(check_all(direct, seed, at_least=committed_steps(rounds.ranks) | rounds.said_committed(), nbytes=rounds.nbytes))

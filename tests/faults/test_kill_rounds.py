@@ -150,11 +150,11 @@ async def test_no_kill_loses_a_committed_checkpoint(tmp_path: Path, pytestconfig
     await check_all(rounds.root, seed, at_least=committed_steps(rounds.ranks))
 
 
-async def check_all(root: str | Path, seed: int, *, at_least: set[int]) -> None:
+async def check_all(root: str | Path, seed: int, *, at_least: set[int], nbytes: int = NBYTES) -> None:
     """All that was ever committed is there, and a random choice of it right in every bit."""
     async with open_store(root) as store:
         steps = {c.outcome.step for c in await catalog.checkpoints(store)}
         assert at_least <= steps
         for step in random.Random(seed).sample(sorted(steps), min(CHECKED, len(steps))):
             for rank in range(2):
-                assert await load_arrays(store, f"global_step{step}", rank) == expected(seed, rank, step, NBYTES), step
+                assert await load_arrays(store, f"global_step{step}", rank) == expected(seed, rank, step, nbytes), step

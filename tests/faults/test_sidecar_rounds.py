@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -46,6 +47,9 @@ class SidecarRounds(Rounds):
     """The newest epoch whose start was checked."""
     loss: str = "inline"
     sources: Counter[str] = field(default_factory=Counter)
+    nbytes: ClassVar[int] = NBYTES
+    start_s: ClassVar[float] = 60.0
+    """How long a start may take."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +66,7 @@ class SidecarRounds(Rounds):
         options = {
             "root": self.root,
             "seed": self.seed,
-            "nbytes": NBYTES,
+            "nbytes": self.nbytes,
             "save-every": 1,
             "compression": self.chance.choice(["auto", "none"]),
             "sidecar": self.daemon.socket,
@@ -93,7 +97,7 @@ class SidecarRounds(Rounds):
 
     def check_the_start(self, job: Torchrun) -> None:
         """Once for each start: what was committed since is not what it loaded."""
-        wait_until(lambda: self.loaded(job), "both ranks load")
+        wait_until(lambda: self.loaded(job), "both ranks load", limit_s=self.start_s)
         epoch = self.loaded(job)[0]["epoch"]
         if epoch != self.checked:
             super().check_the_start(job)
