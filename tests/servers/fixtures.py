@@ -23,8 +23,8 @@ GROUP = "object-store"
 SERVERS = {"seaweed", "own_seaweed", "moto", "s3_place", "s3_root"}
 SHARED = "shared"
 COUNT = itertools.count(1)
-RUNNING: list[S3Server] = []
-"""The servers of all tests that run in this process."""
+RUNNING: dict[str, S3Server] = {}
+"""The servers of all tests that run in this process, by the names of their fixtures."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """The servers of all tests rest while other tests run: SeaweedFS would take a tenth of a core."""
-    if _uses_a_server(item):
-        for server in RUNNING:
+    """The servers of all tests rest while tests run that do not use them: SeaweedFS would take a tenth of a core."""
+    used = _asked_for(item)
+    for name, server in RUNNING.items():
+        if name in used:
             server.wake()
     try:
         return (yield)
     finally:
-        if nextitem is not None and not _uses_a_server(nextitem):
-            for server in RUNNING:
+        used_next = _asked_for(nextitem) if nextitem is not None else RUNNING.keys()
+        for name, server in RUNNING.items():
+            if name not in used_next:
                 server.rest()
 
 
 def _uses_a_server(item: pytest.Item) -> bool:
     return not SERVERS.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def _asked_for(item: pytest.Item) -> set[str]:
+    """The names of the fixtures that the test uses, and of those that fixtures as `s3_place` ask for by their parameter."""
+    call = getattr(item, "callspec", None)
+    return {*getattr(item, "fixturenames", ()), *(map(str, call.params.values()) if call else ())}
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +77,9 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
         pytest.skip(missing)
     with SeaweedFS(tmp_path_factory.mktemp("seaweed")) as server:
         server.make_bucket(SHARED)
-        RUNNING.append(server)
+        RUNNING["seaweed"] = server
         yield server
-        RUNNING.remove(server)
+        del RUNNING["seaweed"]
 
 
 @pytest.fixture
@@ -90,9 +98,9 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
         pytest.skip(missing)
     with MotoServer(tmp_path_factory.mktemp("moto")) as server:
         server.make_bucket(SHARED)
-        RUNNING.append(server)
+        RUNNING["moto"] = server
         yield server
-        RUNNING.remove(server)
+        del RUNNING["moto"]
 
 
 @pytest.fixture
