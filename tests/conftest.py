@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
     parser.addoption("--ema-swaps", type=int, default=25, help="averages swapped in while a snapshot is taken (default: 25)")
     parser.addoption("--call-stride", type=int, default=5, help="each so manieth call of a save fails (default: 5)")
-    parser.addoption("--every-load", action="store_true", help="every state, layout, world and dtype, not only those chosen")
+    parser.addoption("--every-load", action="store_true", help="every state, layout, writer, world and dtype, not only some")
     parser.addoption("--trainer-rounds", type=int, default=1, help="jobs of trainers killed in a save (default: 1 each)")
     parser.addoption("--fuzzed-files", type=int, default=25, help="roots and files that are changed and loaded (default: 25)")
     parser.addoption("--mistake-rounds", type=int, default=1, help="times that each planted mistake must show (default: 1)")
