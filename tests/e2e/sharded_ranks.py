@@ -2,7 +2,8 @@
 
     sharded_ranks.py FOLDER PROCESS [every]
 
-`every`: each pair of layouts and worlds is loaded in every dtype; without it in one, by turns.
+`every`: each pair of layouts is loaded for each pair of worlds, in every dtype. Without it each pair of layouts is loaded for
+half of the pairs of worlds, in one dtype, by turns: so any two of the layouts, worlds and dtypes meet still.
 
 Every process notes what is wrong in each case: see `rank_cases.py`.
 """
@@ -98,15 +99,17 @@ class Process(CaseNotes):
         ckpt.save(2, job.state, tag=tag).wait()
 
     def load_all(self, world: int) -> None:
-        """Every checkpoint into every layout; optimizer state is there or not, by turns."""
+        """Every layout into every layout; optimizer state is there or not, by turns."""
         with self.job(f"load-{world}", world) as mine:
             if not mine:
                 return
             with Checkpointer(self.root) as ckpt:
-                for target in LAYOUTS if world == 1 else PARALLEL:
+                for b, target in enumerate(LAYOUTS if world == 1 else PARALLEL, start=0 if world == 1 else 1):
                     pairs = {name: (build(target, dtype, 77), build(target, dtype, 78)) for name, dtype in DTYPES.items()}
                     for a, source in enumerate(PARALLEL):
                         for saved_by in WORLDS if _go_together(source, target) else ():
+                            if not self._every and target != "plain" and (a + b + saved_by // 2 + world // 2) % 2:
+                                continue
                             for c, dtype in enumerate(DTYPES):
                                 if not self._every and (a + saved_by + world + c) % len(DTYPES):
                                     continue
