@@ -27,16 +27,18 @@ sys.path.insert(0, str(EXAMPLES))  # the examples import each other as scripts d
 import tables  # noqa: E402
 from compare import Comparison, compare_runs  # noqa: E402
 from corpus import Batches  # noqa: E402
-from costs import read_saves, typical_requests  # noqa: E402
+from costs import SaveCost, read_saves, typical_requests  # noqa: E402
 from demo import Demo, main, parse_args  # noqa: E402
 from launch import Job, SaveInFlight, Strike  # noqa: E402
 from places import UNFINISHED, Bucket, data_bytes  # noqa: E402
 from seaweed import weed  # noqa: E402
+from second_act import Recovery, SecondAct  # noqa: E402
 
 torch = pytest.importorskip("torch")
 
-STEPS = 60
-SMALL = ["--steps", str(STEPS), "--layers", "2", "--width", "128", "--length", "32", "--batch", "4"]
+STEPS = 21
+SMALL = ["--steps", str(STEPS), "--layers", "4", "--width", "256"]
+DEMO = [*SMALL, "--save-every", "3"]
 
 
 def job(folder: Path, *arguments: str) -> Job:
@@ -65,14 +67,22 @@ def differences(comparisons: list[Comparison]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    finish(folder, "--save-every", str(STEPS + 1))
-    return folder / "log"
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The demo, and its folder."""
+    folder = tmp_path_factory.mktemp("shown") / "demo"
+    command = [sys.executable, EXAMPLES / "demo.py", "--folder", str(folder), "--keep", *DEMO]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280), folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shown: tuple[subprocess.CompletedProcess[str], Path]) -> Path:
+    """The log of the demo's reference, to which every other run with its arguments must be equal."""
+    return shown[1] / "reference"
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_run_that_was_killed_whole_ends_where_the_undisturbed_run_ends(tmp_path: Path, undisturbed: Path) -> None:
     written = kill_all_when_committed(tmp_path)
     assert 3 <= written < STEPS, f"the kill came after {written} of {STEPS} steps: nothing was interrupted"
@@ -89,6 +99,7 @@ def test_a_run_that_was_killed_whole_ends_where_the_undisturbed_run_ends(tmp_pat
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_comparison_sees_one_changed_bit(tmp_path: Path, undisturbed: Path) -> None:
     for name, kind in {"losses-1.jsonl": "losses", "final-0.json": "model", "final-1.json": "optimizer"}.items():
         changed = tmp_path / kind
@@ -115,44 +126,59 @@ def tamper(path: Path, kind: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_demo_kills_a_rank_in_the_middle_of_a_save_and_ends_equal(tmp_path: Path) -> None:
-    small = ["--steps", "21", "--save-every", "3", "--layers", "4", "--width", "256", "--folder", str(tmp_path / "demo")]
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "demo.py", *small], capture_output=True, text=True, check=False, timeout=280
-    )
+@pytest.mark.timeout(400)
+def test_the_demo_kills_a_rank_in_the_middle_of_a_save_and_ends_equal(
+    shown: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, folder = shown
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SIGKILL rank 1" in done.stdout
     assert "No vote of rank 1 and no outcome." in done.stdout
     assert "resumed from global_step" in done.stdout
+    assert "torch.save" in done.stdout
     assert "Equal, bit for bit." in done.stdout
-
-
-SMALLEST = ["--layers", "4", "--width", "256", "--save-every", "3"]
-
-
-def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, EXAMPLES / "demo.py", "--folder", str(folder), *SMALLEST, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=560)
+    assert (folder / "reference").exists()
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_against_a_bucket_shows_the_same_and_counts_requests(tmp_path: Path) -> None:
+def test_the_demo_against_a_bucket_shows_the_same_and_counts_requests(
+    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the reference of the demo in a directory, without torch.save, which knows of no bucket, and without the second act's
+    last start, which loads from the store as that of the first act does.
+    """
     if missing := why_no_seaweed():
         pytest.skip(missing)
-    done = demo(tmp_path / "demo", "--root", "s3", "--steps", "18")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SIGKILL rank 1" in done.stdout
-    assert "(unfinished" in done.stdout  # the line may be broken here
-    assert "No vote of rank 1 and no outcome." in done.stdout
-    assert "resumed from global_step" in done.stdout
-    assert "Requests of both ranks per save" in done.stdout
-    assert "checkpointd serve --socket" in done.stdout
-    assert "(memory)" in done.stdout
-    assert "Equal, bit for bit." in done.stdout
+    monkeypatch.setattr(Demo, "train_undisturbed", lambda shown: shutil.copytree(undisturbed, shown.reference))
+    monkeypatch.setattr(Demo, "measure_blocking", lambda _: [SaveCost(call_s=0.5, durable_s=1.0)])
+    restart, recoveries = SecondAct.restart, list[Recovery]()
+
+    def first_restart(act: SecondAct, source: str, *, since: float) -> Recovery:
+        recoveries.append(replace(recoveries[0], source=source) if recoveries else restart(act, source, since=since))
+        return recoveries[-1]
+
+    monkeypatch.setattr(SecondAct, "restart", first_restart)
+    code = main_of_the_demo(monkeypatch, "--folder", str(tmp_path / "demo"), "--root", "s3", *DEMO)
+    printed, errors = capfd.readouterr()
+    assert code == 0, printed + errors
+    assert "SIGKILL rank 1" in printed
+    assert "(unfinished" in printed  # the line may be broken here
+    assert "No vote of rank 1 and no outcome." in printed
+    assert "resumed from global_step" in printed
+    assert "Requests of both ranks per save" in printed
+    assert "checkpointd serve --socket" in printed
+    assert "(memory)" in printed
+    assert "Equal, bit for bit." in printed
     assert not (tmp_path / "demo").exists()
+
+
+def main_of_the_demo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The demo in this process, where parts of it can be left out."""
+    monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return main()
 
 
 @pytest.mark.e2e
@@ -164,13 +190,10 @@ def test_the_demo_fails_at_a_server_that_ignores_conditions(
     """Without the reference before it, and without the starts again, which fail as the first start does."""
     monkeypatch.setattr(Demo, "train_undisturbed", lambda _: None)
     monkeypatch.setattr("demo.Job", lambda *arguments, **others: Job(*arguments, **{**others, "restarts": 0}))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
     with CarelessProxy(moto_place.server.endpoint, loses={"if-none-match"}) as proxy:
         root = root_at(replace(moto_place, prefix="given"), monkeypatch, endpoint=proxy.endpoint)
-        given = ["demo.py", "--folder", str(tmp_path / "demo"), "--root", root, *SMALLEST, "--steps", "4"]
-        monkeypatch.setattr(sys, "argv", given)
         with pytest.raises(RuntimeError, match="torchrun ended with 1"):
-            main()
+            main_of_the_demo(monkeypatch, "--folder", str(tmp_path / "demo"), "--root", root, *DEMO)
     assert "ConditionsIgnoredError" in (tmp_path / "demo" / "interrupted.stderr").read_text()
     assert Bucket(f"s3://{moto_place.bucket}/given?endpoint={moto_place.server.endpoint}").attempts("") == {}
 
