@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.http import server
@@ -48,14 +49,14 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chro
 CONTRASTS = Path(__file__).with_name("contrasts.js").read_text()
 ASSETS = {entry.name: entry.read_text() for entry in (files("checkpointd.daemon.http") / "page").iterdir()}
 
-# One browser is enough for two cores.
-pytestmark = pytest.mark.xdist_group("browser")
+# One browser is enough for two cores, and for all tests.
+pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.asyncio(loop_scope="module")]
 
 
 # --- without a browser ---------------------------------------------------------------------------------------
 
 
-def test_nothing_comes_from_outside() -> None:
+async def test_nothing_comes_from_outside() -> None:
     """No address of another host but the name of SVG's namespace, and no script or style that the policy would not allow."""
     for name, text in ASSETS.items():
         assert set(re.findall(r"\w+://[^\s\"')]+", text)) <= {"http://www.w3.org/2000/svg"}, name
@@ -64,7 +65,7 @@ def test_nothing_comes_from_outside() -> None:
     assert set(re.findall(r'(?:src|href)="([^"]+)"', page)) == {"page/icon.svg", "page/style.css", "page/main.js", "api/status"}
 
 
-def test_no_text_is_ever_parsed_as_html() -> None:
+async def test_no_text_is_ever_parsed_as_html() -> None:
     for name, text in ASSETS.items():
         if name.endswith(".js"):
             assert not re.search(
@@ -72,7 +73,7 @@ def test_no_text_is_ever_parsed_as_html() -> None:
             ), name
 
 
-def test_modules_import_only_what_is_there() -> None:
+async def test_modules_import_only_what_is_there() -> None:
     for name, text in ASSETS.items():
         for imported in re.findall(r'from "\./([^"]+)"', text):
             assert imported in ASSETS, f"{name} imports {imported}"
@@ -92,8 +93,8 @@ class Daemon:
     """What the browser's console said of errors: refused by the policy, exceptions, files that are not there."""
 
 
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium() -> AsyncIterator[Browser]:
     playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
@@ -104,7 +105,15 @@ async def browser() -> AsyncIterator[Browser]:
         await browser.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
+async def browser(chromium: Browser) -> AsyncIterator[Browser]:
+    """As a new one: what a test opened in it is closed, and forgotten."""
+    yield chromium
+    for context in chromium.contexts:
+        await context.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Daemon]:
     monkeypatch.setattr(server, "FRESH_S", -1.0)
     hub = Hub(ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),)))
