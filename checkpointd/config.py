@@ -104,8 +104,8 @@ class SpoolConfig:
     bytes_max: int | None = None
     """The most bytes in the spool; None: all of the disk but a reserve. A save that finds no room goes to the root."""
     keep: SpoolKeep = "all"
-    """`all`: every save is uploaded, the newest first. `newest`: a save whose upload has not begun is dropped when a newer one
-    is in the spool, unless it is `required` or retention would keep it for good."""
+    """`all`: every save is uploaded, the newest first. `newest`: a save whose upload has not begun is dropped once all ranks
+    have a newer one in their spools, unless it is `required` or retention would keep it for good."""
     bandwidth_bps: float | None = None
     """The most bytes per second that all uploads together may send; None: no limit."""
     windows: str = ""

@@ -121,6 +121,7 @@ class Core:
                 writer=self._writer,
                 state=state,
                 ranks=self._ranks,
+                board=self._board,
                 epoch=self._epoch,
                 arena=self._arena,
                 stager=Stager(options.staging, device_checksums=options.device_checksums),

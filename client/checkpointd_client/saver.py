@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from checkpointd import arguments
+from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.config import Ranks
 from checkpointd.daemon.protocol.wire import METRICS_MAX
@@ -41,12 +42,14 @@ from checkpointd_client.capture.recapture.capturer import Capturer
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.capture.state import Captured
 from checkpointd_client.capture.torch_files import capture_files
+from checkpointd_client.ranks.board import Board
 from checkpointd_client.ranks.startup import Begun, say_unknown
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.saves.governor import Governor
 from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, Runner
+from checkpointd_client.saves.spooled_by_all import SpooledByAll
 from checkpointd_client.sidecar.client import SidecarClient, SidecarRunner
 from checkpointd_client.staging.arena import Arena, SlotHold
 from checkpointd_client.staging.prewarming import expected
@@ -145,6 +148,7 @@ class Saver:
         writer: WriterThread,
         state: WriterState,
         ranks: Ranks,
+        board: Board,
         epoch: Begun,
         arena: Arena,
         stager: Stager,
@@ -162,7 +166,8 @@ class Saver:
         """Whether every checkpoint that load() passed over has a record of that."""
         self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
         self._arena, self._stager, self._when_busy = arena, stager, when_busy
-        self._endings = Endings(self.history, epoch.latest)
+        self._spooled = SpooledByAll(board, ranks.world_size, self._all_have)
+        self._endings = Endings(self.history, epoch.latest, self._spooled)
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._may_be_taken_over, self._pickles = sidecar is not None, pickles
@@ -452,7 +457,12 @@ class Saver:
 
     async def _run(self, job: PendingSave) -> None:
         if job.begun.acquire(blocking=False):  # otherwise save() was interrupted, and has refused the job
+            self._spooled.look()
             await self._runner.run(job)
+
+    def _all_have(self, order: Order) -> None:
+        if self._state.spool is not None:
+            self._state.spool.all_have(self._ranks.rank, order)
 
     # --- around ------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -207,15 +208,19 @@ def test_turn_2_saves_faster_than_the_bucket_are_superseded_and_shown_so(tmp_pat
         job.all("save", step=8, required=True)
         job.all("end", step=8, until="spooled")
         spooled(job, 1)
-        spooled(job, 2)
+        steps = itertools.count(9)
+        while status_of(daemon)["spool"]["superseded"] < 2:  # a rank hears at a save that all ranks have the one before
+            newest = next(steps)
+            spooled(job, newest)
         ends = job.all("end", step=1)
         assert [(end["phase"], end["code"]) for end in ends] == [("superseded", "SupersededError")] * 2
         assert job.ranks[0].do("close") is None, "no error"
         found = status_of(daemon)
-        assert [save["phase"] for save in found["roots"][0]["recent"]] == ["superseded"] * 2
-        assert found["spool"]["superseded"] == 2
+        assert {save["phase"] for save in found["roots"][0]["recent"]} == {"superseded"}
         flights = {(save["tag"], save["phase"]) for save in found["roots"][0]["in_flight"]}
-        assert flights == {("global_step8", "spooled"), ("global_step2", "spooled")}, "a required save stays"
+        last = {(f"global_step{step}", "spooled") for step in (newest - 1, newest)}
+        assert flights >= {("global_step8", "spooled"), *last}, "a required save stays"
+        assert ("global_step1", "spooled") not in flights
 
 
 def test_a_full_spool_is_no_reason_to_lose_a_save(tmp_path: Path) -> None:

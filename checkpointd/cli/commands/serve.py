@@ -74,7 +74,7 @@ class UserId(click.IntRange):
 @click.option(
     "--spool-keep",
     type=click.Choice(["all", "newest"]),
-    help="Upload every save, or drop those that wait when a newer one is in the spool.  [default: all]",
+    help="Upload every save, or drop those that wait once all ranks have a newer one in their spools.  [default: all]",
 )
 @click.option(
     "--spool-bandwidth-mib", type=click.FloatRange(min=0, min_open=True), help="The most MiB per second of all uploads."

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
+from checkpointd.commit.facts import Order
 from checkpointd.config import SpoolConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import AttemptId, is_tag, object_key, object_rank, object_takeover
@@ -135,17 +136,30 @@ class SpoolDirectory:
 
     # --- shards --------------------------------------------------------------------------------------------------
 
-    def began(self, shard: SpooledShard) -> list[SpooledShard]:
-        """Note a shard at which this process works from now on. Returns those that it supersedes (TURN-2)."""
+    def began(self, shard: SpooledShard) -> None:
+        """Note a shard at which this process works from now on."""
         self.live.add(shard)
-        dropped = self.turns(shard).add(shard)
+        self.turns(shard).add(shard)
+        if shard.record.vote.world_size == 1:
+            self._replace_older(shard)
+
+    def all_have(self, name: str, uid: int, rank: int, order: Order) -> None:
+        """Every rank has its shard of the save with this `order` of this rank in its spool (TURN-2)."""
+        for shard in [one for one in self.live if _turn_key(one) == (name, uid, rank) and one.record.order == order]:
+            self._replace_older(shard)
+
+    def _replace_older(self, shard: SpooledShard) -> None:
+        dropped = self.turns(shard).replace_older(shard)
         self.counts.superseded += len(dropped)
-        return dropped
+        for older in dropped:
+            log.warning("%s: rank %d drops it from the spool for the newer %s", older.prefix, _turn_key(older)[2], shard.prefix)
 
     async def ended(self, shard: SpooledShard, *, committed: bool) -> None:
         """The attempt of `shard` is decided. A commit stays for restarts, in place of the older one; all else goes."""
         self.live.discard(shard)
         self.turns(shard).ended(shard)
+        if committed:
+            self._replace_older(shard)
         self.counts.uploaded += committed
         if committed and self.config.retain and shard.record.vote.save_latest:
             await self._retain(shard)

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, replace
 
+from checkpointd.commit.facts import Order
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, StoreError, StoreFullError
 from checkpointd.layout.manifest import Vote
@@ -82,6 +83,10 @@ class OwnSpool:
         """The seconds until a shard that an earlier process has left is given up: at least as long as any save has."""
         since_s = max(0.0, self.directory.clock() - shard.record.spooled_at)
         return max(self.timeout_s - since_s, shard.record.commit_timeout_s)
+
+    def all_have(self, rank: int, order: Order) -> None:
+        """Every rank has its shard of the save with this `order` of `rank` in its spool: older ones may go (TURN-2)."""
+        self.directory.all_have(self.root.name, self.uid, rank, order)
 
     async def take(self, job: PersistJob, commit: CommitConfig, keeps_before: int) -> SpooledShard | None:
         """Make the snapshot of `job` durable in the spool. None if the spool has no room, or fails (SPOOL-8).

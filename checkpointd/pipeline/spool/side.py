@@ -98,14 +98,8 @@ class SpoolSide:
         if self.shard is None:
             return False
         self._took = True
-        self.begin()
+        self.own.directory.began(self.shard)
         return True
-
-    def begin(self) -> None:
-        """Let the shard wait for its upload."""
-        assert self.shard is not None
-        for older in self.own.directory.began(self.shard):
-            log.warning("%s: rank %d drops it from the spool for the newer %s", older.prefix, self.info.rank, self.shard.prefix)
 
     async def upload(self, on_start: Callable[[], None]) -> bool:
         """Upload the shard and vote yes (SPOOL-9). False if the attempt ends because a newer epoch has begun.

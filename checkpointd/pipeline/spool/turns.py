@@ -2,9 +2,10 @@
 
 Invariants
   TURN-1  Of one rank at one root, one shard is uploaded at a time; the newest that waits is next, after those of TURN-3.
-  TURN-2  With `keep="newest"`, a shard that waits is dropped when a newer one of its rank is in the spool. A shard whose upload
-      runs is not. Nor is one that must stay: `required`, one that did not ask for `latest`, and one that retention keeps for
-      good, by its step or because it may be the best.
+  TURN-2  With `keep="newest"`, a shard that waits is dropped once all ranks have a newer save in their spools, or it has
+      committed. Before that, the newer save may never become whole, and the older one may be the last that is. A shard whose
+      upload runs is not dropped. Nor is one that must stay: `required`, one that did not ask for `latest`, and one that
+      retention keeps for good, by its step or because it may be the best.
   TURN-3  The ranks upload the same attempt. The coordinator chooses, announces it, and begins no other before it is decided;
       the others take what is announced. Otherwise saves that come faster than uploads would leave each rank with shards of
       other attempts, and none would ever be whole. Who sees nothing announced for LED_S takes the newest, and the
@@ -83,19 +84,21 @@ class Turns:
     _held_for: SpooledShard | None = None
     _held_until: float = 0.0
 
-    def add(self, shard: SpooledShard) -> list[SpooledShard]:
-        """Let `shard` wait. Returns the older ones that are dropped for it (TURN-2)."""
+    def add(self, shard: SpooledShard) -> None:
+        """Let `shard` wait."""
         self._waiting[shard] = asyncio.Event()
-        dropped = [older for older in self._waiting if self._replaces(shard, older)]
-        for older in dropped:
-            older.superseded_by = shard.record.vote.tag
+        self._stir()
+
+    def replace_older(self, newer: SpooledShard) -> list[SpooledShard]:
+        """All ranks have the save of `newer`. Drop the older ones that it replaces, and return them (TURN-2)."""
+        if self.keep_all or not newer.record.vote.save_latest or newer.is_superseded:
+            return []
+        older = [one for one in self._waiting if one.record.order < newer.record.order]
+        dropped = [one for one in older if not one.must_stay and not one.is_superseded]
+        for one in dropped:
+            one.superseded_by = newer.record.vote.tag
         self._stir()
         return dropped
-
-    def _replaces(self, shard: SpooledShard, older: SpooledShard) -> bool:
-        if self.keep_all or not shard.record.vote.save_latest or older.must_stay or older.is_superseded:
-            return False
-        return older.record.order < shard.record.order and not shard.is_superseded
 
     async def taken(self, shard: SpooledShard, led: Led | None = None) -> None:
         """Return when it is the turn of `shard` (TURN-1). SupersededError if it is dropped before. `led`: None on the

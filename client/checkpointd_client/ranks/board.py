@@ -68,8 +68,12 @@ class Board(Protocol):
         """The message that was agreed under `key`; None if there is none yet."""
         ...
 
+    def count(self, key: str, more: int) -> int:
+        """Add `more` to the number that all ranks share under `key`, which begins at 0. Returns the sum."""
+        ...
+
     def forget(self, key: str, *, agreed: bool = False) -> None:
-        """Delete this rank's message under `key`, or with `agreed` the agreed one, when no rank will read it any more."""
+        """Delete this rank's message under `key`, or with `agreed` the shared one, when no rank will read it any more."""
         ...
 
 
@@ -122,6 +126,10 @@ class SoloBoard:
     def peek(self, key: str) -> str | None:
         return self._notes.get(key)
 
+    def count(self, key: str, more: int) -> int:
+        self._notes[key] = str(int(self._notes.get(key, "0")) + more)
+        return int(self._notes[key])
+
     def forget(self, key: str, *, agreed: bool = False) -> None:
         del agreed
         self._notes.pop(key, None)
@@ -164,6 +172,9 @@ class StoreBoard:
         if not _translated(lambda: self.store.check([key])):
             return None
         return str(_translated(lambda: self.store.get(key)).decode())
+
+    def count(self, key: str, more: int) -> int:
+        return int(_translated(lambda: self.store.add(key, more)))
 
     def forget(self, key: str, *, agreed: bool = False) -> None:
         _translated(lambda: self.store.delete_key(key if agreed else f"{key}/{self.ranks.rank}"))

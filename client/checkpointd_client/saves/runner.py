@@ -22,6 +22,7 @@ from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
+from checkpointd_client.saves.spooled_by_all import SpooledByAll
 from checkpointd_client.staging.arena import SlotHold
 
 log = logging.getLogger("checkpointd")
@@ -100,12 +101,13 @@ class Runner(Protocol):
 class Endings:
     """Records the end of each save in the history, the log, and `latest`, the newest tag that this process knows."""
 
-    def __init__(self, history: SaveHistory, latest: str | None) -> None:
-        self.history, self.latest = history, latest
+    def __init__(self, history: SaveHistory, latest: str | None, spooled: SpooledByAll) -> None:
+        self.history, self.latest, self.spooled = history, latest, spooled
 
     def entered(self, job: PendingSave, phase: Phase, error: CheckpointdError | None) -> None:
         """The save entered `phase`; a final phase ends it. A second end does nothing."""
         job.save.handle.advance(phase, error)
+        self.spooled.entered(job.info, phase)
         if phase not in FINAL or not self.history.end(job.save, phase):
             return
         if phase is Phase.COMMITTED:

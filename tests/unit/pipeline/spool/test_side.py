@@ -340,11 +340,54 @@ def test_one_rank_that_supersedes_ends_the_save_on_all_ranks() -> None:
             first.save(step)
             second.save(step)
             await until(lambda: second.attempts[-1].phase in IN_SPOOL)
+        assert second.state.spool is not None
+        second.state.spool.all_have(1, (1, 1))
         far.away = False
         await asyncio.gather(first.over(), second.over())
         assert [attempt.phase for attempt in first.attempts] == [Phase.ABORTED, Phase.COMMITTED]
         assert isinstance(first.attempts[0].error, SupersededError)
         assert await committed(bucket) == ["global_step2"]
+
+    run(main())
+
+
+def test_turn_2_the_last_save_that_all_ranks_have_is_not_dropped_for_one_that_only_some_have() -> None:
+    """The job dies when one rank has the newer save in its spool."""
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        first = await node_at(root, 2, keep="newest", timeout_s=HOUR_S)
+        second = await Node(root, first.config, rank=1, world_size=2, nonce=first.nonce).begin()
+        root.away = True
+        whole = [first.save(1), second.save(1)]
+        await until(lambda: all(attempt.phase in IN_SPOOL for attempt in whole))
+        newer = first.save(2)
+        await until(lambda: newer.phase in IN_SPOOL)
+        await asyncio.sleep(60)
+        await first.dies()
+        root.away = False
+        first, second = await first.restarts(), await second.restarts()
+        await asyncio.gather(first.over(), second.over())
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
+def test_turn_2_a_commit_drops_those_that_still_wait() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        first = await node_at(root, 2, keep="newest")
+        second = await Node(root, spool(keep="newest"), rank=1, world_size=2, nonce=first.nonce).begin()
+        root.away = True
+        for step in (1, 2, 3):
+            first.save(step)
+            second.save(step)
+            await until(lambda: first.attempts[-1].phase in IN_SPOOL and second.attempts[-1].phase in IN_SPOOL)
+        assert first.directory.counts.superseded == 0
+        root.away = False
+        await asyncio.gather(first.over(), second.over())
+        assert await committed(root) == ["global_step3"]
+        assert [type(attempt.error) for attempt in first.attempts] == [SupersededError, SupersededError, type(None)]
 
     run(main())
 

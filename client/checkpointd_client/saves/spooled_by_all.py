@@ -1,0 +1,96 @@
+"""Finds out which saves lie in the spools of all ranks, so that older ones need not be uploaded (TURN-2 in `turns.py`).
+
+Each rank counts its shard on the ranks' board once it is durable, in the spool or at the root. At its next save, it asks
+whether all ranks have done so. If the board does not answer, that stays unknown, and older saves stay in the spool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from checkpointd.commit.facts import Order
+from checkpointd.commit.machine import Phase
+from checkpointd.errors import CheckpointdError
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
+from checkpointd_client.ranks.board import Board
+
+log = logging.getLogger("checkpointd")
+
+ASKED_MAX = 4
+"""How many of the newest saves each look asks about."""
+HEAR_S = 1.0
+"""How long the board may take to answer before a save goes on without its answer."""
+COUNTED_MAX = 64
+"""After so many further saves of rank 0, nobody asks about a save any more, and rank 0 removes its number from the board."""
+
+
+class SpooledByAll:
+    """`on_whole` is called with the order of each save that all ranks have. All methods run on the writer's loop."""
+
+    def __init__(self, board: Board, world_size: int, on_whole: Callable[[Order], None]) -> None:
+        self._board, self._world_size, self._on_whole = board, world_size, on_whole
+        self._has_spool = False
+        self._newest: int | None = None
+        """The number `n` of the newest save that all ranks have, as far as is known."""
+        self._counted: OrderedDict[str, Order] = OrderedDict()
+        """The saves of which this rank has counted its shard, by the key on the board."""
+        self._looking: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def entered(self, info: AttemptInfo, phase: Phase) -> None:
+        """This rank's save has entered `phase`. Once its shard is durable, count it."""
+        self._has_spool |= phase is Phase.SPOOLED
+        key = f"spooled/{info.prefix}"
+        is_durable = self._has_spool and phase in (Phase.SPOOLED, Phase.PREPARED)
+        if not is_durable or self._board.is_solo or not info.save_latest or key in self._counted:
+            return
+        self._counted[key] = (info.attempt.epoch, info.n)
+        self._spawn(self._ask([key], 1))
+        if len(self._counted) > COUNTED_MAX:
+            oldest, _ = self._counted.popitem(last=False)
+            if info.rank == COORDINATOR:
+                self._spawn(self._forget(oldest))
+
+    def look(self) -> None:
+        """Ask whether all ranks have a newer save than the newest that is known."""
+        known = -1 if self._newest is None else self._newest
+        keys = [key for key, (_, n) in reversed(self._counted.items()) if n > known][:ASKED_MAX]
+        if keys and (self._looking is None or self._looking.done()):
+            self._looking = self._spawn(self._ask(keys, 0))
+
+    async def heard(self) -> int | None:
+        """The number `n` of the newest save that all ranks have, as far as is known when the last look has ended."""
+        if self._looking is not None:
+            await asyncio.wait({self._looking}, timeout=HEAR_S)
+        return self._newest
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _ask(self, keys: Sequence[str], more: int) -> None:
+        """Add `more` to the numbers under `keys`, up to the first that all ranks have counted."""
+
+        def first_whole() -> str | None:
+            return next((key for key in keys if self._board.count(key, more) >= self._world_size), None)
+
+        try:
+            whole = await asyncio.get_running_loop().run_in_executor(None, first_whole)
+        except CheckpointdError as error:
+            log.info("whether all ranks have a save in their spools cannot be told: %s", error)
+            return
+        if whole is not None and (order := self._counted.get(whole)) is not None:
+            self._newest = max(order[1], -1 if self._newest is None else self._newest)
+            self._on_whole(order)
+
+    async def _forget(self, key: str) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, lambda: self._board.forget(key, agreed=True))
+        except CheckpointdError as error:
+            log.info("a number stays on the board: %s", error)
