@@ -155,7 +155,8 @@ class RankSession:
             await asyncio.sleep(self._hub.config.progress_interval_s)
             for number, job in self._saves.items():
                 missing = job.attempt.votes_missing
-                now = (job.progress.raw_done, job.progress.stored + job.progress.uploaded, len(missing or ()))
+                stored = job.progress.stored + job.progress.uploaded + job.progress.upload_total
+                now = (job.progress.raw_done, stored, len(missing or ()))
                 if self._shown.get(number) == now or self._outbox.qsize() > OUTBOX // 4:
                     continue
                 self._shown[number] = now

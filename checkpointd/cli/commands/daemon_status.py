@@ -19,7 +19,7 @@ from checkpointd.commit.machine import FENCED, SUPERSEDED
 from checkpointd.daemon.query import AsyncStatusClient
 from checkpointd.daemon.status.changes import changes
 from checkpointd.daemon.status.model import DaemonStatus, RootStatus, SaveStatus, SpoolStatus
-from checkpointd.daemon.status.save_groups import DONE, SHOWN, SaveGroup, attempts_of, fraction, gather
+from checkpointd.daemon.status.save_groups import DONE, SHOWN, SaveGroup, attempts_of, foremost, fraction, gather
 from checkpointd.daemon.status.verdict import attention, members_of
 from checkpointd.errors import NotFoundError
 from checkpointd.mirror.news import MirrorProgress
@@ -28,6 +28,8 @@ from checkpointd.store.requests import Requests
 
 BARS_SHOWN = 16
 """If there are more ranks, only those that are furthest behind are shown."""
+FLIGHTS_SHOWN = 4
+"""Saves in flight that are shown of a root; hundreds may wait in the spool."""
 RECENT_SHOWN = 8
 FAILURES_SHOWN = 4
 
@@ -158,10 +160,9 @@ def _named(root: RootStatus) -> str:
 
 
 def _flying(root: RootStatus) -> str:
-    flights = gather(root.in_flight)
-    if not flights:
-        return ABSENT
-    return ", ".join(f"{attempt.tag} {attempt.fraction:.0%}" for attempt in flights)
+    shown, others = foremost(gather(root.in_flight), 2)
+    words = [f"{attempt.tag} {attempt.fraction:.0%}{' uploaded' if attempt.goes_up else ''}" for attempt in shown]
+    return ", ".join([*words, *([f"{len(others)} more"] if others else [])]) or ABSENT
 
 
 def _refusals(found: DaemonStatus) -> str:
@@ -200,8 +201,13 @@ def _root_blocks(root: RootStatus, now: float) -> Iterator[Block]:
         number = sum(rank.saves_inline for rank in root.ranks)
         last = inline[-1].inline
         yield Note(f"the trainers persisted {count(number, 'save')} themselves; the last one: {last.why}", "doubt")
-    for attempt in gather(root.in_flight):
+    shown, others = foremost(gather(root.in_flight), FLIGHTS_SHOWN)
+    for attempt in shown:
         yield from _flight_blocks(attempt, now)
+    if others:
+        spooled = sum(all(save.phase == "spooled" for save in attempt.saves) for attempt in others)
+        words = f"{count(len(others), 'more save')} in flight, the oldest for {duration(now - others[0].began_at)}"
+        yield Note(f"{words}; {spooled} of them wait in the spool", "quiet")
     ended = [attempt for attempt in reversed(attempts_of(root)) if not attempt.live]
     if ended:
         yield Heading("last saves")
@@ -256,6 +262,8 @@ def _flight_blocks(attempt: SaveGroup, now: float) -> Iterator[Block]:
 
 def _total_text(attempt: SaveGroup) -> str:
     parts = [f"{number} {phase}" for phase, number in attempt.counts.items()]
+    if attempt.goes_up:
+        return ", ".join([*parts, f"{size(attempt.uploaded)} of {size(attempt.upload_total)} uploaded"])
     return ", ".join([*parts, *_pace(attempt.eta_s, attempt.speed_bps, attempt.raw_done, attempt.raw_total)])
 
 
@@ -272,8 +280,10 @@ def _pace(eta_s: float | None, speed_bps: float | None, raw_done: int, raw_total
 def _save_text(save: SaveStatus) -> str:
     if save.error is not None:
         return f"{save.phase}: {save.error.message}"
-    if save.phase == "uploading" and save.upload_total:
+    if save.phase == "uploading":
         return f"uploading, {size(save.uploaded)} of {size(save.upload_total)}"
+    if save.phase == "spooled":
+        return f"spooled, {size(save.upload_total)} to upload"
     if save.phase != "persisting":
         return SHOWN.get(save.phase, save.phase)
     return ", ".join(_pace(save.eta_s, save.speed_bps, save.raw_done, save.raw_total)) or save.phase

@@ -149,7 +149,9 @@ def _spool(found: DaemonStatus) -> Iterator[Metric]:
     if spool.used_bytes is not None and spool.free_bytes is not None:
         yield _gauge("checkpointd_spool_used_bytes", "Bytes in the spool when a save last looked.", spool.used_bytes)
         yield _gauge("checkpointd_spool_free_bytes", "Free bytes of its disk when a save last looked.", spool.free_bytes)
-    yield _gauge("checkpointd_spool_waiting", "Shards in the spool whose save is not decided.", spool.waiting)
+    yield _gauge(
+        "checkpointd_spool_waiting", "Shards in the spool that wait for their upload, or for other ranks.", spool.waiting
+    )
     yield _gauge("checkpointd_spool_waiting_bytes", "Bytes of these shards.", spool.waiting_bytes)
     yield _gauge("checkpointd_spool_uploads_open", "1 while uploads may run, else 0.", spool.opens_in_s == 0)
     yield _counter("checkpointd_spool_uploaded_bytes", "Bytes sent from the spool to roots.", [((), spool.uploaded_bytes)], ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from checkpointd.daemon.status.model import RootStatus, SaveStatus
@@ -11,6 +11,8 @@ from checkpointd.pipeline.shard import part_done
 
 DONE = frozenset({"spooled", "uploading", "prepared", "committed"})
 """The phases after persisting: the bytes are durable, at the root or in the spool."""
+IN_SPOOL = frozenset({"spooled", "uploading"})
+"""The phases in which the bytes are durable in the spool, and go to the root."""
 SHOWN = {"prepared": "voted"}
 """Phases that people see under another name."""
 
@@ -48,9 +50,24 @@ class SaveGroup:
         return dict(Counter(SHOWN.get(save.phase, save.phase) for save in self.saves).most_common())
 
     @property
+    def goes_up(self) -> bool:
+        """Whether the ranks have persisted, and some of their bytes still go from the spool to the root."""
+        phases = {save.phase for save in self.saves}
+        return bool(phases & IN_SPOOL) and not phases & {"staging", "staged", "persisting"}
+
+    @property
     def fraction(self) -> float:
-        """How far persisting has come, over all ranks: 0 to 1."""
-        return sum(map(fraction, self.saves)) / len(self.saves)
+        """How far persisting has come, or the upload if it `goes_up`, over all ranks: 0 to 1."""
+        part = fraction if self.goes_up else _persisted
+        return sum(map(part, self.saves)) / len(self.saves)
+
+    @property
+    def uploaded(self) -> int:
+        return sum(save.uploaded for save in self.saves)
+
+    @property
+    def upload_total(self) -> int:
+        return sum(save.upload_total for save in self.saves)
 
     @property
     def raw_total(self) -> int:
@@ -94,8 +111,21 @@ class SaveGroup:
 
 
 def fraction(save: SaveStatus) -> float:
-    """The part of one rank's bytes that is on the disk; 1 only when they are in the spool, or it has voted."""
+    """The part of one rank's bytes that is on the disk, or, if they are in the spool, at the root; 1 only when it has voted."""
+    return part_done(save.uploaded, save.upload_total) if save.phase in IN_SPOOL else _persisted(save)
+
+
+def _persisted(save: SaveStatus) -> float:
     return 1.0 if save.phase in DONE else part_done(save.raw_done, save.raw_total)
+
+
+def foremost(attempts: Sequence[SaveGroup], most: int) -> tuple[list[SaveGroup], list[SaveGroup]]:
+    """The `most` attempts to show first, and the others: what only waits in the spool comes last, and older ones after newer
+    ones. Both parts are in the order in which they began.
+    """
+    waits = [all(save.phase == "spooled" for save in attempt.saves) for attempt in attempts]
+    ordered = sorted(range(len(attempts)), key=lambda at: (waits[at], -at))
+    return [attempts[at] for at in sorted(ordered[:most])], [attempts[at] for at in sorted(ordered[most:])]
 
 
 def gather(saves: Iterable[SaveStatus]) -> list[SaveGroup]:

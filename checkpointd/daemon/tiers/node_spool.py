@@ -145,14 +145,15 @@ class NodeSpool:
     def status(self) -> SpoolStatus:
         directory, counts, config = self.directory, self.directory.counts, self.directory.config
         room = directory.room
+        waiting = [one for one in directory.live if not directory.turns(one).is_active(one)]
         return SpoolStatus(
             directory=config.directory,
             used_bytes=None if room is None else room.used,
             free_bytes=None if room is None else room.free,
             bytes_max=config.bytes_max,
             keep=config.keep,
-            waiting=sum(not directory.turns(one).is_active(one) for one in directory.live),
-            waiting_bytes=sum(one.nbytes for one in directory.live),
+            waiting=len(waiting),
+            waiting_bytes=sum(one.nbytes for one in waiting),
             windows=config.windows,
             opens_in_s=directory.pacing.opens_in_s(),
             bandwidth_bps=config.bandwidth_bps,

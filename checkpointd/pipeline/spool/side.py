@@ -87,6 +87,10 @@ class SpoolSide:
     _took: bool = False
     """Whether this process took the snapshot in, and no earlier one."""
 
+    def __post_init__(self) -> None:
+        if self.shard is not None:
+            self.progress.upload_total = self.shard.nbytes
+
     @property
     def is_there(self) -> bool:
         """Whether the spool has a record of the shard."""
@@ -98,6 +102,7 @@ class SpoolSide:
         if self.shard is None:
             return False
         self._took = True
+        self.progress.upload_total = self.shard.nbytes
         self.own.directory.began(self.shard)
         return True
 

@@ -92,7 +92,6 @@ class Upload:
         if len(data) != vote.index.size or digest(data) != vote.index.digest:
             raise self._damaged(f"{key} has other bytes than were written")
         index = await aside(vote.tensors, decode_index, data, key)
-        self.progress.upload_total = self.shard.nbytes
         self.progress.uploaded = 0
         chunks = await aside(vote.tensors, _own_chunks, index)
         for ref in vote.objects:

@@ -113,7 +113,7 @@ class SaveHandle:
 
     @property
     def bytes_to_upload(self) -> int:
-        """Bytes that go from the spool to the root, after encoding; 0 until that has begun, and without a spool."""
+        """Bytes that go from the spool to the root, after encoding; 0 before they are in the spool, and without one."""
         return self._bytes.upload_total
 
     @property

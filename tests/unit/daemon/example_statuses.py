@@ -301,6 +301,28 @@ def overlapping() -> DaemonStatus:
     return daemon_status(root_status(BUSY_ROOT, ranks=ranks, recent=recent, in_flight=flying, newest=4000))
 
 
+def spooling(saves: int = 3, ranks: int = 2) -> DaemonStatus:
+    """Saves that lie in the spools while the bucket is slow: the newest is uploaded, the others wait."""
+    nbytes, flying = 16 << 20, []
+    for k in range(saves):
+        for r in range(ranks):
+            one = save(r, 100 * (k + 1), began=NOW - 60 * (saves - k), phase="persisting", total=nbytes, tag=f"step{k + 1}")
+            is_newest = k == saves - 1
+            flying.append(
+                structs.replace(
+                    one,
+                    phase="uploading" if is_newest else "spooled",
+                    speed_bps=None,
+                    eta_s=None,
+                    spooled_at=one.began_at + 5,
+                    uploading_at=one.began_at + 9 if is_newest else None,
+                    uploaded=min(nbytes, nbytes // 4 * r) if is_newest else 0,
+                    upload_total=nbytes,
+                )
+            )
+    return daemon_status(root_status("s3://bucket/run", ranks=[rank_status(r, ranks) for r in range(ranks)], in_flight=flying))
+
+
 def many(count: int = 20) -> DaemonStatus:
     """As many roots as a node of a large team has: one fails, one lost a trainer, one is late, two save; most have ended."""
     found = []

@@ -20,25 +20,41 @@ export function attempts(saves, now) {
   return [...found.values()].sort((a, b) => a.began - b.began);
 }
 
-const DONE = ["spooled", "uploading", "prepared", "committed"];
+const DONE = ["spooled", "uploading", "prepared", "committed"], BEFORE = ["staging", "staged", "persisting"];
 
-/** How much of a rank's bytes is durable, at the root or in the spool, from 0 to 1. */
-export function fraction(save) {
-  if (DONE.includes(save.phase)) return 1;
-  return save.raw_total ? Math.min(0.99, save.raw_done / save.raw_total) : 0; // as part_done of checkpointd/pipeline/shard.py
+/** Whether a rank's bytes are durable in the spool, and go to the root. */
+export const isInSpool = (save) => save.phase === "spooled" || save.phase === "uploading";
+
+const partDone = (done, total) => (total ? Math.min(0.99, done / total) : 0); // as part_done of checkpointd/pipeline/shard.py
+const persisted = (save) => (DONE.includes(save.phase) ? 1 : partDone(save.raw_done, save.raw_total));
+
+/** How much of a rank's bytes is on the disk, or, if they are in the spool, at the root; from 0 to 1. */
+export const fraction = (save) => (isInSpool(save) ? partDone(save.uploaded, save.upload_total) : persisted(save));
+
+const sum = (saves, value) => saves.reduce((before, save) => before + value(save), 0);
+
+/** The `most` attempts to show first, and the others: what only waits in the spool comes last, and older ones after newer ones.
+ * Both parts are in the order of `attempts`.
+ */
+export function foremost(found, most) {
+  const waits = (attempt) => attempt.saves.every((save) => save.phase === "spooled");
+  const first = new Set([...found.filter(waits), ...found.filter((attempt) => !waits(attempt))].slice(-most));
+  return [found.filter((attempt) => first.has(attempt)), found.filter((attempt) => !first.has(attempt))];
 }
 
-/** How far an attempt has come, over its ranks here. */
+/** How far an attempt has come, over its ranks here: in persisting, or in the upload from the spool once all have persisted. */
 export function progress(attempt) {
   const { saves } = attempt;
   const busy = saves.filter((save) => save.phase === "persisting");
   const etas = busy.map((save) => save.eta_s).filter((eta) => eta !== null);
   const coordinator = saves.find((save) => save.votes_missing !== null);
+  const goesUp = saves.some(isInSpool) && !saves.some((save) => BEFORE.includes(save.phase));
   return {
-    fraction: saves.reduce((sum, save) => sum + fraction(save), 0) / saves.length,
-    total: saves.reduce((sum, save) => sum + save.raw_total, 0),
-    done: saves.reduce((sum, save) => sum + save.raw_done, 0),
-    speed: busy.reduce((sum, save) => sum + (save.speed_bps ?? 0), 0),
+    goesUp,
+    fraction: sum(saves, goesUp ? fraction : persisted) / saves.length,
+    total: sum(saves, (save) => (goesUp ? save.upload_total : save.raw_total)),
+    done: sum(saves, (save) => (goesUp ? save.uploaded : save.raw_done)),
+    speed: sum(busy, (save) => save.speed_bps ?? 0),
     eta: etas.length ? Math.max(...etas) : null,
     missing: coordinator ? coordinator.votes_missing : null,
   };

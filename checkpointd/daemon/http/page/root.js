@@ -44,8 +44,11 @@ function summary(root, now) {
 function saving(root, now) {
   const flying = attempts(root.in_flight, now);
   if (!flying.length) return null;
-  const all = flying.map((attempt) => progress(attempt).fraction);
-  return badge(`saving, ${percent(Math.min(...all))}`, "busy");
+  const all = flying.map(progress), least = Math.min(...all.filter((one) => !one.goesUp).map((one) => one.fraction), 1);
+  const upload = all.filter((one) => one.goesUp);
+  if (!upload.length || least < 1) return badge(`saving, ${percent(least)}`, "busy");
+  const sum = (key) => upload.reduce((before, one) => before + one[key], 0);
+  return badge(`in the spool, ${percent(sum("done") / Math.max(1, sum("total")))} uploaded`, "busy");
 }
 
 function brief(root, now) {

@@ -34,10 +34,12 @@ from tests.unit.daemon.example_statuses import (
     busy,
     daemon_status,
     failing,
+    fresh,
     hostile,
     rank_status,
     root_status,
     save,
+    spooling,
 )
 
 WELCOME = wire.Welcome(protocol=1, release="0.1.0", pid=1, frame_bytes_max=64 << 20, slots_max=1, memory_bytes_max=1)
@@ -159,7 +161,7 @@ def test_each_rung_of_the_spool_is_shown(daemon: Daemon, cli: Cli) -> None:
     [root] = busy().roots
     waits, uploads = root.in_flight[:2]
     flights = (
-        msgspec.structs.replace(waits, rank=0, phase="spooled", votes_missing=None),
+        msgspec.structs.replace(waits, rank=0, phase="spooled", upload_total=1 << 31, votes_missing=None),
         msgspec.structs.replace(uploads, rank=1, phase="uploading", uploaded=1 << 30, upload_total=1 << 31, votes_missing=None),
     )
     gone = save(0, 4000, began=NOW - 50, phase="superseded", error=ErrorReport(code="SupersededError", message="a newer save"))
@@ -188,10 +190,22 @@ def test_each_rung_of_the_spool_is_shown(daemon: Daemon, cli: Cli) -> None:
     lines = cli("status", "--socket", daemon.path).lines
     words = "/nvme/spool, 2 shards wait (2.0GiB), 3.0GiB used, 7.0GiB free, uploads begin in 2h00m (22:00-06:00), 3 superseded"
     assert f"spool: {words}, 1 straight to the root, since it was full" in lines
-    assert "rank 0  100%  spooled" in lines
-    assert "rank 1  100%  uploading, 1.0GiB of 2.0GiB" in lines
+    assert "all      25%  1 spooled, 1 uploading, 1.0GiB of 4.0GiB uploaded" in lines
+    assert "rank 0    0%  spooled, 2.0GiB to upload" in lines
+    assert "rank 1   50%  uploading, 1.0GiB of 2.0GiB" in lines
     assert any("1 superseded" in line for line in lines)
     assert not any("failing" in line for line in lines), "a superseded save is no failure"
+
+
+def test_of_many_saves_in_flight_the_newest_few_are_shown_and_the_others_counted(daemon: Daemon, cli: Cli) -> None:
+    daemon.says = spooling(30)
+    lines = cli("status", "--socket", daemon.path).lines
+    flights = [line.partition(" ")[0] for line in lines if ": in flight for" in line]
+    assert flights == ["step27", "step28", "step29", "step30"]
+    assert "26 more saves in flight, the oldest for 30m00s; 26 of them wait in the spool" in lines
+    daemon.says = daemon_status(*spooling(30).roots, *fresh().roots)
+    (line,) = [line for line in cli("status", "--socket", daemon.path).lines if "s3://bucket/run" in line]
+    assert "step29 0% uploaded, step30 12% uploaded, 28 more" in line
 
 
 def test_what_is_left_out_is_said(daemon: Daemon, cli: Cli) -> None:

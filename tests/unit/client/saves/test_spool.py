@@ -73,6 +73,7 @@ def test_more_saves_than_slots_are_spooled_while_nothing_is_uploaded(tmp_path: P
     ckpt = Checkpointer(tmp_path / "root", spool=held(tmp_path))
     handles = [ckpt.save(step, state(step)).wait("spooled") for step in range(1, 6)]
     assert {handle.phase for handle in handles} == {"spooled"}
+    assert {(handle.bytes_to_upload > 300 * 100 * 4, handle.bytes_uploaded) for handle in handles} == {(True, 0)}
     assert [one.phase for one in ckpt.status().attempts] == ["spooled"] * 5
     loaded = ckpt.load(target := into())
     assert loaded is not None

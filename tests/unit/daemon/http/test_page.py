@@ -40,6 +40,7 @@ from tests.unit.daemon.example_statuses import (
     rank_status,
     root_status,
     save,
+    spooling,
 )
 
 if TYPE_CHECKING:
@@ -247,6 +248,50 @@ async def test_two_hundred_and_fifty_six_ranks(browser: Browser, daemon: Daemon)
     daemon.shown = msgspec.structs.replace(busy(256), leaving=True)
     await page.get_by_text("The daemon was told to stop").wait_for()
     assert await page.locator("div[aria-label=Ranks] tbody tr").count() == 256
+    assert daemon.complaints == []
+
+
+async def test_what_lies_in_the_spool_is_not_shown_as_done(browser: Browser, daemon: Daemon) -> None:
+    daemon.shown = spooling()
+    page = await opened(browser, daemon)
+    assert "in the spool, 4 % uploaded" in await text_of(page, "details.root summary")
+    flights = [" ".join(text.split()) for text in await page.locator(".flight").all_inner_texts()]
+    assert [("0 % uploaded" in text, "12 % uploaded" in text) for text in flights] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
+    assert "2 spooled · 0 B of 32.0 MiB uploaded" in flights[0]
+    assert "rank 0 spooled, 16.0 MiB to upload" in flights[0]
+    assert "2 uploading · 4.0 MiB of 32.0 MiB uploaded" in flights[2]
+    assert "rank 1 uploading, 4.0 MiB of 16.0 MiB" in flights[2]
+    assert await page.locator(".flight progress").evaluate_all("all => Math.max(...all.map((e) => e.value))") == 0.25
+    daemon.shown = spooling(1, 16)
+    await page.locator(".strip svg").wait_for()
+    heights = await page.locator(".strip path").evaluate_all("all => all.map((e) => [e.classList[1], e.getBBox().height])")
+    assert dict(heights)["spooled"] == 48
+    assert daemon.complaints == []
+
+
+async def test_of_hundreds_of_saves_that_wait_the_newest_few_are_shown_and_the_others_counted(
+    browser: Browser, daemon: Daemon
+) -> None:
+    daemon.shown = spooling(256)
+    page = await opened(browser, daemon)
+    assert await page.locator(".flight h4 bdi").all_inner_texts() == ["step253", "step254", "step255", "step256"]
+    await page.get_by_text("252 more saves in flight, the oldest for 4 h 16 min").click()
+    rows = page.locator("div[aria-label='More saves in flight'] tbody tr")
+    await rows.first.wait_for()
+    assert await rows.count() == 252
+    assert (
+        " ".join((await rows.first.inner_text()).split())
+        == "step252 00000003-0 25,200 5 min 00 s 2 spooled · 0 B of 32.0 MiB uploaded"
+    )
+    shown = daemon.shown.roots[0]
+    first = [msgspec.structs.replace(one, phase="prepared") if one.tag == "step1" else one for one in shown.in_flight]
+    daemon.shown = msgspec.structs.replace(daemon.shown, roots=(msgspec.structs.replace(shown, in_flight=tuple(first)),))
+    await page.locator(".flight h4 bdi").filter(has_text=re.compile("^step1$")).wait_for()
+    assert await page.locator(".flight").count() == 4
     assert daemon.complaints == []
 
 
