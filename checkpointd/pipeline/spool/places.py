@@ -149,6 +149,8 @@ class DiskPlace:
             raise StoreError(f"the spool {self.directory} cannot be used: {error.strerror or error}") from error
 
 
+_TAKEN = (errno.EAGAIN, errno.EACCES)
+"""The errors of a lock that another process holds."""
 _HELD: set[int] = set()
 """The descriptors of all locks. A lock of the kernel lasts until every copy of its descriptor is closed."""
 
@@ -185,7 +187,7 @@ class FileClaim:
             if os.fstat(claim.descriptor).st_nlink:  # else its holder has removed it just now
                 return claim
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
+            if error.errno not in _TAKEN:
                 claim.release()
                 raise
         claim.release()
@@ -210,6 +212,11 @@ def hold(directory: str, *, alone: bool) -> FileClaim:
         fcntl.flock(claim.descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError as error:
         claim.release()
+        if error.errno not in _TAKEN:
+            raise UsageError(
+                f"the spool {directory} cannot be locked: {error.strerror or error}. Its file system must have locks (flock), "
+                "as a disk of the node itself has"
+            ) from error
         whose = "another daemon, or trainers without a sidecar," if alone else "a sidecar"
         raise UsageError(f"{whose} uses the spool {directory}: give each a directory of its own") from error
     return claim

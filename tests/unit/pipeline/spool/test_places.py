@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -139,6 +141,15 @@ def test_nodespool_2_one_daemon_or_several_trainers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a sidecar uses the spool"):
         hold(str(tmp_path), alone=False)
     daemon.release()
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UsageError, match=r"cannot be locked: No locks available\. Its file system must have locks"):
+        hold(str(tmp_path), alone=True)
 
 
 def test_a_spool_must_be_a_directory_of_one_s_own(tmp_path: Path) -> None:
