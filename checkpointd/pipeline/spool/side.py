@@ -3,7 +3,7 @@
 Invariants
   SPOOL-9  While the root is away, an upload is tried again until the attempt is decided or its deadline passes. So is a no of
       this rank. Only a newer epoch, a lost reference and damage in the spool end the upload. A disk that does not give the
-      bytes, try after try, counts as damage.
+      bytes, try after try for UNREAD_S, counts as damage. Meanwhile, the shard keeps no other one from its turn.
   SPOOL-10  Once this rank has tried to put its yes, the shard is not dropped for a newer save, since the vote may exist.
 """
 
@@ -37,8 +37,8 @@ log = logging.getLogger("checkpointd")
 
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
 """The pause after an upload that failed, which doubles each time."""
-UNREAD_MAX = 5
-"""So often in a row an upload may fail because the spool's disk gives no bytes; then the shard counts as lost."""
+UNREAD_S, UNREAD_TRIES = 600.0, 5
+"""A shard counts as lost if the spool's disk has given no bytes for so long, and in so many tries in a row."""
 ROOM_S = 60.0
 """An upload waits at most half of this until retention has made room at the root: the slot is free, so nobody else waits."""
 
@@ -133,7 +133,7 @@ class SpoolSide:
         return await self.hooks.ends_fenced()
 
     async def _uploaded_in_turn(self, shard: SpooledShard, turns: Turns, on_start: Callable[[], None]) -> bool:
-        leads, pause_s, unread = self.info.rank == COORDINATOR, PAUSE_S_MIN, 0
+        leads, pause_s, unread = self.info.rank == COORDINATOR, PAUSE_S_MIN, list[float]()
         while True:
             await unless(self.hooks.over, turns.taken(shard, None if leads else self._led))
             has_voted = False
@@ -144,13 +144,14 @@ class SpoolSide:
             except (DecidedBefore, LinkError):
                 raise
             except StoreError as error:
-                unread = unread + 1 if isinstance(error, SpoolUnreadError) else 0
-                if unread == UNREAD_MAX:  # it would keep all others from their turn
+                unread = [*unread, asyncio.get_running_loop().time()] if isinstance(error, SpoolUnreadError) else []
+                if len(unread) >= UNREAD_TRIES and unread[-1] - unread[0] >= UNREAD_S:
                     raise DamagedError(f"the spool lost this shard: {error}", rank=self.info.rank) from error
                 if (cause := str(error)) != self._said:
                     log.warning("%s: rank %d cannot upload now: %s; trying again", self.info.prefix, self.info.rank, error)
                 self._said = cause
-                turns.add(shard)
+                if not unread:
+                    turns.add(shard)
             finally:
                 turns.given_back(shard, leads=leads and has_voted and self.info.world_size > 1)
             await self.pause(pause_s)

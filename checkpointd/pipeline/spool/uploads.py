@@ -158,9 +158,15 @@ class Upload:
         try:
             return await read
         except (NotFoundError, DamagedError) as error:
+            if isinstance(error, NotFoundError) and not await self._has_record():
+                raise SpoolUnreadError(f"the spool is empty; is its disk mounted? {error}") from error
             raise self._damaged(str(error)) from error
         except StoreError as error:
             raise SpoolUnreadError(f"the spool's disk fails: {error}") from error
+
+    async def _has_record(self) -> bool:
+        """Whether the spool has the shard's record. Without it, another file system may lie at its path for now."""
+        return await self._from_spool(self.shard.spool.store.stat(self.shard.record.key)) is not None
 
     def _damaged(self, why: str) -> DamagedError:
         return DamagedError(f"the spool lost this shard: {why}", rank=self.shard.record.vote.rank)

@@ -11,11 +11,12 @@ import pytest
 from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
-from checkpointd.errors import StoreError, StoreFullError, SupersededError, UnreadableError
+from checkpointd.errors import NotFoundError, StoreError, StoreFullError, SupersededError, UnreadableError
 from checkpointd.pipeline.outcome.outlived import anyhow
 from checkpointd.pipeline.outcome.recover import resolve
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.spool.side import UNREAD_S
 from checkpointd.pipeline.spool.turns import HOLD_S
 from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
@@ -481,10 +482,46 @@ def test_spool_9_a_disk_that_gives_a_shard_no_more_keeps_no_other_one_from_its_t
         assert isinstance(store, Dying)
         store.lost = "global_step3/"
         root.away = False
+        await until(lambda: {attempt.phase for attempt in node.attempts[:2]} == {Phase.COMMITTED})
+        assert node.attempts[2].phase is Phase.UPLOADING
+        assert asyncio.get_running_loop().time() < UNREAD_S / 4
         await node.over()
         assert [attempt.phase for attempt in node.attempts] == [Phase.COMMITTED, Phase.COMMITTED, Phase.FAILED]
         assert "the spool's disk fails: input/output error" in str(node.attempts[2].error)
         assert asyncio.get_running_loop().time() < HOUR_S
+        assert await committed(root) == ["global_step2", "global_step1"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [UnreadableError("input/output error"), NotFoundError("there is no such object")])
+def test_spool_9_a_disk_that_is_away_for_minutes_loses_no_shard(error: Exception) -> None:
+    """It fails, or is not mounted, so that another directory lies at its path."""
+
+    class Away(MemoryStore):
+        away = False
+
+        async def get(self, key: str, *, size_max: int = 1 << 30) -> bytes:
+            if self.away:
+                raise error
+            return await super().get(key, size_max=size_max)
+
+        async def stat(self, key: str) -> int | None:
+            return None if self.away else await super().stat(key)
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await Node(root, spool(), nonce=await begun_root(root), place=MemoryPlace(made=Away)).begin()
+        root.away = True
+        for step in (1, 2):
+            node.save(step)
+            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
+        (store,) = node.place.stores.values()
+        assert isinstance(store, Away)
+        store.away, root.away = True, False
+        await asyncio.sleep(UNREAD_S / 2)
+        store.away = False
+        await node.over()
         assert await committed(root) == ["global_step2", "global_step1"]
 
     run(main())
