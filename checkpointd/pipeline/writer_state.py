@@ -52,8 +52,7 @@ class WriterState:
         self.announcements = AnnouncementWatch(self.store)
 
     async def _decide_older(self, prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
-        live = () if self.spool is None else self.spool.directory.live
-        spooled = {one.prefix for one in live if self.spool is not None and one.spool.name == self.spool.root.name}
+        spooled = () if self.spool is None else await self.spool.led_here(prefixes)
         await outlived(self.store, prefixes, timeout_s, self.sight, hurried=False, spooled=spooled, check=check)
 
     def take_reader(self, reader: BackgroundReadBack) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from checkpointd.commit.facts import Order
@@ -19,9 +20,9 @@ from checkpointd.errors import CheckpointdError, StoreError, StoreFullError
 from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import byte_size
 from checkpointd.pipeline.root.identity import writer
-from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.spool.directory import SpoolDirectory
-from checkpointd.pipeline.spool.record import SpoolRecord, record_key
+from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, is_record_of, record_key
 from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_record, put_record, rules_of
 from checkpointd.pipeline.spool.turns import WAITING_MAX
 from checkpointd.pipeline.write.job import PersistJob
@@ -87,6 +88,13 @@ class OwnSpool:
     def all_have(self, rank: int, order: Order) -> None:
         """Every rank has its shard of the save with this `order` of `rank` in its spool: older ones may go (TURN-2)."""
         self.directory.all_have(self.root.name, self.uid, rank, order)
+
+    async def led_here(self, prefixes: Iterable[str]) -> set[str]:
+        """Those of the attempts `prefixes` whose coordinator's shard is in the spool, whichever process works at it: without a
+        sidecar, that may be the one of another rank of this node.
+        """
+        names = [entry.name for entry in await self.root.store.list(SPOOLED)]
+        return {prefix for prefix in prefixes if any(is_record_of(name, prefix, COORDINATOR) for name in names)}
 
     async def take(self, job: PersistJob, commit: CommitConfig, keeps_before: int) -> SpooledShard | None:
         """Make the snapshot of `job` durable in the spool. None if the spool has no room, or fails (SPOOL-8).

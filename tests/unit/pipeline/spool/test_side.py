@@ -264,6 +264,25 @@ def test_outlived_1_who_makes_room_decides_nothing_that_waits_in_its_own_spool()
     run(main())
 
 
+def test_outlived_1_who_makes_room_decides_nothing_that_another_process_uploads_from_the_same_spool() -> None:
+    """Without a sidecar, the process of any rank of this node may have taken up what rank 0 has left."""
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        left = await node_at(root, windows="12:00-13:00")
+        attempt = left.save(1)
+        await until(lambda: attempt.phase is Phase.SPOOLED)
+        await left.dies()
+        other = await left.restarts()
+        node = await Node(root, left.config, nonce=left.nonce, place=left.place).begin()
+        await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
+        assert other.attempts[0].phase is Phase.SPOOLED
+        await other.over()
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
 def test_spool_3_two_processes_never_work_at_one_record() -> None:
     async def main() -> None:
         root = AwayStore(MemoryStore())
