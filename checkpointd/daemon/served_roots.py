@@ -50,6 +50,8 @@ ANSWER_S = 5.0
 """How long a file system may take to answer a question about a path."""
 ASKED_MAX = 64
 """Questions to file systems that may wait for an answer, each on a thread."""
+_AT_ONCE = {"retry_s": "1", "request_s": "3"}
+"""The options of a store that asks once."""
 BUCKET_ROOTS_MAX = 64
 """The places below a configured bucket that are looked at: each is a request."""
 T = TypeVar("T")
@@ -68,6 +70,8 @@ class ServedRoots:
         self._bucket = None if bandwidth_bps is None else TokenBucket(bandwidth_bps)
         self._uids = (os.geteuid(),) if uids is None else uids
         self._stores: dict[tuple[str, User | None], Store] = {}
+        self._impatient: dict[str, Store] = {}
+        """Stores in buckets that repeat no request for long, by root."""
         self._asked: dict[str, asyncio.Future[Any]] = {}
 
     async def checked(self, root: str) -> str:
@@ -115,6 +119,21 @@ class ServedRoots:
     async def seen(self) -> list[str]:
         """As `found`, with the time limit of `checked`, and the roots in buckets: those configured, or directly below."""
         return [*await self._ask("find", self.found), *await self._found_in_buckets()]
+
+    async def check_answers(self, root: str) -> None:
+        """Ask for a root in a bucket once. Raises StoreError with the reason if the answer does not come at once: the store
+        itself repeats its requests for minutes before it gives a reason.
+        """
+        if not is_bucket_url(root):
+            return
+        if root not in self._impatient:
+            place = parse(root)
+            self._impatient[root] = open_store(replace(place, options={**place.options, **_AT_ONCE}).url)
+        store = self._impatient[root]
+        try:
+            await store.list(f"{SERVICE}/epochs")
+        except StoreError as error:
+            raise type(error)(str(error).replace(store.url, root)) from error
 
     async def _found_in_buckets(self) -> list[str]:
         found: list[str] = []
@@ -226,9 +245,10 @@ class ServedRoots:
             self._bucket.lift()
 
     async def close(self) -> None:
-        for store in self._stores.values():
+        for store in (*self._stores.values(), *self._impatient.values()):
             await store.close()
         self._stores.clear()
+        self._impatient.clear()
 
 
 def on_a_thread(call: Callable[[], T]) -> asyncio.Future[T]:

@@ -35,7 +35,16 @@ from checkpointd.daemon.protocol.channel import Channel, Received
 from checkpointd.daemon.protocol.parts import snapshot_parts
 from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.users import user_of
-from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError, SidecarFullError, StagingError, UsageError
+from checkpointd.errors import (
+    ERRORS,
+    CheckpointdError,
+    ClosedError,
+    NotFoundError,
+    SidecarFullError,
+    StagingError,
+    StoreError,
+    UsageError,
+)
 from checkpointd.layout.files import check_leftovers, check_unfinished
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
@@ -73,7 +82,7 @@ class RankSession:
         self._contents: dict[int, ReceivedContents] = {}
         """The contents of saves that are not announced yet, by save."""
         self._over: deque[int] = deque(maxlen=SAVES_REMEMBERED)
-        self._shown: dict[int, tuple[int, int, int]] = {}
+        self._shown: dict[int, tuple[int, int, int, str]] = {}
 
     # --- its life ------------------------------------------------------------------------------------------------
 
@@ -156,14 +165,14 @@ class RankSession:
             for number, job in self._saves.items():
                 missing = job.attempt.votes_missing
                 stored = job.progress.stored + job.progress.uploaded + job.progress.upload_total
-                now = (job.progress.raw_done, stored, len(missing or ()))
+                now = (job.progress.raw_done, stored, len(missing or ()), self._trouble)
                 if self._shown.get(number) == now or self._outbox.qsize() > OUTBOX // 4:
                     continue
                 self._shown[number] = now
                 self._tell_bytes(number, job)
 
     def _tell_bytes(self, number: int, job: SaveJob) -> None:
-        told = wire.Progress(
+        message = wire.Progress(
             save=number,
             raw_total=job.progress.raw_total,
             raw_done=job.progress.raw_done,
@@ -176,8 +185,17 @@ class RankSession:
             rested_s=job.progress.pace.rested_s,
             uploaded=job.progress.uploaded,
             upload_total=job.progress.upload_total,
+            trouble=self._trouble,
         )
-        self._post(told)
+        self._post(message)
+
+    @property
+    def _trouble(self) -> str:
+        """Why the daemon does not reach the client's root now; empty if it does, as far as it knows."""
+        look = self._hub.root_scans.get(self._joined().root)
+        if look is None or look.problem is None or not issubclass(ERRORS.get(look.problem.code, Exception), StoreError):
+            return ""
+        return told(look.problem.message)[: wire.TROUBLE_MAX]
 
     # --- messages of the client ----------------------------------------------------------------------------------
 
@@ -264,11 +282,9 @@ class RankSession:
         )
         others = (o for o in self._hub.tier.at(record.root, self._peer.uid) if o.info.rank != record.rank)
         beside = tuple(other.described() for other in islice(others, wire.BESIDE_TOLD))
-        self._post(
-            wire.Joined(
-                held=(kept.described(),) if kept else (), in_flight=in_flight, beside=beside, spool=self._spool_told(record)
-            )
-        )
+        held = (kept.described(),) if kept else ()
+        spool = self._spool_told(record)
+        self._post(wire.Joined(held=held, in_flight=in_flight, beside=beside, spool=spool, trouble=self._trouble))
 
     def _spool_told(self, record: RankRecord) -> wire.SpoolPlaceTold | None:
         config, spool = self._hub.config.spool_config, self._hub.spool

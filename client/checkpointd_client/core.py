@@ -335,6 +335,7 @@ class Core:
             attempts=statuses,
             sidecar=self._sidecar.path if self._sidecar is not None else None,
             sidecar_connected=self._sidecar is not None and self._sidecar.connected,
+            sidecar_trouble="" if self._sidecar is None else self._sidecar.trouble,
             read_back=self._saver.read_back,
             overhead=self._saver.governor.overhead,
             pace=self._saver.governor.share,

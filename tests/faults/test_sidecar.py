@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpointd.bucket_urls import parse
 from checkpointd_client import Checkpointer
-from checkpointd_client.errors import LinkError
+from checkpointd_client.errors import LinkError, WaitTimeoutError
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import MIB, NEVER_S, Job, wait_until
+from tests.servers.fixtures import Place, root_at
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -356,3 +360,32 @@ def test_a_link_at_a_tag_fails_the_save_long_before_its_deadline(tmp_path: Path,
             checkpointer.save(1, state).wait()
     assert daemon.said().count("cannot look for the outcome") == 1
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["00000001-0"]
+
+
+def test_a_sidecar_with_a_wrong_endpoint_is_named_by_the_trainer_and_the_status_within_seconds(
+    tmp_path: Path, seaweed_place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer's URL has no endpoint, so the sidecar takes it with its own."""
+    root = parse(root_at(seaweed_place, monkeypatch)).place
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed_place.server.endpoint)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        wrong = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        with Daemon(tmp_path, root=f"s3://{seaweed_place.bucket}?endpoint={wrong}") as daemon:
+            ckpt = Checkpointer(root, sidecar=daemon.socket)
+            handle = ckpt.save(1, {"weight": torch.ones(9)})
+            wait_until(lambda: wrong in handle.trouble, "the trainer hears of it")
+            trouble = ckpt.status().sidecar_trouble
+            with pytest.raises(WaitTimeoutError) as caught:
+                handle.wait(timeout=0)
+            asked = [sys.executable, "-m", "checkpointd", "status", "--socket", str(daemon.socket), "--json"]
+            (seen,) = json.loads(subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout)["roots"]
+            daemon.kill()
+            assert handle.wait().phase == "committed", "by the trainer itself"
+            ckpt.close()
+    words = rf"the sidecar does not reach the root: listing .* \(Connection refused\): {wrong} was not reached"
+    assert re.search(words, str(caught.value))
+    assert re.search(words, caplog.text)
+    assert wrong in trouble
+    assert seen["verdict"]["state"] == "unreadable"
+    assert "Connection refused" in seen["verdict"]["reason"]

@@ -52,6 +52,8 @@ _Id = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Seconds = Annotated[float, Meta(ge=0, le=86400 * 31)]
 _Name = Annotated[str, Meta(max_length=4096)]
 _Nonce = Annotated[str, Meta(max_length=128)]
+TROUBLE_MAX = 1000
+_Trouble = Annotated[str, Meta(max_length=TROUBLE_MAX)]
 _Metric = Annotated[str, Meta(max_length=512)]
 
 
@@ -341,6 +343,8 @@ class Joined(_Message, frozen=True, kw_only=True, tag="joined"):
     beside: tuple[RetainedSnapshot, ...] = ()
     spool: SpoolPlaceTold | None = None
     """None: this daemon has no spool."""
+    trouble: _Trouble = ""
+    """Why the daemon does not reach the client's root now; empty if it does, as far as it knows."""
 
 
 class PhaseEntered(_Message, frozen=True, kw_only=True, tag="phase"):
@@ -373,6 +377,8 @@ class Progress(_Message, frozen=True, kw_only=True, tag="progress"):
     uploaded: _Count = 0
     upload_total: _Count = 0
     """Bytes that go from the spool to the root, and those of them that are there; 0 without a spool."""
+    trouble: _Trouble = ""
+    """As in Joined."""
 
 
 class Free(_Message, frozen=True, kw_only=True, tag="free"):

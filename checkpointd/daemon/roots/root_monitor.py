@@ -3,7 +3,8 @@
 Invariants
   MONITOR-1  A root that fails or does not answer neither delays another root nor ends the monitor.
   MONITOR-2  A look goes on while the storage answers: it ends if no answer has come for `look_s`, and after `look_most_s`. So a
-      long history is looked at to its end. An error is kept in `hub.root_scans[root].problem`, beside the last good scan.
+      long history is looked at to its end. An error is kept in `hub.root_scans[root].problem`, beside the last good scan. If a
+      bucket has not answered for `ask_s`, it is asked once more, without patience, so that the reason is known within seconds.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class MonitorPace:
     busy_s: float = 10.0
     """Between two looks while a save is in flight or an attempt in doubt."""
     idle_s: float = 60.0
+    ask_s: float = 2.0
     look_s: float = 30.0
     look_most_s: float = 600.0
     patience_s: float = 5.0
@@ -90,6 +92,9 @@ class RootMonitor:
     def __init__(self, hub: Hub, pace: MonitorPace | None = None) -> None:
         self._hub, self._pace = hub, pace or MonitorPace()
         self._roots: dict[str, _MonitoredRoot] = {}
+        self._on_disk: list[str] = []
+        """The roots that were found at the configured places."""
+        self._finding: asyncio.Task[None] | None = None
         self._found = asyncio.Event()
 
     def look_soon(self, root: str) -> None:
@@ -114,9 +119,14 @@ class RootMonitor:
                 self._hub.memory.release_lingering()
                 self._hub.forget_old(time.time())
                 self._hub.said.say_left_out()
-                await self._watch(await self._all_roots())
+                if self._finding is None or self._finding.done():
+                    self._finding = asyncio.create_task(self._find())
+                await self._watch(self._all_roots())
                 await _either(self._found, self._pace.busy_s if self._hub.jobs.all() else self._pace.idle_s)
         finally:
+            if self._finding is not None:
+                self._finding.cancel()
+                await asyncio.gather(self._finding, return_exceptions=True)
             await self._end(list(self._roots))
 
     async def look(self, root: str) -> None:
@@ -125,21 +135,34 @@ class RootMonitor:
         before = self._hub.root_scans.get(root, RootScan())
         self._hub.looking_at.add(root)
         began = asyncio.get_running_loop().time()
+        silent: list[CheckpointdError] = []
+        asking = asyncio.create_task(self._ask(root, before, silent))
         try:
             async with asyncio.timeout(self._pace.look_s) as limit:
-                await self._attend(root, known, partial(self._extend, limit, began))
+                await self._attend(root, known, partial(self._extend, limit, began, asking))
         except TimeoutError:
-            self._problem(root, before, StoreError(self._why_given_up(root, began)))
+            self._problem(root, before, silent[0] if silent else StoreError(self._why_given_up(root, began)))
         except CheckpointdError as error:
             self._problem(root, before, error)
         except Exception as error:  # MONITOR-1: a defect must not end the monitor
             log.exception("looking after %s failed in an unforeseen way; please report it", root)
             self._problem(root, before, CheckpointdError(f"looking after it failed: {error!r}"))
         finally:
+            asking.cancel()
             self._hub.looking_at.discard(root)
 
-    def _extend(self, limit: asyncio.Timeout, began: float) -> None:
+    async def _ask(self, root: str, before: RootScan, silent: list[CheckpointdError]) -> None:
+        """After `ask_s`, find out why the bucket of `root` does not answer, and note it in `silent`. The look goes on."""
+        await asyncio.sleep(self._pace.ask_s)
+        try:
+            await self._hub.roots.check_answers(root)
+        except CheckpointdError as error:
+            silent.append(error)
+            self._problem(root, before, error)
+
+    def _extend(self, limit: asyncio.Timeout, began: float, asking: asyncio.Task[None]) -> None:
         """The storage has answered, so the look may go on (MONITOR-2)."""
+        asking.cancel()
         if not limit.expired():
             now = asyncio.get_running_loop().time()
             limit.reschedule(min(now + self._pace.look_s, began + self._pace.look_most_s))
@@ -155,7 +178,6 @@ class RootMonitor:
             known.store = _Answering(found)
         store = known.store
         store.on_answer = on_answer
-        on_answer()
         busy = self._busy(root)
         look, in_doubt = await known.scanner.look(store, await self._hub.roots.room(root))
         self._show(root, look)
@@ -182,20 +204,26 @@ class RootMonitor:
     def _problem(self, root: str, before: RootScan, error: CheckpointdError) -> None:
         """Keep the last good scan with the problem, and log the problem if it is new."""
         seen = self._hub.root_scans.get(root, before)
-        if before.problem is None or before.problem.message != str(error):
+        if str(error) not in [known.problem.message for known in (before, seen) if known.problem is not None]:
             log.error("%s cannot be looked after: %s", root, error)
         self._hub.root_scans[root] = replace(seen, problem=ErrorReport.of(error))
 
     # --- which roots -----------------------------------------------------------------------------------------------
 
-    async def _all_roots(self) -> list[str]:
-        """The roots that clients joined, then those that lie on disk."""
-        found: list[str] = []
+    async def _find(self) -> None:
+        """Look for roots at the configured places, beside the looks at those that are known: a bucket may be silent."""
         try:
             found = await self._hub.roots.seen()
         except StoreError as error:
             log.error("the roots on disk cannot be listed: %s", error)
-        ranked = list(dict.fromkeys([*self._hub.roots_by_use(), *found]))
+            return
+        if found != self._on_disk:
+            self._on_disk = found
+            self._found.set()
+
+    def _all_roots(self) -> list[str]:
+        """The roots that clients joined, then those that lie on disk."""
+        ranked = list(dict.fromkeys([*self._hub.roots_by_use(), *self._on_disk]))
         self._hub.not_looked_after = ranked[ROOTS_MAX:]
         return ranked[:ROOTS_MAX]
 

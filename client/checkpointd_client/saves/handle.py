@@ -73,6 +73,8 @@ class SaveHandle:
         self.observed = False
         self.was_spooled = False
         """Whether the snapshot was durable in the spool: from then on nobody needs the slot."""
+        self.trouble = ""
+        """Why the sidecar that persists it does not reach the root now; empty if it does."""
         self._is_left = False
         self.missing: Callable[[], str] = lambda: f"{self.tag} is {self.phase}"
         """Says in words why the save has not ended."""
@@ -85,6 +87,11 @@ class SaveHandle:
         self.timings.call_s = self.timings.call_s if call_s is None else call_s
         self.timings.fence_s = self.timings.fence_s if fence_s is None else fence_s
         self._bytes.held_s = self.timings.held_s
+
+    @property
+    def trouble_words(self) -> str:
+        """The end of a message about it, if the sidecar does not reach the root."""
+        return f"; the sidecar does not reach the root: {self.trouble}" if self.trouble else ""
 
     @property
     def pace(self) -> Pace:
@@ -197,7 +204,8 @@ class SaveHandle:
         else:
             self.pace.lift("awaited")
         if not self._wait(lambda: reached(self._phase, goal) or self.done(), timeout):
-            raise WaitTimeoutError(f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background")
+            words = f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background"
+            raise WaitTimeoutError(f"{words}{self.trouble_words}")
         if not reached(self._phase, goal):
             self.observed = True
             assert self._error is not None

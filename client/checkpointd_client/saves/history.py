@@ -56,7 +56,7 @@ class SaveRecord:
                 why = f"no vote from {rank_runs(votes)}"
             case _:
                 why = "rank 0 has not put the outcome; its log names the ranks that have not voted"
-        return f"{handle.tag} ({handle.attempt}) is {handle.phase}: {why}"
+        return f"{handle.tag} ({handle.attempt}) is {handle.phase}: {why}{handle.trouble_words}"
 
     def status(self) -> AttemptStatus:
         handle, error = self.handle, self.handle.peek()

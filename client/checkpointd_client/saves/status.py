@@ -96,6 +96,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     sidecar: str | None = None
     """The socket of the sidecar that this rank uses; None without a sidecar."""
     sidecar_connected: bool = False
+    sidecar_trouble: str = ""
+    """Why the sidecar does not reach the root, or has refused this rank, as far as this rank has heard; empty if it works."""
     read_back: ReadBackStatus
     """The checkpoints that this process has read back. A sidecar reports its own in its status."""
     overhead: float | None = None

@@ -94,6 +94,12 @@ class SidecarClient:
         """Whether there is a connection now; any thread may ask."""
         return self._open_link is not None
 
+    @property
+    def trouble(self) -> str:
+        """Why the daemon does not reach the root, as it told last, or why it takes nothing now; empty if all is well."""
+        link, silence = self._open_link, self._silence
+        return link.trouble if link is not None else "" if silence is None else str(silence[1])
+
     def say_lost(self, error: CheckpointdError) -> None:
         """Warn that the daemon takes nothing now, once per cause: errors that differ only in numbers have the same cause."""
         cause = _NUMBER.sub("", str(error))

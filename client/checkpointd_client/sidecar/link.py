@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+import msgspec
+
 from checkpointd import __version__
 from checkpointd.commands import MAY_NOT_OPEN, start_sidecar
 from checkpointd.commit.machine import FINAL, Phase
@@ -28,7 +30,16 @@ from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel, Received, connect
 from checkpointd.daemon.protocol.parts import contents_parts, layout_parts, snapshot_of
-from checkpointd.errors import CheckpointdError, NotFoundError, SidecarError, SidecarFullError, WireError
+from checkpointd.errors import (
+    ERRORS,
+    CheckpointdError,
+    DeadlineError,
+    NotFoundError,
+    SidecarError,
+    SidecarFullError,
+    StoreError,
+    WireError,
+)
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import Shard, ShardProgress, ShardTensor
 from checkpointd_client.saves.runner import PendingSave
@@ -91,13 +102,20 @@ class Track:
 
     def entered(self, message: wire.PhaseEntered) -> None:
         phase = Phase(message.phase)
-        error = None if message.error is None else message.error.error(ranks=message.ranks)
+        error = None if message.error is None else self._explained(message.error).error(ranks=message.ranks)
         if error is None and phase in FINAL and phase is not Phase.COMMITTED:
             error = SidecarError(f"{self.job.info.tag}: the sidecar calls it {phase} and does not say why; see its log")
         self.known = True
         if phase in FINAL and not self.ended.done():
             self.ended.set_result(None)
         self._on_phase(phase, error)
+
+    def _explained(self, report: ErrorReport) -> ErrorReport:
+        """`report`, with the trouble that the daemon has with the root."""
+        handle, kind = self.job.save.handle, ERRORS.get(report.code, CheckpointdError)
+        if handle.trouble in report.message or not issubclass(kind, StoreError | DeadlineError):
+            return report
+        return msgspec.structs.replace(report, message=f"{report.message}{handle.trouble_words}")
 
     def moved(self, message: wire.Progress, progress: ShardProgress) -> None:
         progress.mirror(
@@ -111,6 +129,7 @@ class Track:
         )
         progress.uploaded, progress.upload_total = message.uploaded, message.upload_total
         progress.no_progress = message.no_progress
+        self.job.save.handle.trouble = message.trouble
         self.votes_missing = message.votes_missing
 
 
@@ -139,6 +158,8 @@ class Link:
         self._pinging: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.error: LinkLost | None = None
+        self.trouble = ""
+        """Why the daemon does not reach the root now; empty if it does, as far as it has told."""
 
     # --- its life ------------------------------------------------------------------------------------------------
 
@@ -267,6 +288,8 @@ class Link:
         message = received.message
         if not isinstance(message, wire.Snapshot):
             _close(received.descriptor)
+        if isinstance(message, wire.Joined | wire.Progress):
+            self._heed(message.trouble)
         match message:
             case wire.PhaseEntered():
                 track = self._saves.get(message.save)
@@ -286,6 +309,13 @@ class Link:
                 self._snapshot_part(received, message)
             case _:
                 self._answered(received)
+
+    def _heed(self, trouble: str) -> None:
+        if trouble and trouble != self.trouble:
+            log.warning("the sidecar does not reach the root: %s", trouble)
+        elif self.trouble and not trouble:
+            log.info("the sidecar reaches the root again")
+        self.trouble = trouble
 
     def _snapshot_part(self, received: Received, part: wire.Snapshot) -> None:
         self._snapshot.append(received)
@@ -428,7 +458,7 @@ class Link:
             await self._hand_over(job)
         number, track = next(self._numbers), Track(job, on_phase)
         self._saves[number] = track
-        job.save.voting = track
+        job.save.voting, job.save.handle.trouble = track, self.trouble
         try:
             await self._send(_save(number, job, takeover, left_s, keeps_before))
             if not was_spooled:
@@ -440,7 +470,7 @@ class Link:
             self._take_back(job)  # LINK-3
             raise
         finally:
-            job.save.voting = None
+            job.save.voting, job.save.handle.trouble = None, ""
             job.progress.pace.on_change = None
             del self._saves[number]
 

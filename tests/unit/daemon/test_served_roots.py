@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from checkpointd.daemon import served_roots as roots_module
 from checkpointd.daemon.served_roots import ServedRoots, check_served
-from checkpointd.errors import ClosedError, StoreError, UsageError
+from checkpointd.errors import ClosedError, StoreError, UnreadableError, UsageError
 
 
 @pytest.fixture
@@ -23,6 +24,19 @@ def folder(tmp_path: Path) -> Path:
     (real / "job" / "run").mkdir(parents=True)
     (real.parent / "served-not").mkdir()
     return real
+
+
+async def test_a_bucket_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "x")
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        root = f"s3://bucket/run?endpoint=http://127.0.0.1:{deaf.getsockname()[1]}"
+        roots = ServedRoots([root])
+        with pytest.raises(UnreadableError, match="Connection refused") as caught:
+            await roots.check_answers(root)
+        assert f" in {root} failed" in str(caught.value), "with the URL that the user has given"
+        await roots.close()
 
 
 @pytest.mark.parametrize("below", ["", "job", "job/run", "not-there-yet", "job/run/"])

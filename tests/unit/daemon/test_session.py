@@ -65,6 +65,24 @@ async def test_a_save_is_committed_and_reads_back_bit_for_bit(daemon: Daemon, st
     assert checkpoint.outcome.step == 1
 
 
+async def test_a_trainer_hears_why_the_daemon_does_not_reach_its_root(daemon: Daemon, store: PosixStore, root: Path) -> None:
+    client = await daemon.client()
+    await client.ready(root, SHARD)
+    report = ErrorReport(code="UnreadableError", message="Connection refused", phase="")
+    daemon.hub.root_scans[str(root)] = hub.RootScan(problem=report)
+    await client.send(wire.Look())
+    assert (await client.next(wire.Joined)).trouble == "Connection refused"
+    await client.whole_save(1, SHARD)
+    await client.outcome(1)
+    told = [message.trouble for message in client.heard if isinstance(message, wire.Progress)]
+    assert set(told) == {"Connection refused"}
+    daemon.hub.root_scans[str(root)] = hub.RootScan(
+        problem=ErrorReport(code="DamagedError", message="latest is damaged", phase="")
+    )
+    await client.send(wire.Look())
+    assert (await client.next(wire.Joined)).trouble == "", "it is reached"
+
+
 async def test_the_log_names_root_tag_rank_bytes_and_seconds(
     daemon: Daemon, store: PosixStore, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,7 @@ from checkpointd import waits
 from checkpointd.config import Ranks
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel
-from checkpointd.errors import AbortedError, SidecarError
+from checkpointd.errors import AbortedError, SidecarError, StoreError, WaitTimeoutError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client import Checkpointer
@@ -210,6 +210,35 @@ def test_the_phase_never_goes_back_when_another_hand_begins_again(tmp_path: Path
         assert handle.timings.durable_s == durable_s
         sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
         assert handle.wait(LIMIT_S).phase == COMMITTED
+
+
+def test_a_sidecar_that_does_not_reach_the_root_is_named_everywhere(
+    tmp_path: Path, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+        assert ckpt.status().sidecar_trouble == ""
+        handle = ckpt.save(1, _state(1.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        told = wire.Progress(save=save.save, raw_total=8, raw_done=7, stored=5, trouble="Connection refused")
+        for _ in range(3):
+            sidecar.say(told)
+        _until(lambda: ckpt.status().sidecar_trouble == "Connection refused")
+        with pytest.raises(WaitTimeoutError, match="the sidecar does not reach the root: Connection refused"):
+            handle.wait(timeout=0)
+        assert caplog.text.count("the sidecar does not reach the root: Connection refused") == 1
+        lost = ErrorReport(code="StoreError", message="no outcome can be read", phase="")
+        sidecar.say(wire.PhaseEntered(save=save.save, phase="failed", error=lost))
+        words = "no outcome can be read; the sidecar does not reach the root: Connection refused"
+        with pytest.raises(StoreError, match=words):
+            handle.wait(LIMIT_S)
+        other = ckpt.save(2, _state(2.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        sidecar.say(wire.Progress(save=save.save, raw_total=8, raw_done=7, stored=5))
+        _until(lambda: ckpt.status().sidecar_trouble == "")
+        sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
+        other.wait(LIMIT_S)
 
 
 def test_a_word_that_is_not_understood_ends_the_link_and_not_the_save(tmp_path: Path, sidecar: ScriptedSidecar) -> None:

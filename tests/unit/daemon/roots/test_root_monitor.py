@@ -27,7 +27,7 @@ from checkpointd.daemon.roots import root_monitor as monitor_module
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import CHECKPOINTS_MAX, RootScanner
-from checkpointd.errors import StoreError
+from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.layout.keys import attempt_lease_key, epoch_key
 from checkpointd.layout.manifest import Lease, encode
 from checkpointd.pipeline.read.verify import verify
@@ -178,7 +178,7 @@ def test_monitor_2_a_look_goes_on_while_the_storage_answers(
 
         monkeypatch.setattr(monitor_module.inline_saves, "find", none)
         hub = SimpleNamespace(
-            roots=SimpleNamespace(looked_after=given, room=none),
+            roots=SimpleNamespace(looked_after=given, room=none, check_answers=none),
             jobs=SimpleNamespace(at=lambda _: []),
             users_at=lambda _: [],
             root_scans={},
@@ -241,6 +241,39 @@ async def test_a_storage_that_does_not_answer_is_given_up_and_tried_again(
     assert found.problem is not None
     assert "has not answered for 0.01 s" in found.problem.message
     assert (await look(hub, root)).problem is None
+
+
+async def test_monitor_2_why_a_bucket_does_not_answer_is_known_long_before_its_store_gives_up(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = asyncio.Event()
+    listing = PosixStore.list
+
+    async def hang(self: PosixStore, prefix: str) -> object:
+        await answers.wait()
+        return await listing(self, prefix)
+
+    async def refuse(_: str) -> None:
+        raise UnreadableError("Connection refused")
+
+    monkeypatch.setattr(PosixStore, "list", hang)
+    monkeypatch.setattr(hub.roots, "check_answers", refuse)
+    monitor = RootMonitor(hub, replace(AT_ONCE, ask_s=0.0))
+    looking = asyncio.create_task(monitor.look(str(root)))
+    await until(lambda: str(root) in hub.root_scans)
+    problem = hub.root_scans[str(root)].problem
+    assert problem is not None
+    assert (problem.code, problem.message) == ("UnreadableError", "Connection refused")
+    assert not looking.done()
+    answers.set()
+    await looking
+    assert hub.root_scans[str(root)].problem is None
+    answers.clear()
+    await RootMonitor(hub, replace(AT_ONCE, ask_s=0.0, look_s=0.3)).look(str(root))
+    problem = hub.root_scans[str(root)].problem
+    assert problem is not None
+    assert problem.message == "Connection refused", "and not only that it has not answered"
+    assert caplog.text.count("cannot be looked after: Connection refused") == 2
 
 
 async def test_a_defect_is_a_problem_and_ends_nothing(hub: Hub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,6 +543,24 @@ async def test_a_root_that_hangs_keeps_no_other_one_waiting(
     assert hub.root_scans[str(root)].latest == TAG
     await ended(running)
     assert str(tmp_path / "hanging") not in hub.root_scans
+
+
+async def test_a_configured_place_that_hangs_keeps_no_joined_root_waiting(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MONITOR-1: a bucket in which roots are looked for may be silent for minutes."""
+
+    async def hang() -> list[str]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(hub.roots, "seen", hang)
+    await save_checkpoint(store)
+    hub.rank(str(root), 0, world_size=1, pid=1)
+    running = asyncio.create_task(RootMonitor(hub, AT_ONCE).run())
+    await until(lambda: str(root) in hub.root_scans)
+    assert hub.root_scans[str(root)].latest == TAG
+    await ended(running)
 
 
 async def test_a_file_system_that_hangs_keeps_no_other_root_waiting(
