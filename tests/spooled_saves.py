@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -14,11 +14,12 @@ import numpy as np
 
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
-from checkpointd.config import CommitConfig, PersistConfig, SpoolConfig
+from checkpointd.config import CommitConfig, LoadConfig, PersistConfig, SpoolConfig
 from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.read.verify import verify
+from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
@@ -28,8 +29,10 @@ from checkpointd.store.base import Entry, ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.passing import PassingStore
 from checkpointd.store.posix.users import User
+from checkpointd.testing import simloop
 from tests.builders import make_shard, rank_arrays
 
+HOUR_S = 3600.0
 WRITES = {"put_if_absent", "put", "put_if_match", "open_writer", "delete"}
 READS = {"get", "get_range", "get_each", "get_parts", "list", "stat", "settle"}
 
@@ -312,3 +315,29 @@ def away(root: AwayStore) -> Iterator[None]:
 
 
 KEEP_LAST = Retention(keep_last=1)
+
+
+def run(main: Coroutine[Any, Any, None], seed: int = 1) -> None:
+    simloop.run(seed, main)
+
+
+def spool(**settings: Any) -> SpoolConfig:
+    return SpoolConfig(directory="/spool", **settings)
+
+
+async def committed(root: Store) -> list[str]:
+    """The tags of the checkpoints at the root, newest first, after each was read and verified."""
+    found = await catalog.checkpoints(root)
+    for checkpoint in found:
+        verdict = await verify(root, checkpoint, LoadConfig())
+        assert verdict.whole, verdict
+    return [checkpoint.tag for checkpoint in found]
+
+
+async def node_at(root: Store, world_size: int = 1, *, keep: Any = "all", **settings: Any) -> Node:
+    nonce = await begun_root(root, world_size)
+    return await Node(root, spool(keep=keep, **settings), nonce=nonce, world_size=world_size).begin()
+
+
+def phases(node: Node, at: int = 0) -> list[Phase]:
+    return [phase for _, phase in node.phases[at]]

@@ -1,0 +1,356 @@
+"""SPOOL-2 to SPOOL-4: what an earlier process has left in the spool is uploaded, or goes, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
+from checkpointd.errors import SupersededError
+from checkpointd.pipeline.outcome.outlived import anyhow
+from checkpointd.pipeline.outcome.recover import resolve
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.spool.turns import HOLD_S
+from checkpointd.store.memory import MemoryStore
+from tests.spooled_saves import (
+    HOUR_S,
+    AwayStore,
+    MemoryPlace,
+    Node,
+    begun_root,
+    committed,
+    contents,
+    damage,
+    node_at,
+    run,
+    spool,
+    until,
+)
+
+
+def test_spool_4_the_next_process_uploads_what_was_left() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        waiting = [node.save(step) for step in (1, 2)]
+        await until(lambda: all(attempt.phase in IN_SPOOL for attempt in waiting))
+        await node.dies()
+        node = await node.restarts()
+        assert len(node.attempts) == 2
+        await asyncio.sleep(HOUR_S)
+        root.away = False
+        await node.over()
+        assert await committed(root) == ["global_step2", "global_step1"], [(a.phase, a.error) for a in node.attempts]
+
+    run(main())
+
+
+@pytest.mark.parametrize("after", range(1, 40, 2))
+def test_sending_2_a_death_at_any_call_of_an_upload_costs_nothing(after: int) -> None:
+    """The process dies after so many calls to the root; the next one goes on."""
+
+    async def main() -> None:
+        root = DiesAfter(MemoryStore())
+        node = await node_at(root)
+        root.calls = -1000
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in (Phase.SPOOLED, Phase.UPLOADING), 0.0001)
+        root.calls, root.most = 0, after
+        await until(lambda: root.calls >= after or node.tasks[0].done(), 0.0001)
+        await node.dies()
+        root.most = 1 << 30
+        node = await node.restarts()
+        await node.over()
+        assert await committed(root) == ["global_step1"]
+        assert [attempt.phase for attempt in node.attempts] in ([], [Phase.COMMITTED])
+
+    run(main())
+
+
+class DiesAfter(AwayStore):
+    """It takes `most` calls, and then hangs."""
+
+    calls = 0
+    most = 1 << 30
+
+    def _check(self, *, reads: bool) -> None:
+        self.calls += 1
+        self.away = self.calls > self.most
+        super()._check(reads=reads)
+
+
+def test_a_shard_of_a_job_that_a_newer_start_has_fenced_is_dropped_and_says_so() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL)
+        await node.dies()
+        root.away = False
+        await begun_root(root)  # a start that knows nothing of the spool
+        node = await node.restarts()
+        await node.over()
+        assert node.attempts[0].phase is Phase.ABORTED
+        assert "epoch 1" in str(node.attempts[0].error)
+        assert "FencedError" in str(node.attempts[0].error.code if node.attempts[0].error else "")
+        assert not [key for key in node.place.keys if "global_step1" in key]
+        assert await committed(root) == []
+
+    run(main())
+
+
+def test_a_vote_that_stands_is_left_to_the_start_that_has_fenced_it() -> None:
+    """It commits the attempt if all ranks have voted."""
+
+    async def main() -> None:
+        root = MemoryStore()
+        nonce = await begun_root(root, 2)
+        node = await Node(root, spool(), rank=1, world_size=2, nonce=nonce).begin()
+        attempt = node.save(1)
+        await until(lambda: attempt.phase is Phase.PREPARED)
+        await node.dies()
+        await begun_root(root, 2)
+        node = await node.restarts()
+        attempt = node.attempts[0]
+        await until(lambda: attempt.phase not in IN_SPOOL)
+        assert attempt.phase is Phase.PREPARED
+        await resolve(root, await catalog.view(root, attempt.info.tag, attempt.info.attempt))
+        await node.over()
+        assert attempt.outcome is not None
+        assert attempt.outcome.decided_by == -1
+
+    run(main())
+
+
+def test_turn_1_what_was_decided_before_a_restart_keeps_nobody_waiting() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        for step in (1, 2):
+            node.save(step)
+            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
+        await node.dies()
+        root.away = False
+        decided = await Node(root, spool(), nonce=node.nonce, place=MemoryPlace(), saves=1).begin()
+        decided.save(2)  # another node has taken it over, and committed it
+        await decided.over()
+        node = await node.restarts()
+        await node.over()
+        assert await committed(root) == ["global_step2", "global_step1"]
+
+    run(main())
+
+
+def test_turn_2_the_last_save_that_all_ranks_have_is_not_dropped_for_one_that_only_some_have() -> None:
+    """The job dies when one rank has the newer save in its spool."""
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        first = await node_at(root, 2, keep="newest", timeout_s=HOUR_S)
+        second = await Node(root, first.config, rank=1, world_size=2, nonce=first.nonce).begin()
+        root.away = True
+        whole = [first.save(1), second.save(1)]
+        await until(lambda: all(attempt.phase in IN_SPOOL for attempt in whole))
+        newer = first.save(2)
+        await until(lambda: newer.phase in IN_SPOOL)
+        await asyncio.sleep(60)
+        await first.dies()
+        root.away = False
+        first, second = await first.restarts(), await second.restarts()
+        await asyncio.gather(first.over(), second.over())
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
+def test_a_superseded_save_stays_superseded_after_a_restart() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root, keep="newest")
+        root.away = True
+        for step in (1, 2):
+            node.save(step)
+            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
+        await until(lambda: any(key.endswith(".superseded") for key in node.place.keys))
+        await node.dies()
+        node = await node.restarts()
+        root.away = False
+        await node.over()
+        assert await committed(root) == ["global_step2"]
+        assert [type(a.error) for a in node.attempts] == [SupersededError, type(None)]
+
+    run(main())
+
+
+def test_turn_3_a_save_of_this_start_waits_for_none_that_another_node_has_lost() -> None:
+    """The second node was replaced: it has no shard of the attempt that the first one still uploads, and votes for."""
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        first = await node_at(root, 2)
+        second = await Node(root, spool(), rank=1, world_size=2, nonce=first.nonce).begin()
+        root.away = True
+        first.save(1)
+        second.save(1)
+        await until(lambda: first.attempts[0].phase in IN_SPOOL and second.attempts[0].phase in IN_SPOOL)
+        await first.dies()
+        root.away = False
+        epoch = await epochs.take(root, 2, [first.attempts[0].info.prefix])
+        first = await first.restarts()
+        await until(lambda: first.attempts[0].phase is Phase.PREPARED)
+        began = asyncio.get_running_loop().time()
+        second = await Node(root, spool(), rank=1, world_size=2, nonce=epoch.nonce, epoch=epoch.epoch).begin()
+        assert first.state.spool is not None
+        first.state.spool.nonce = epoch.nonce
+        first.epoch = epoch.epoch
+        new = [first.save(2), second.save(2)]
+        await until(lambda: all(attempt.phase in FINAL for attempt in new))
+        assert [attempt.phase for attempt in new] == [Phase.COMMITTED] * 2
+        assert asyncio.get_running_loop().time() < began + HOLD_S / 4
+        first.attempts[0].give_up("it cannot be whole")
+        await first.over()
+
+    run(main())
+
+
+def test_outlived_1_who_makes_room_decides_nothing_that_waits_in_its_own_spool() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root, windows="12:00-13:00")
+        attempt = node.save(1)
+        await until(lambda: attempt.phase is Phase.SPOOLED)
+        await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
+        assert attempt.phase is Phase.SPOOLED
+        await node.over()
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
+def test_outlived_1_who_makes_room_decides_nothing_that_another_process_uploads_from_the_same_spool() -> None:
+    """Without a sidecar, the process of any rank of this node may have taken up what rank 0 has left."""
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        left = await node_at(root, windows="12:00-13:00")
+        attempt = left.save(1)
+        await until(lambda: attempt.phase is Phase.SPOOLED)
+        await left.dies()
+        other = await left.restarts()
+        node = await Node(root, left.config, nonce=left.nonce, place=left.place).begin()
+        await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
+        assert other.attempts[0].phase is Phase.SPOOLED
+        await other.over()
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
+def test_spool_3_two_processes_never_work_at_one_record() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL)
+        other = await Node(root, node.config, nonce=node.nonce, place=node.place).begin()
+        (shard,) = await other.directory.found()
+        assert not await shard.claimed()
+        await node.dies()
+        assert await shard.claimed()
+
+    run(main())
+
+
+def test_a_start_of_one_root_leaves_the_other_roots_in_the_spool_alone() -> None:
+    async def main() -> None:
+        one, two = AwayStore(MemoryStore("one")), AwayStore(MemoryStore("two"))
+        place = MemoryPlace()
+        node = await Node(one, spool(), nonce=await begun_root(one), place=place).begin()
+        other = await Node(two, spool(), nonce=await begun_root(two), place=place).begin()
+        one.away = two.away = True
+        node.save(1)
+        other.save(7)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL and other.attempts[0].phase in IN_SPOOL)
+        writing = await other.directory.at(two.url)
+        await writing.store.put_if_absent("global_step8/00000001-0/00000-0.chunks", b"being written by a living process")
+        (left,) = await node.directory.found(one.url)
+        assert left.prefix == "global_step1/00000001-0"
+        assert await node.directory.sweep(one.url, before_epoch=9) == 0
+        assert await writing.store.stat("global_step8/00000001-0/00000-0.chunks") is not None
+
+    run(main())
+
+
+def test_spool_2_objects_without_a_record_go_and_those_with_one_stay() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL)
+        await node.dies()
+        (store,) = node.place.stores.values()
+        await store.put_if_absent("global_step9/00000001-0/00000-0.chunks", b"cut off")
+        node = await node.restarts()
+        assert await node.directory.sweep() == 1
+        root.away = False
+        await node.over()
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
+def test_a_damaged_record_is_dropped_with_a_word_and_the_others_are_uploaded(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        for step in (1, 2):
+            node.save(step)
+            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
+        await node.dies()
+        (store,) = node.place.stores.values()
+        first = min(key for key in contents(store) if "/spooled/" in key and "." not in key.rpartition("/")[2])
+        damage(store, first, 60)
+        node = await node.restarts()
+        assert node.directory.counts.damaged == 1
+        root.away = False
+        await node.over()
+        assert len(await committed(root)) == 1
+
+    run(main())
+    assert "the spool has a damaged record" in caplog.text
+
+
+def test_spool_4_a_record_of_a_root_that_was_made_again_is_replaced() -> None:
+    """The attempts of the new root have the names of the old one's, whose record and notes are still in the spool."""
+
+    async def main() -> None:
+        bucket, place = AwayStore(MemoryStore()), MemoryPlace()
+        old = await Node(bucket, spool(), nonce=await begun_root(bucket), place=place).begin()
+        old.save(1)
+        await old.over()
+        assert [key for key in place.keys if key.endswith(".committed")]
+        await old.dies()
+        again = AwayStore(MemoryStore())
+        node = await Node(again, spool(), nonce=await begun_root(again), place=place).begin()
+        (store,) = place.stores.values()
+        for key in [key for key in contents(store) if key.startswith("global_step1/")]:
+            await store.delete(key)
+        again.away = True
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL)
+        await node.dies()
+        (left,) = await (await Node(again, node.config, nonce=node.nonce, place=place).begin()).directory.found()
+        assert left.record.nonce == node.nonce
+        again.away = False
+        node = await node.restarts()
+        await node.over()
+        assert await committed(again) == ["global_step1"]
+
+    run(main())
