@@ -6,8 +6,8 @@ Invariants
   STORE-1  `put_if_absent` has one winner among any number of racing processes and machines, and a reader sees all of the
       winner's bytes or nothing. When the call returns, with True or False, the object is durable, unless the caller has said
       `durable=False`. Then a power cut may take the object away or leave it torn, until somebody settles it.
-  STORE-2  `put` and `put_if_match` replace an object as a whole: a reader sees the old bytes or the new ones, also after a
-      power cut.
+  STORE-2  `put`, `put_if_match` and `open_replacement` replace an object as a whole: a reader sees the old bytes or the new
+      ones, also after a power cut. The new ones are durable when the call, or `finish`, has returned.
   STORE-3  An object written by `open_writer` is durable when `finish` has returned. Before that, the object may be visible,
       torn or absent, and nothing may refer to it. The key is new: `open_writer` refuses an existing key.
   STORE-4  `get`, `stat` and `list` may show an object that a power cut can still take away. It is safe once its writer's call
@@ -161,6 +161,13 @@ class Store(Protocol):
         """Start a large object. Reserves `size_hint` bytes if the back end can, so that a full disk fails at once.
 
         `size_max`: the object will not be larger, as far as is known (0: `size_hint` is all that is known).
+        """
+        ...
+
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        """Start a large object that takes the place of any object of that name when `finish` is called (STORE-2).
+
+        Until then, and after `discard`, the old one is there as before. Reserves `size_hint` bytes as `open_writer` does.
         """
         ...
 

@@ -4,7 +4,8 @@ Invariants
   LIMIT-1  In any T seconds, all writers of a bucket together write at most `bytes_per_s` * T + `burst_bytes` bytes.
   LIMIT-2  Every writer gets its turn: the bucket serves one piece of each writer in the order in which they asked, however many
       writes a writer has started. So a writer waits at most for one piece of each other writer.
-  LIMIT-3  Only `open_writer` is limited: votes, outcomes, indexes, reads and deletions are never delayed.
+  LIMIT-3  Only `open_writer` and `open_replacement` are limited: votes, outcomes, indexes, reads and deletions are never
+      delayed.
   LIMIT-4  A write that is cancelled while it waits uses up no bandwidth.
 
 A write waits inside `write_at`, so a measurement of this store's speed includes the limit: `compression="auto"` compresses more
@@ -136,3 +137,6 @@ class LimitedStore(PassingStore):
 
     async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         return LimitedWriter(await self._store.open_writer(key, size_hint=size_hint, size_max=size_max), self._bucket)
+
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        return LimitedWriter(await self._store.open_replacement(key, size_hint=size_hint), self._bucket)

@@ -54,6 +54,10 @@ class MemoryStore(Store):
         self._open_writers.add(key)
         return MemoryWriter(self, key, size_hint)
 
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        self._check(key)
+        return MemoryWriter(self, key, size_hint)
+
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         found = self._get(key)
         if found.nbytes > size_max:

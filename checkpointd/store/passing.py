@@ -55,6 +55,9 @@ class PassingStore(Store):
     async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         return await self._store.open_writer(key, size_hint=size_hint, size_max=size_max)
 
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        return await self._store.open_replacement(key, size_hint=size_hint)
+
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         return await self._store.get(key, size_max=size_max)
 

@@ -144,6 +144,30 @@ class BytesContract:
         await writer.discard()
         assert await store.get("kept") == b"whole"
 
+    # --- STORE-2: large objects replaced whole ---
+
+    @pytest.mark.parametrize("size", [0, 700, 300_001], ids=["empty", "small", "large"])
+    async def test_store_2_a_large_object_is_replaced_when_its_writer_ends(self, store: Store, size: int) -> None:
+        body = random.Random(11).randbytes(size)
+        for old in (None, b"old" * 50_000):
+            if old is not None:
+                await store.put("t/large", old)
+            writer = await store.open_replacement("t/large", size_hint=size)
+            await writer.write_at(0, body)
+            assert await store.stat("t/large") == (None if old is None else len(old))
+            await writer.finish(size)
+            assert await store.get("t/large") == body
+
+    async def test_store_2_a_replacement_that_is_discarded_leaves_the_object(self, store: Store) -> None:
+        await store.put("t/large", b"old")
+        for _ in range(2):
+            writer = await store.open_replacement("t/large")
+            await writer.write_at(0, b"new")
+            await writer.discard()
+            with pytest.raises(StoreError, match="large"):
+                await writer.finish(3)
+        assert await store.get("t/large") == b"old"
+
     # --- STORE-6 and reading ---
 
     async def test_store_6_reading_what_is_not_there_names_it(self, store: Store) -> None:
@@ -506,6 +530,7 @@ class StoreContract(BytesContract):
             lambda: store.put(key, b""),
             lambda: store.put_if_match(key, None, b""),
             lambda: store.open_writer(key),
+            lambda: store.open_replacement(key),
             lambda: store.get(key),
             lambda: store.get_range(key, 0, memoryview(bytearray(1))),
             lambda: store.stat(key),

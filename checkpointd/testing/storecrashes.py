@@ -180,6 +180,28 @@ def large_object(view: View = ProcessDisk) -> Scenario:
     return scenario
 
 
+def replacement(view: View = ProcessDisk) -> Scenario:
+    """STORE-2 for a large object: the old bytes or the new ones; the new ones once `finish` has returned."""
+
+    async def scenario(crash: Crash) -> bool:
+        world, returned = CrashWorld(view), list[bool]()
+        await world.honest("before", prepare)
+
+        async def replace(store: PosixStore) -> None:
+            writer = await store.open_replacement(KEY, size_hint=len(NEW))
+            await asyncio.gather(*(writer.write_at(at, NEW[at : at + 500]) for at in range(0, len(NEW), 500)))
+            await writer.finish(len(NEW))
+            returned.append(True)
+
+        struck = await crash.strikes(world.disk, [world.spawn("a", replace)])
+        if not struck:
+            world.disk.power_cut()
+        assert await world.content() in ({NEW} if returned else {NEW, OLD})
+        return struck
+
+    return scenario
+
+
 def settle(view: View = ProcessDisk) -> Scenario:
     """STORE-4: what a writer left half-way is durable once `settle` has returned to a reader that saw it."""
 
@@ -371,6 +393,7 @@ SCENARIOS: list[Callable[[View], Scenario]] = [
     put,
     put_if_match,
     large_object,
+    replacement,
     settle,
     delete,
     delete_several,

@@ -127,6 +127,12 @@ class WritesOver(MemoryStore):
         return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
 
 
+class ReplacesTooEarly(MemoryStore):
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        await self.delete(key)
+        return await super().open_replacement(key, size_hint=size_hint)
+
+
 class SettlesNothing(MemoryStore):
     async def settle(self, key: str) -> None:
         pass
@@ -199,6 +205,7 @@ BROKEN: tuple[type[MemoryStore], ...] = (
     writing(WholeBlocks),
     writing(KeepingDiscarded),
     WritesOver,
+    ReplacesTooEarly,
     SettlesNothing,
     DeletesBelow,
     SweepsObjects,

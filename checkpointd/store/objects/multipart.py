@@ -5,7 +5,8 @@ Invariants
       of parts are copied, and writes that come ahead of their turn.
   MULTIPART-2  `write_at` returns when the server has every part that lies in the caller's memory. So the calls under way bound
       the parts under way, and AHEAD_BYTES_MAX and one part bound the copies.
-  MULTIPART-3  The object appears when `finish` returns, all of it at once. A reply that is lost on the way is asked for.
+  MULTIPART-3  The object appears when `finish` returns, all of it at once. A reply that is lost on the way is asked for. If
+      the upload replaces an object, only another version of it is an answer, and nothing is ever removed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from checkpointd.errors import StoreError
-from checkpointd.store.objects.bucket import Bucket
+from checkpointd.store.objects.bucket import Bucket, ObjectHead
 from checkpointd.waits import to_the_end
 
 Bytes = NDArray[np.uint8]
@@ -47,13 +48,17 @@ class _Discarded(Exception):
 
 
 class MultipartUpload:
-    """The ObjectWriter of a bucket. `on_end` is called once the key is free or taken for good.
+    """The ObjectWriter of a bucket. `on_end` is called once the key is free or taken for good. `replaces`: the object of that
+    name, if there is one.
 
     It is also the iterator of the parts, which the bucket takes one by one.
     """
 
-    def __init__(self, bucket: Bucket, key: str, part_bytes: int, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, bucket: Bucket, key: str, part_bytes: int, on_end: Callable[[], None], replaces: ObjectHead | None = None
+    ) -> None:
         self._bucket, self._key, self._part_bytes, self._on_end = bucket, key, part_bytes, on_end
+        self._replaces = replaces
         self._next = 0
         """The first byte that has not come yet."""
         self._ahead: dict[int, Bytes] = {}
@@ -175,13 +180,17 @@ class MultipartUpload:
         self._end()
 
     async def _is_there(self, size: int) -> bool:
-        """Whether the object is there all the same. Nobody else writes one of this name, and a part of one is never seen."""
+        """Whether the object is there all the same. Nobody else writes one of this name, and a part of one is never seen.
+
+        An object that has the version of the one before it may be that one.
+        """
         try:
             async with asyncio.timeout(ASK_S):
                 found = await self._bucket.look(self._key)
         except (StoreError, TimeoutError):
             return False
-        return found is not None and found.size == size
+        is_new = found is not None and (self._replaces is None or found.version != self._replaces.version)
+        return found is not None and is_new and found.size == size
 
     async def discard(self) -> None:
         if self._ended:
@@ -193,7 +202,7 @@ class MultipartUpload:
             self._drop_queued()
             self._parts.put_nowait(None)
             await asyncio.wait([self._sending])
-        if finishing:
+        if finishing and self._replaces is None:
             with contextlib.suppress(StoreError, TimeoutError):  # the object goes with its attempt, which has failed
                 async with asyncio.timeout(ASK_S):
                     await self._bucket.delete([self._key])

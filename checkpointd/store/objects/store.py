@@ -109,17 +109,24 @@ class ObjectStore(Store):
         return found is not None and mark in found.mark.split(".")
 
     async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
-        self._check_write("creating", key)
+        return await self._upload("creating", key, max(size_hint, size_max), replaces=False)
+
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        return await self._upload("replacing", key, size_hint, replaces=True)
+
+    async def _upload(self, doing: str, key: str, size: int, *, replaces: bool) -> ObjectWriter:
+        self._check_write(doing, key)
         if key in self._open_writers:
             raise self._taken(key)
         self._open_writers[key] = None  # before the look, so that of many calls at once only one goes on
         try:
-            if await self._bucket.look(key) is not None:
+            found = await self._bucket.look(key)
+            if found is not None and not replaces:
                 raise self._taken(key)
         except BaseException:
             del self._open_writers[key]
             raise
-        upload = MultipartUpload(self._bucket, key, part_bytes_for(max(size_hint, size_max)), lambda: self._drop(key))
+        upload = MultipartUpload(self._bucket, key, part_bytes_for(size), lambda: self._drop(key), found)
         self._open_writers[key] = upload
         return upload
 

@@ -58,12 +58,16 @@ class Root:
             pass
         raise UsageError(f"the root {self.path} is a file, or lies below one: give the path of a directory") from error
 
+    def temporary_path(self) -> str:
+        """The path of a new temporary file."""
+        return f"{self.path}/{TEMPORARY}/{self.writer}.{next(self._count)}"
+
     @asynccontextmanager
     async def temporary(self, data: bytes, *, durable: bool = True) -> AsyncIterator[str]:
         """A temporary file with the content `data`, synced if `durable`; removed at the end, unless it was renamed. If it
         cannot be removed, the next call tries again.
         """
-        path = f"{self.path}/{TEMPORARY}/{self.writer}.{next(self._count)}"
+        path = self.temporary_path()
         try:
             file = await self.directories.within(path, lambda: self.disk.create(path))
             try:

@@ -151,6 +151,18 @@ class PosixStore(Store):
             raise
         return writer
 
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        path, temporary = self._path(key), self._root.temporary_path()
+        async with self._root.guard("replacing", key):
+            file = await self._root.directories.within(temporary, lambda: self._disk.create(temporary))
+        writer = PosixReplacement(self._root, key, path, file, temporary)
+        try:
+            await writer.reserve(size_hint)
+        except BaseException:
+            await writer.discard()
+            raise
+        return writer
+
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(key)
         async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
@@ -328,6 +340,7 @@ class PosixWriter:
 
     def __init__(self, root: Root, key: str, path: str, file: WritableFile, failures: int) -> None:
         self._root, self._key, self._path, self._file = root, key, path, file
+        self._written_at = path
         self._failures = failures
         """The failures of `Directories.failures` before the object was created."""
         self._broken = self._finished = False
@@ -349,10 +362,14 @@ class PosixWriter:
             await self._file.truncate(size)
             await self._file.sync()
             await self._file.close()
-            await self._root.directories.sync_names(self._path)
-            if self._root.directories.failures(self._path) > self._failures:
-                raise OSError(errno.EIO, "its name may be lost, since a sync of its directory has failed meanwhile")
+            await self._name()
         self._finished = True
+
+    async def _name(self) -> None:
+        """Make the name of the object durable."""
+        await self._root.directories.sync_names(self._path)
+        if self._root.directories.failures(self._path) > self._failures:
+            raise OSError(errno.EIO, "its name may be lost, since a sync of its directory has failed meanwhile")
 
     async def discard(self) -> None:
         if self._finished:
@@ -361,7 +378,7 @@ class PosixWriter:
         with suppress(OSError):
             await self._file.close()
         with suppress(OSError):
-            await self._root.disk.unlink(self._path)
+            await self._root.disk.unlink(self._written_at)
 
     @asynccontextmanager
     async def _guard(self, doing: str) -> AsyncIterator[None]:
@@ -372,3 +389,14 @@ class PosixWriter:
         except BaseException:
             self._broken = True
             raise
+
+
+class PosixReplacement(PosixWriter):
+    """Writes a large object to a temporary file, which takes the place of the object of that name at the end."""
+
+    def __init__(self, root: Root, key: str, path: str, file: WritableFile, temporary: str) -> None:
+        super().__init__(root, key, path, file, 0)
+        self._written_at = temporary
+
+    async def _name(self) -> None:
+        await self._root.rename(self._written_at, self._path, self._key)

@@ -218,6 +218,43 @@ async def test_multipart_3_a_completion_that_failed_is_an_error() -> None:
         await writer.finish(2 * PART)
 
 
+@pytest.mark.parametrize("size", [10, 2 * PART], ids=["one put", "in parts"])
+async def test_multipart_3_a_replacement_that_failed_is_an_error_although_an_object_is_there(size: int) -> None:
+    bucket = FakeBucket()
+    bucket.store("large", b"o" * size)
+    old = bucket.objects["large"]
+
+    def failed(name: str, key: str, answer: object) -> object:
+        if name in ("put", "complete"):
+            bucket.objects[key] = old  # the request had no effect
+            raise StoreError("slow down")
+        return answer
+
+    bucket.answer = failed
+    writer = MultipartUpload(bucket, "large", PART, lambda: None, old.head)
+    await writer.write_at(0, b"n" * size)
+    with pytest.raises(StoreError, match="slow down"):
+        await writer.finish(size)
+    await writer.discard()
+    assert bucket.objects == {"large": old}
+
+
+async def test_multipart_3_a_replacement_whose_reply_was_lost_is_one() -> None:
+    bucket = FakeBucket()
+    bucket.store("large", bytes(2 * PART))
+
+    def lost(name: str, key: str, answer: object) -> object:
+        if name == "complete":
+            raise StoreError("there is no such upload")
+        return answer
+
+    bucket.answer = lost
+    writer = MultipartUpload(bucket, "large", PART, lambda: None, bucket.objects["large"].head)
+    await writer.write_at(0, b"n" * 2 * PART)
+    await writer.finish(2 * PART)
+    assert bucket.objects["large"].data == b"n" * 2 * PART
+
+
 async def test_a_failed_upload_does_not_wait_long_for_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was tried for `retry_s` by then. Asking for the object, and removing it, would each take as long again."""
 
