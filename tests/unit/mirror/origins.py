@@ -21,6 +21,8 @@ from checkpointd.testing import simloop
 from tests.builders import Arrays, load_arrays, save_checkpoint
 
 T = TypeVar("T")
+TAG = "global_step{}/00000001-0"
+"""The attempt of a step, when it is saved for the first time in the first epoch."""
 QUICK = LoadConfig(absence_s=0.1, retry_s=0.1)
 
 

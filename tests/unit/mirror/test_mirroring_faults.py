@@ -1,0 +1,187 @@
+"""A mirror beside damage, removal and storage that cannot be read: what is whole goes on."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from checkpointd.admin.gc import deletion
+from checkpointd.admin.recovery import recovery
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import DamagedError, StoreError
+from checkpointd.layout.keys import DAMAGED, OUTCOME
+from checkpointd.layout.manifest import Damaged, encode
+from checkpointd.mirror.mirroring import error_of
+from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.store.memory import MemoryStore
+from tests.unit.mirror.origins import TAG, check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of
+from tests.unit.mirror.stores import Flipping, Lagging, Meanwhile, Refusing, Unreadable, attempt, flip
+
+
+def test_a_damaged_checkpoint_is_named_and_the_others_go_on() -> None:
+    """MIRROR-6."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3, dedup=False), MemoryStore("mirror")
+        flip(origin, f"{TAG.format(2)}/00001-0.chunks")
+        report = await mirrored(origin, mirror)
+        assert kinds(report) == {"global_step1": "mirrored", "global_step2": "damaged", "global_step3": "mirrored"}
+        assert "00001-0.chunks" in report.of("damaged")[0].why
+        assert error_of(report) is DamagedError
+        assert report.latest == "global_step3"
+        assert await tags_of(mirror) == ["global_step3", "global_step1"]
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("name", [OUTCOME, "ballot", "00000.index", "00000-0.chunks"])
+@pytest.mark.parametrize("fault", ["flip", "gone"])
+def test_damage_anywhere_keeps_a_checkpoint_away_from_the_mirror(name: str, fault: str) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        key = f"{TAG.format(2)}/{name}"
+        if fault == "flip":
+            flip(origin, key)
+        else:
+            await origin.delete(key)
+        report = await mirrored(origin, mirror)
+        assert await tags_of(mirror) == ["global_step1"]
+        assert report.latest == "global_step1"
+        assert (fault, name) == ("gone", OUTCOME) or kinds(report)["global_step2"] == "damaged"
+
+    simulated(main())
+
+
+def test_damage_in_an_object_that_later_ones_refer_to_is_theirs_too() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await save(origin, 3, dedup=False)
+        flip(origin, f"{TAG.format(1)}/00000-0.chunks")
+        report = await mirrored(origin, mirror)
+        assert kinds(report) == {"global_step1": "damaged", "global_step2": "damaged", "global_step3": "mirrored"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("fault", ["at the origin", "at the mirror"])
+def test_an_object_that_a_checkpoint_at_the_mirror_needs_is_never_removed_to_be_copied_again(fault: str) -> None:
+    """MIRRORCOPY-4. The first checkpoint and the second need a damaged part of an object, the third another part of it."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await save(origin, 2, of=1)
+        await save(origin, 3)
+        key = f"{TAG.format(1)}/00000-0.chunks"
+        index = await read_index(origin, await catalog.find(origin, "global_step1"), 0)
+        at = next(entry for entry in index.tensors if entry.fqn == "moving").chunks[0].offset
+        flip(origin, key, at)
+        left = {"global_step1": "damaged", "global_step2": "damaged"}
+        assert kinds(await mirrored(origin, mirror)) == {**left, "global_step3": "mirrored"}
+        if fault == "at the mirror":
+            flip(origin, key, at)
+        report = await mirrored(origin, mirror)
+        assert kinds(report) == {"global_step2": "damaged" if fault == "at the origin" else "blocked"}
+        assert key in report.checkpoints[0].why
+        assert fault.rpartition(" ")[2] in report.checkpoints[0].why
+        assert await tags_of(mirror) == ["global_step3"]
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_what_a_record_calls_damaged_is_not_read() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await origin.put(f"{TAG.format(1)}/{DAMAGED}", encode(Damaged(faults=("a chunk",), writer=writer())))
+        report = await mirrored(Unreadable(origin, "global_step1/00000001-0/0"), mirror)
+        assert kinds(report) == {"global_step1": "damaged", "global_step2": "mirrored"}
+
+    simulated(main())
+
+
+def test_a_bit_that_flips_on_the_way_is_read_again() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        report = await mirrored(Flipping(origin), mirror)
+        assert kinds(report) == {"global_step1": "mirrored"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_an_unreadable_checkpoint_is_left_for_later_and_the_others_go_on() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        report = await mirrored(Unreadable(origin, f"{TAG.format(1)}/00000-0.chunks"), mirror)
+        assert kinds(report) == {"global_step1": "unreadable", "global_step2": "mirrored"}
+        assert error_of(report) is StoreError
+        report = await mirrored(origin, mirror)
+        assert kinds(report) == {"global_step1": "mirrored"}
+        assert report.latest == "global_step2"
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_copied_is_left_out() -> None:
+    async def main() -> None:
+        for calls in itertools.count(1):
+            origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+            removing = Meanwhile(origin, calls, lambda store: deletion(store, "global_step1", force=True, dry_run=False))
+            report = await mirrored(removing, mirror)
+            assert kinds(report)["global_step2"] == "mirrored"
+            assert kinds(report).get("global_step1") in (None, "mirrored", "removed"), report
+            assert report.latest == "global_step2"
+            await check_whole(mirror, origin)
+            if "global_step1" not in await tags_of(mirror):  # what was copied of it does not stay
+                assert not [k for k in contents(mirror) if k.startswith("global_step1/") and k.endswith((".chunks", ".index"))]
+            if not removing.happened:
+                break
+        assert calls > 10
+
+    simulated(main())
+
+
+def test_a_copy_that_one_look_at_the_origin_does_not_show_is_not_given_up() -> None:
+    """MIRROR-4, on a file server that lags behind: the directory of the tag is missing in the first listings."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{OUTCOME}"), Retention())
+        lagging = Lagging(origin, "global_step1", looks=2)
+        assert "global_step1" not in kinds(await mirrored(lagging, mirror))
+        assert lagging.looks <= 0
+        assert kinds(await mirrored(origin, mirror)) == {"global_step1": "mirrored"}
+
+    simulated(main())
+
+
+def test_a_copy_whose_checkpoint_the_origin_has_forgotten_is_given_up() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{OUTCOME}"), Retention())
+        for key in contents(origin):
+            if key.startswith("global_step1/"):
+                await origin.delete(key)
+        await mirrored(origin, mirror)
+        assert not [key for key in contents(mirror) if key.startswith("global_step1/") and key.endswith((".chunks", ".index"))]
+        await recovery(mirror)  # which finds nothing to decide
+        assert await tags_of(mirror) == ["global_step2"]
+
+    simulated(main())
+
+
+def test_a_holder_that_was_removed_at_the_origin_is_there_for_newer_ones() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await deletion(origin, "global_step1", force=True, dry_run=False)
+        report = await mirrored(origin, mirror)
+        assert kinds(report) == {"global_step2": "mirrored"}
+        await check_whole(mirror, origin)
+
+    simulated(main())

@@ -1,0 +1,188 @@
+"""Runs of a mirror that are interrupted, and the next ones; full disks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from checkpointd.admin.recovery import recovery
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import StoreFullError
+from checkpointd.layout.keys import MIRROR, OUTCOME, VERIFIED
+from checkpointd.layout.manifest import Mirrored, decode
+from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
+from checkpointd.mirror.news import News
+from checkpointd.pipeline.root import epochs, reserve
+from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.store.memory import MemoryStore
+from tests.unit.mirror.origins import TAG, check_whole, kinds, mirrored, origin_with, save, simulated, tags_of, told
+from tests.unit.mirror.stores import Breaking, Damaging, Refusing, Small, Watched, attempt, flip, origin_of
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the call", "after the call"])
+@pytest.mark.parametrize("rules", [Retention(), Retention(keep_last=1)], ids=["all", "last"])
+def test_an_interruption_at_every_call_loses_nothing_and_the_next_run_finishes(after: bool, rules: Retention) -> None:
+    """MIRROR-4, at each call to the store of the mirror."""
+
+    async def main() -> int:
+        for calls in itertools.count(1):
+            origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
+            await mirrored(await origin_of(origin, 1), mirror)
+            breaking = Breaking(mirror, calls, after=after)
+            with_error = await attempt(origin, breaking, rules)
+            mirror._open_writers.clear()  # as when the process is gone
+            await check_whole(mirror, origin)
+            counting = Watched(mirror)
+            report = await mirrored(origin, counting, rules=rules)
+            assert report.latest == "global_step3"
+            assert (await tags_of(mirror))[0] == "global_step3"
+            await check_whole(mirror, origin)
+            log = CatalogLog(mirror)
+            await log.refresh()
+            assert not log.fault
+            assert not [entry.prefix for entry in log.state.entries.values() if entry.is_open]
+            if not with_error:
+                return calls
+        raise AssertionError
+
+    assert simulated(main()) >= 30
+
+
+def test_objects_that_are_whole_are_not_copied_again() -> None:
+    """MIRROR-4: after an interruption just before the outcome, the next run copies no chunks."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await attempt(origin, Refusing(mirror, f"{TAG.format(2)}/{OUTCOME}"), Retention())
+        watched = Watched(mirror)
+        report = await mirrored(origin, watched)
+        assert (kinds(report), report.checkpoints[0].copied_bytes) == ({"global_step2": "mirrored"}, 0)
+        assert watched.opened == []
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("torn", [b"", b"wrong bytes", None])
+def test_a_torn_object_is_copied_again(torn: bytes | None) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{OUTCOME}"), Retention())
+        key = f"{TAG.format(1)}/00000-0.chunks"
+        if torn is None:
+            flip(mirror, key)  # of the right size
+        else:
+            await mirror.put(key, torn)
+        watched = Watched(mirror)
+        assert kinds(await mirrored(origin, watched)) == {"global_step1": "mirrored"}
+        assert watched.opened == [key]
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_copy_that_a_recovery_gave_up_is_made_anew() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await save(origin, 2)
+        await attempt(origin, Refusing(mirror, f"{TAG.format(2)}/00001.vote"), Retention())
+        done = await recovery(mirror)
+        assert [one.outcome for one in done.decided] == ["abort"]
+        assert kinds(await mirrored(origin, mirror)) == {"global_step2": "mirrored"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_copy_that_a_recovery_finished_stands() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{OUTCOME}"), Retention())
+        done = await recovery(mirror)
+        assert [one.outcome for one in done.decided] == ["commit"]
+        await save(origin, 2)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step2": "mirrored"}
+        await check_whole(mirror)
+
+    simulated(main())
+
+
+def test_verify_reads_back_what_was_copied() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        report = await mirrored(origin, mirror, verify=True)
+        assert [one.verified for one in report.checkpoints] == [True, True]
+        assert await mirror.stat(f"{TAG.format(2)}/{VERIFIED}") is not None
+        await save(origin, 3, dedup=False)
+        report = await mirrored(origin, Damaging(mirror, "global_step3/"), verify=True)
+        assert kinds(report) == {"global_step3": "damaged-here"}
+        assert report.latest == "global_step2"  # it does not move to what proved damaged
+
+    simulated(main())
+
+
+def test_the_record_says_how_far_it_came() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)
+        nonce = (await epochs.read(origin, 1)).nonce
+        assert (record.origin, record.starts, record.reached) == (origin.url, ((1, nonce),), (1, 2))
+        await save(origin, 3, epoch=2)
+        await mirrored(origin, mirror)
+        record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)
+        assert ([number for number, _ in record.starts], record.reached) == ([1, 2], (2, 3))
+
+    simulated(main())
+
+
+def test_new_starts_of_the_origin_are_recorded_while_it_is_followed() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        news: list[News] = []
+        mirroring = Mirroring(origin, mirror, MirrorConfig(), tell=news.append)
+        await mirroring.begin()
+        await mirroring.step()
+        assert not await mirroring.has_news()
+        await save(origin, 2, epoch=2)
+        assert await mirroring.has_news()
+        await mirroring.step()
+        record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)
+        assert [number for number, _ in record.starts] == [1, 2]
+        assert told(news) == {"global_step1": "mirrored", "global_step2": "mirrored"}
+        await mirroring.end()
+
+    simulated(main())
+
+
+# --- a full disk --------------------------------------------------------------------------------------------------
+
+
+def test_on_a_full_disk_a_run_begins_and_its_rules_make_room() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3, 4, dedup=False), Small(MemoryStore("mirror"))
+        mirror.room = reserve.BALLAST_BYTES + 180_000
+        assert await attempt(origin, mirror, Retention())  # it ends while the fourth is copied
+        mirror.room = mirror.used  # another program takes the rest
+        assert mirror.used > reserve.BALLAST_BYTES
+        report = await mirrored(origin, mirror, rules=Retention(keep_last=1))
+        assert (await tags_of(mirror), report.latest) == (["global_step4"], "global_step4")
+        await check_whole(mirror, origin)
+        mirror.room += 4096  # for the records of the run
+        await mirrored(origin, mirror)
+        assert await mirror.stat(reserve.KEY) is not None
+
+    simulated(main())
+
+
+def test_a_full_disk_ends_a_run_whose_rules_make_no_room() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3, 4, dedup=False), Small(MemoryStore("mirror"))
+        mirror.room = reserve.BALLAST_BYTES + 180_000
+        with pytest.raises(StoreFullError):
+            await mirrored(origin, mirror, rules=Retention(keep_last=4))
+        await check_whole(mirror, origin)
+
+    simulated(main())
