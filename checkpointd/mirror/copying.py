@@ -10,18 +10,20 @@ Invariants
   MIRRORCOPY-4  An object at the mirror is removed to be copied again only if its attempt has no commit there, no checkpoint
       there refers to it, its bytes are not whole, and this process holds the mirror. An earlier process that mirrored cannot
       commit any more then: it looks for a newer epoch after its last object and before its outcome.
+  MIRRORCOPY-5  Any other object that is not whole is replaced (TRANSFER-3), and only if the origin's has every piece whole that
+      the checkpoint needs, and every other one that an attempt at the mirror names and that may be whole there. So no
+      checkpoint at the mirror loses what it has.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, TypeVar
 
-from checkpointd.commands import at_tag, command
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.ballot import BallotTable, table_bytes
@@ -39,6 +41,7 @@ from checkpointd.layout.keys import (
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, ObjectRef, Outcome, Vote, decode
 from checkpointd.mirror import bare_holders
 from checkpointd.mirror.hold import Hold
+from checkpointd.mirror.named_pieces import named_pieces
 from checkpointd.mirror.pieces import StoredPiece, pieces_by_object
 from checkpointd.mirror.provenance import is_same
 from checkpointd.mirror.transfer import copied, is_whole
@@ -106,6 +109,8 @@ class Amount:
 class CheckpointCopy:
     """One checkpoint on its way to the mirror. `proof`: the newest checkpoint there. `outcomes`: the commits that the origin
     knows, by attempt. `on_bytes` is called with the bytes of chunks objects that were copied or compared.
+
+    `heals`: the mirror has the checkpoint already, and something of it is damaged there.
     """
 
     origin: Store
@@ -115,6 +120,7 @@ class CheckpointCopy:
     proof: Checkpoint | None = None
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     on_bytes: Callable[[int], None] = lambda _: None
+    heals: bool = False
     amount: Amount = field(default_factory=Amount)
     _needed: dict[str, set[str]] = field(default_factory=dict)
     """The names of the objects of each holder that the checkpoint needs."""
@@ -155,18 +161,19 @@ class CheckpointCopy:
         for name in (name for vote in votes for name in vote.refers):
             self._needed.setdefault(holder_of(name), set()).add(name.rpartition("/")[2])
         await self.hold.check()
-        await self._announce()
+        if not self.heals:
+            await self._announce()
         for holder in sorted(self._needed):
             await self._ready(holder)
         await run_workers([partial(self._copy_rank, vote) for vote in votes], RANKS_AT_ONCE)
         await self._check_holders()
         await self._put_votes(parts)
-        await put_for_commit(self.mirror, self.prefix, BALLOT, ballot)
+        await self._put(BALLOT, ballot)
         if plan:
-            await put_for_commit(self.mirror, self.prefix, JOINT_PLAN, plan)
+            await self._put(JOINT_PLAN, plan)
         await self.hold.reach(outcome.order)
         await self.hold.check()  # MIRRORCOPY-1, MIRRORCOPY-4
-        await self._commit(data)
+        await (self._commit_again(data) if self.heals else self._commit(data))
         for holder in sorted(self._bare):
             tag, _, attempt = holder.rpartition("/")
             await bare_holders.note_kept(self.mirror, tag, _attempt(attempt))
@@ -209,7 +216,7 @@ class CheckpointCopy:
         tag, _, name = holder.rpartition("/")
         view = await catalog.view(self.mirror, tag, _attempt(name))
         if view.state == "committed" and view.outcome is not None:
-            self._commits[holder] = Checkpoint(tag, view.attempt, view.outcome)
+            self._commits[holder] = Checkpoint(tag, view.attempt, view.outcome, view.read_back)
             return
         if view.state in ("damaged", "unreadable"):
             raise LeftOut("blocked", f"the outcome of {holder} at {self.mirror.url}, which it needs, is {view.state}")
@@ -217,6 +224,8 @@ class CheckpointCopy:
         if view.state == "aborted" or (
             view.state == "deleted" and not await bare_holders.is_kept(self.mirror, holder, self._needed[holder])
         ):
+            if self.heals:  # what is left of it may be all that the checkpoint has
+                raise LeftOut("blocked", f"objects of {holder}, which it needs, were removed at {self.mirror.url}")
             await self._begin_again(tag, view.attempt, holder)
         elif view.state == "deleted":
             return
@@ -265,7 +274,7 @@ class CheckpointCopy:
         key = object_key(self.prefix, ref.name)
         data = await self._source.get(key, size_max=ref.size)
         index = uncollected(lambda: catalog.index_in(data, self.prefix, vote, ref))
-        await put_for_commit(self.mirror, self.prefix, key.removeprefix(f"{self.prefix}/"), data)
+        await self._put(key.removeprefix(f"{self.prefix}/"), data)
         proved = _Proved(self, vote.rank)
         for named, pieces in zip(index.objects, pieces_by_object(index), strict=True):
             await self._copy_object(named, pieces, proved)
@@ -277,57 +286,100 @@ class CheckpointCopy:
             self.on_bytes(needed)
             self.amount.found += needed
             return
+        replaces = False
         if size is not None:
             if size == named.size and await self._settled_whole(key, pieces):
                 self.amount.found += needed
                 return
-            if named.held_by in self._commits:
-                raise LeftOut(
-                    "blocked",
-                    f"it needs {key}, which is damaged at {self.mirror.url}: "
-                    + command("verify", *at_tag(self.mirror.url, self._commits[named.held_by].tag)),
-                )
-            if named.held_by and await bare_holders.is_needed(self.mirror, key):
-                await self._blame(key, pieces)
+            replaces = self.heals or named.held_by in self._commits
+            replaces = replaces or (bool(named.held_by) and await bare_holders.is_needed(self.mirror, key))
             await self.hold.check()
-            await self.mirror.delete(key)
-        await self.hold.check()
-        try:
-            await self._transfer(self._source, key, named.size, pieces)
-        except DamagedError as error:
-            log.warning("%s is read again from the storage itself: %s", key, error)
-            await self._transfer(self._source.uncached, key, named.size, pieces)
+            if replaces:
+                await self._replace(key, named.size, pieces)
+            else:
+                await self.mirror.delete(key)
+        if not replaces:
+            await self.hold.check()
+            await self._transfer(key, named.size, pieces)
         self.amount.copied += named.size
 
-    async def _blame(self, key: str, pieces: Sequence[StoredPiece]) -> NoReturn:
-        """Say whose object lacks one of `pieces`, when the one at the mirror must stay as it is (MIRRORCOPY-4)."""
-        if not await is_whole(self._source, key, pieces, lambda _: None):
-            raise DamagedError(f"{key} at {self.origin.url} is damaged: its digests do not match", key=key)
-        raise LeftOut("blocked", f"it needs {key}, which is damaged at {self.mirror.url}, and other checkpoints there need it")
+    async def _replace(self, key: str, size: int, pieces: Sequence[StoredPiece]) -> None:
+        """Let a whole object take the place of a damaged one that a checkpoint at the mirror needs (MIRRORCOPY-5)."""
+        blocked = f"it needs {key}, which is damaged at {self.mirror.url}, and "
+        try:
+            others = {*await named_pieces(self.mirror, key, self._source)}.difference(pieces)
+        except (DamagedError, NotFoundError) as error:
+            raise LeftOut("blocked", f"{blocked}which parts of it others need there cannot be told: {error}") from error
+        log.warning("%s is damaged at %s: it is copied again", key, self.mirror.url)
+        stay = [piece for piece in others if await self._may_be_whole(key, piece)]
+        try:
+            await self._transfer(key, size, sorted([*pieces, *stay]), replaces=True)
+        except DamagedError as error:
+            if not await is_whole(self._source, key, pieces, lambda _: None):
+                raise DamagedError(f"{key} at {self.origin.url} is damaged: its digests do not match", key=key) from error
+            raise LeftOut("blocked", f"{blocked}a part that others need there is damaged at {self.origin.url}") from error
+
+    async def _may_be_whole(self, key: str, piece: StoredPiece) -> bool:
+        try:
+            return await is_whole(self.mirror, key, [piece], lambda _: None)
+        except UnreadableError:
+            return True
 
     async def _settled_whole(self, key: str, pieces: Sequence[StoredPiece]) -> bool:
         """Whether the object is whole at the mirror, and durable from now on: who copied it may have died before it was."""
-        if not await is_whole(self.mirror, key, pieces, self.on_bytes):
-            return False
+        try:
+            if not await is_whole(self.mirror, key, pieces, self.on_bytes):
+                return False
+        except UnreadableError:
+            if not self.heals:
+                raise
+            return False  # part of a disk may be broken
         try:
             await self.mirror.settle(key)
         except NotFoundError:
             return False
         return True
 
-    async def _transfer(self, source: Store, key: str, size: int, pieces: Sequence[StoredPiece]) -> None:
-        passed = 0
+    async def _transfer(self, key: str, size: int, pieces: Sequence[StoredPiece], *, replaces: bool = False) -> None:
+        """Copy the object; if it is wrong, once more from the storage of the origin itself."""
 
-        def count(nbytes: int) -> None:
-            nonlocal passed
-            passed += nbytes
-            self.on_bytes(nbytes)
+        async def check() -> None:
+            await self.hold.check()
+            if replaces and not await bare_holders.is_kept(self.mirror, holder_of(key), {key.rpartition("/")[2]}):
+                raise LeftOut("blocked", f"{key}, which it needs, was just removed at {self.mirror.url}")
+
+        async def transfer(source: Store) -> None:
+            passed = 0
+
+            def count(nbytes: int) -> None:
+                nonlocal passed
+                passed += nbytes
+                self.on_bytes(nbytes)
+
+            try:
+                await copied(source, self.mirror, key, size, pieces, check=check, on_bytes=count, replaces=replaces)
+            except DamagedError:
+                self.on_bytes(-passed)
+                raise
 
         try:
-            await copied(source, self.mirror, key, size, pieces, check=self.hold.check, on_bytes=count)
-        except DamagedError:
-            self.on_bytes(-passed)
-            raise
+            await transfer(self._source)
+        except DamagedError as error:
+            log.warning("%s is read again from the storage itself: %s", key, error)
+            await transfer(self._source.uncached)
+
+    async def _put(self, name: str, data: bytes) -> None:
+        """Make the small object `name` durable, which the outcome names, or a vote that it counts."""
+        if not self.heals:
+            await put_for_commit(self.mirror, self.prefix, name, data)
+            return
+        key = f"{self.prefix}/{name}"
+        with suppress(DamagedError, NotFoundError, UnreadableError):
+            if await self.mirror.uncached.get(key, size_max=len(data)) == data:
+                return
+        log.warning("%s is damaged at %s: it is copied again", key, self.mirror.url)
+        await self.hold.check()
+        await self.mirror.put(key, data)
 
     # --- the commit -------------------------------------------------------------------------------------------------
 
@@ -339,6 +391,14 @@ class CheckpointCopy:
             await self.mirror.put_if_absent(key, bytes(parts[rank]), durable=False)
 
         await each(put, range(len(parts)))
+
+    async def _commit_again(self, data: bytes) -> None:
+        """Put the outcome if the one at the mirror is damaged."""
+        view = await catalog.view(self.mirror, self.checkpoint.tag, self.checkpoint.attempt)
+        if view.state == "damaged":
+            await self.mirror.put(f"{self.prefix}/{OUTCOME}", data)
+        elif view.state != "committed":
+            raise LeftOut("removed", f"{self.checkpoint.tag} was removed at {self.mirror.url} while it was copied again")
 
     async def _commit(self, data: bytes) -> None:
         """Put the outcome, and tell the catalog."""
@@ -369,9 +429,11 @@ class _Proved:
         self._read: set[str] = set()
 
     async def covers(self, holder: str, key: str, pieces: Sequence[StoredPiece]) -> bool:
-        """Whether all `pieces` of the object `key` of `holder` were compared before."""
+        """Whether all `pieces` of the object `key` of `holder` were compared before. What is damaged by now proves nothing."""
         for checkpoint in (self._copy.proof, self._copy._commits.get(holder)):
-            if checkpoint is not None and checkpoint.prefix not in self._read:
+            if checkpoint is None or checkpoint.read_back == "damaged":
+                continue
+            if checkpoint.prefix not in self._read:
                 self._read.add(checkpoint.prefix)
                 await self._learn(checkpoint)
         return self._known.get(key, set()).issuperset(pieces)

@@ -121,10 +121,10 @@ class Follower:
 
     def _tell(self, news: News) -> None:
         if isinstance(news, CheckpointNews):
+            self.progress.copied_bytes += news.copied_bytes
             if news.kind == "mirrored":
                 self.progress.mirrored += 1
-                self.progress.copied_bytes += news.copied_bytes
-            else:
+            elif news.kind != "healed":
                 self.progress.left = {**self.progress.left, news.kind: self.progress.left.get(news.kind, 0) + 1}
         self._tell_on(news)
 

@@ -16,6 +16,9 @@ Invariants
   MIRROR-6  A checkpoint that is damaged, unreadable or removed at the origin is named, and holds up no other.
   MIRROR-7  Checkpoints at the mirror are removed only by its rules and by the collection's own (READBACK-3), and none to whose
       objects a commit of the origin refers that is not mirrored yet.
+  MIRROR-8  A checkpoint that a record at the mirror calls damaged, or whose outcome is damaged there, is copied again from the
+      same attempt of the origin, object by object, where that has it whole (MIRRORCOPY-5). It counts as whole again only once
+      all of it was read back from the mirror. If it cannot be healed, each run names it.
 """
 
 from __future__ import annotations
@@ -111,6 +114,8 @@ class Mirroring:
         self._lineage = Lineage(starts=frozenset())
         self._tried: dict[str, Kind] = {}
         """The attempts of the origin that could not be copied, with the reason."""
+        self._not_healed: dict[str, Kind] = {}
+        """The attempts that are damaged at the mirror and could not be healed, with the reason."""
         self._said: set[str] = set()
         self._at: tuple[int, str] | None = None
         """The record of the origin's catalog up to which nothing is left to do, and its fault."""
@@ -235,6 +240,8 @@ class Mirroring:
                 await reserve.on_full_disk(self.mirror, self._retire)
         if not copied:
             await reserve.on_full_disk(self.mirror, self._retire)
+        if await self._heal(seen.theirs):
+            await reserve.on_full_disk(self.mirror, self._retire)  # what waited for something whole may go
         return copied
 
     async def _follow_starts(self) -> None:
@@ -248,8 +255,9 @@ class Mirroring:
             self._lineage = lineage
 
     def try_again(self) -> None:
-        """Try checkpoints again that could not be read, or that the mirror stood in the way of."""
+        """Try checkpoints again that could not be read or healed, or that the mirror stood in the way of."""
         self._tried = {prefix: kind for prefix, kind in self._tried.items() if kind in ("damaged", "removed")}
+        self._not_healed = {prefix: kind for prefix, kind in self._not_healed.items() if kind == "damaged"}
 
     @property
     def has_origin_begun(self) -> bool:
@@ -285,8 +293,8 @@ class Mirroring:
         news = _news(checkpoint, "mirrored", copied=amount.copied, found=amount.found, verified=verdict is not None)
         if verdict is None or verdict.whole:
             self._tell(news)
-        else:
-            self._say(checkpoint, "damaged-here", (verdict.damage or verdict.unreadable)[0].message)
+        elif not verdict.damage:  # what is damaged is healed, or named, once the others are copied
+            self._say(checkpoint, "damaged-here", verdict.unreadable[0].message)
         return True
 
     async def _give_up(self, view: AttemptView, *, is_left_out: bool) -> None:
@@ -305,6 +313,51 @@ class Mirroring:
         outcome = there.outcome if there.outcome is not None and there.outcome.outcome == "commit" else None
         await bare_holders.mark_bare(self.mirror, view.tag, view.attempt, kept, outcome)
         log.info("%s: what was copied of it is removed at %s", view.prefix, self.mirror.url)
+
+    # --- what is damaged at the mirror ------------------------------------------------------------------------------
+
+    async def _heal(self, theirs: Sequence[AttemptView]) -> bool:
+        """Copy again what is damaged at the mirror, oldest first, or say why not (MIRROR-8). Returns whether anything is whole
+        again.
+        """
+        ours, there = await self._ours(), {view.prefix: view for view in theirs}
+        damaged = {one.prefix for one in catalog.checkpoints_of(ours) if one.read_back == "damaged"}
+        views = [view for view in ours if view.prefix in damaged or view.state == "damaged"]
+        orders = {view.prefix: view.order or (0, 0) for view in theirs}
+        healed = False
+        for view in sorted(views, key=lambda view: orders.get(view.prefix, (0, 0))):
+            says = view.damage or f"a record at {self.mirror.url} says that it is damaged"
+            try:
+                healed |= await self._heal_one(view, there.get(view.prefix), theirs)
+            except LeftOut as left:
+                self._not_healed[view.prefix] = left.why
+                self._say_view(view, f"{says}, and {left}")
+            except StoreFullError as error:
+                self._say_view(view, f"{says}, and there is no room to copy it again: {error}")
+        return healed
+
+    async def _heal_one(self, view: AttemptView, there: AttemptView | None, theirs: Sequence[AttemptView]) -> bool:
+        """Heal one checkpoint. Raises LeftOut if that is not possible."""
+        if view.prefix in self._not_healed:
+            return False
+        if there is None or there.outcome is None or there.state != "committed":
+            raise LeftOut("removed", f"{self.origin.url} does not have it any more")
+        if there.read_back == "damaged":
+            raise LeftOut("damaged", f"a record at {self.origin.url} says the same of it there")
+        checkpoint = Checkpoint(there.tag, there.attempt, there.outcome)
+        self._on_copy(checkpoint, _nbytes(checkpoint), 0)
+        copy = CheckpointCopy(
+            self.origin, self.mirror, checkpoint, self._held, None, outcomes_of(theirs), on_bytes=self._on_bytes, heals=True
+        )
+        amount = await copy.run()
+        verdict = await read_back(self.mirror, checkpoint)
+        if not verdict.whole:
+            raise LeftOut("blocked", f"it was copied again in vain: {(verdict.damage or verdict.unreadable)[0].message}")
+        if checkpoint.outcome.save_latest:
+            await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
+        self._said.discard(_said("damaged-here", view.prefix))
+        self._tell(_news(checkpoint, "healed", copied=amount.copied, found=amount.found, verified=True))
+        return True
 
     # --- the rules of the mirror ------------------------------------------------------------------------------------
 
@@ -339,8 +392,8 @@ class Mirroring:
         if newest is None or newest.read_back != "no":
             return
         verdict = await read_back(self.mirror, newest)
-        if not verdict.whole:
-            self._say(newest, "damaged-here", (verdict.damage or verdict.unreadable)[0].message)
+        if verdict.unreadable and not verdict.damage:
+            self._say(newest, "damaged-here", verdict.unreadable[0].message)
 
     # --- news -------------------------------------------------------------------------------------------------------
 
@@ -353,9 +406,6 @@ class Mirroring:
         for checkpoint in seen.agenda.damaged:
             self._tried[checkpoint.prefix] = "damaged"
             self._say(checkpoint, "damaged", f"a record at {self.origin.url} says that it is damaged")
-        for checkpoint in catalog.checkpoints_of(seen.ours):
-            if checkpoint.read_back == "damaged":
-                self._say(checkpoint, "damaged-here", f"a record at {self.mirror.url} says that it is damaged")
         for view in seen.theirs:
             fault = catalog.fault_of(view)
             if fault is not None and view.prefix not in self._said:
@@ -365,9 +415,20 @@ class Mirroring:
                 self._tried[view.prefix] = kind
 
     def _say(self, checkpoint: Checkpoint, kind: Kind, why: str) -> None:
-        if f"{kind} {checkpoint.prefix}" not in self._said:
-            self._said.add(f"{kind} {checkpoint.prefix}")
+        if _said(kind, checkpoint.prefix) not in self._said:
+            self._said.add(_said(kind, checkpoint.prefix))
             self._tell(_news(checkpoint, kind, why=why))
+
+    def _say_view(self, view: AttemptView, why: str) -> None:
+        """Tell of an attempt that is damaged at the mirror, once."""
+        if _said("damaged-here", view.prefix) not in self._said:
+            self._said.add(_said("damaged-here", view.prefix))
+            step = view.outcome.step if view.outcome is not None else -1
+            self._tell(CheckpointNews(kind="damaged-here", tag=view.tag, attempt=str(view.attempt), step=step, why=why))
+
+
+def _said(kind: Kind, prefix: str) -> str:
+    return f"{kind} {prefix}"
 
 
 def _news(

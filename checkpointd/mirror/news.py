@@ -8,9 +8,10 @@ import msgspec
 
 from checkpointd.layout.manifest import ErrorReport
 
-Kind = Literal["mirrored", "left-out", "removed", "damaged", "unreadable", "blocked", "damaged-here"]
+Kind = Literal["mirrored", "left-out", "removed", "damaged", "unreadable", "blocked", "damaged-here", "healed"]
 """`left-out`: the rules of the mirror would remove it again. `removed`: it was removed at the origin while it was copied.
 `damaged`, `unreadable`: at the origin. `blocked`: the mirror has what stands in its way. `damaged-here`: at the mirror.
+`healed`: it was damaged at the mirror, and is whole again.
 """
 
 

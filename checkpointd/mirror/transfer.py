@@ -3,6 +3,7 @@
 Invariants
   TRANSFER-1  An object is finished at the destination only if every piece of it that was named has passed with its digest.
   TRANSFER-2  A byte is read once. BLOCKS blocks of BLOCK_BYTES are in memory for each object that is copied.
+  TRANSFER-3  An object that is replaced stays as it is until the new one has passed and takes its place, whole and durable.
 """
 
 from __future__ import annotations
@@ -32,20 +33,23 @@ async def copied(
     *,
     check: Callable[[], Awaitable[None]],
     on_bytes: Callable[[int], None],
+    replaces: bool = False,
 ) -> None:
-    """Copy the object `key` of `size` bytes, which the destination does not have, and make it durable there.
+    """Copy the object `key` of `size` bytes, and make it durable at the destination. There is none, or `replaces` is set.
 
     Raises DamagedError if a piece is wrong. What was written is then discarded, but only if `check` says that the destination
     is still this process's own: another one may write an object of that name by now.
     """
-    writer = await destination.open_writer(key, size_hint=size)
+    opened = destination.open_replacement if replaces else destination.open_writer
+    writer = await opened(key, size_hint=size)
     try:
         await _stream(source, writer, key, size, PassingCheck(key, pieces), on_bytes)
         await check()
         await writer.finish(size)
     except BaseException:
         with suppress(CheckpointdError):
-            await check()
+            if not replaces:
+                await check()
             await writer.discard()
         raise
 

@@ -1,6 +1,6 @@
 """A mirror at every crash point: whatever a power cut or a kill leaves there is whole, and the next run finishes the work.
 
-MIRROR-2, MIRROR-4 and MIRRORCOPY-1 to MIRRORCOPY-4 of `mirror/`; each mutation leaves a step out, and must be caught.
+MIRROR-2, MIRROR-4, MIRROR-8 and MIRRORCOPY-1 to MIRRORCOPY-5 of `mirror/`; each mutation leaves a step out, and must be caught.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from checkpointd.mirror import bare_holders, copying, transfer
 from checkpointd.mirror.copying import CheckpointCopy
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
 from checkpointd.testing.simdisk import Effect, SimDisk
-from tests.unit.mirror.origins import check_whole, origin_with, save, tags_of
+from tests.unit.mirror.origins import check_whole, origin_with, save, tags_of, whole_ones
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -122,6 +124,55 @@ def test_a_job_starts_at_a_mirror_whose_run_was_cut_off_anywhere(before: int, st
     assert every_crash_point(scenario, range(1), stride=stride) * stride > (100 if before else 50)
 
 
+# --- what is healed -----------------------------------------------------------------------------------------------
+
+HELD = "global_step1/00000001-0/00000-0.chunks"
+
+
+async def damage(store: Store) -> None:
+    """Flip a bit of a tensor of rank 0 in the first checkpoint, and read that back, which records that it is damaged."""
+    checkpoint = await catalog.find(store, "global_step1")
+    index = await read_index(store, checkpoint, 0)
+    data = bytearray(await store.get(HELD))
+    data[next(entry for entry in index.tensors if entry.fqn == "moving").chunks[0].offset] ^= 1
+    await store.put(HELD, bytes(data))
+    assert not (await read_back(store, checkpoint)).whole
+
+
+def heal_at_every_point(*, goes_on: bool) -> Scenario:
+    """The object that three checkpoints need has a wrong bit at the mirror, in a part that the first alone needs."""
+
+    async def scenario(crash: Crash) -> bool:
+        world = World(await origin_with(1, 2, 3), Retention())
+        await world.spawn(world.mirror)
+        await world.spawn(damage)
+        world.disk.fs.make_all_durable()
+
+        async def whole(store: Store, *steps: int) -> None:
+            assert set(await whole_ones(store)) >= {f"global_step{step}" for step in steps}
+            assert await tags_of(store) == ["global_step3", "global_step2", "global_step1"]
+
+        struck = await crash.strikes(world.disk, [world.spawn(world.mirror)])
+        world.disk.after = lambda *_: None
+        world.disk.power_cut()
+        await world.spawn(lambda store: whole(store, 2, 3))
+        if goes_on:
+            await world.spawn(world.start)
+        else:
+            await world.spawn(world.mirror)
+            world.disk.power_cut()
+        await world.spawn(lambda store: whole(store, 2, 3) if goes_on else whole(store, 1, 2, 3))
+        return struck
+
+    return scenario
+
+
+@pytest.mark.parametrize("how", [None, kill], ids=["power cut", "kill"])
+@pytest.mark.parametrize("goes_on", [False, True], ids=["another run", "a job starts"])
+def test_a_crash_at_every_effect_of_a_run_that_heals(how: How | None, goes_on: bool, stride: int) -> None:
+    assert every_crash_point(heal_at_every_point(goes_on=goes_on), range(1), how, stride=stride) * stride > 40
+
+
 # --- mutations ----------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +223,9 @@ def _unfinished(patch: pytest.MonkeyPatch) -> None:
             async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> Any:
                 return Hasty(await destination.open_writer(key, size_hint=size_hint, size_max=size_max))
 
+            async def open_replacement(self, key: str, *, size_hint: int = 0) -> Any:
+                return Hasty(await destination.open_replacement(key, size_hint=size_hint))
+
         await original(source, To(), key, size, pieces, **others)  # type: ignore[arg-type]
 
     patch.setattr(copying, "copied", hasty)
@@ -187,7 +241,19 @@ def _bare_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bare_holders, "note_kept", nothing)
 
 
-MUTATIONS = {one.__name__: one for one in (_without_objects, _trusting_names, _unfinished, _bare_late)}
+def _removing_first(patch: pytest.MonkeyPatch) -> None:
+    """A damaged object is removed before it is copied again."""
+    original = CheckpointCopy._transfer
+
+    async def transfer(self: CheckpointCopy, key: str, size: int, pieces: Any, *, replaces: bool = False) -> None:
+        if replaces:
+            await self.mirror.delete(key)
+        await original(self, key, size, pieces)
+
+    patch.setattr(CheckpointCopy, "_transfer", transfer)
+
+
+MUTATIONS = {one.__name__: one for one in (_without_objects, _trusting_names, _unfinished, _bare_late, _removing_first)}
 SEEN_BY_A_START = {"_bare_late"}
 """The others show first where the next run goes on."""
 
@@ -203,6 +269,7 @@ def _many_crashes(*, first: bool) -> None:
     """Those after which a job starts at the mirror, `first` or last."""
     rules = Retention(keep_last=1)
     for goes_on in (first, not first):
+        every_crash_point(heal_at_every_point(goes_on=goes_on), range(1), stride=2)
         every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on, before=0), range(1), stride=3)
         every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on), range(3), stride=3)
         every_crash_point(run_at_every_point(2, 3, 4, rules=rules, goes_on=goes_on), range(1), kill, stride=3)

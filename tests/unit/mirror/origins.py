@@ -82,6 +82,11 @@ async def tags_of(store: Store) -> list[str]:
     return [checkpoint.tag for checkpoint in await catalog.checkpoints(store)]
 
 
+async def whole_ones(store: Store) -> list[str]:
+    """The tags of the checkpoints whose bytes are whole, newest first."""
+    return [one.tag for one in await catalog.checkpoints(store) if (await verify(store, one, QUICK)).whole]
+
+
 async def check_whole(mirror: Store, origin: Store | None = None) -> None:
     """Every checkpoint of the mirror is whole, loads as it was saved, and has the origin's own outcome."""
     for checkpoint in await catalog.checkpoints(mirror):

@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError, StoreError, StoreFullError, UnreadableError
-from checkpointd.layout.keys import LATEST
+from checkpointd.layout.keys import LATEST, SERVICE
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, run_once
 from checkpointd.mirror.news import News
 from checkpointd.store.base import ObjectWriter, Store
@@ -59,13 +59,15 @@ class Interrupted(Exception):
 
 
 class Watched(PassingStore):
-    """Notes what is put, and which large objects are opened."""
+    """Notes what is put, what is removed of attempts, and which large objects are opened or replaced."""
 
     def __init__(self, store: MemoryStore | None = None) -> None:
         self.inner = store or MemoryStore("mirror")
         super().__init__(self.inner)
         self.puts: list[str] = []
         self.opened: list[str] = []
+        self.replaced: list[str] = []
+        self.deleted: list[str] = []
 
     async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         self.puts.append(key)
@@ -79,6 +81,16 @@ class Watched(PassingStore):
         self.puts.append(key)
         self.opened.append(key)
         return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
+
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        if not key.startswith(SERVICE):
+            self.deleted.append(key)
+        await super().delete(key, durable=durable)
+
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        self.puts.append(key)
+        self.replaced.append(key)
+        return await super().open_replacement(key, size_hint=size_hint)
 
 
 class Breaking(PassingStore):
@@ -116,6 +128,9 @@ class Breaking(PassingStore):
     async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         writer = await self._count(partial(super().open_writer, key, size_hint=size_hint))
         return BreakingWriter(self, writer)
+
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        return BreakingWriter(self, await self._count(partial(super().open_replacement, key, size_hint=size_hint)))
 
 
 class BreakingWriter:
@@ -176,6 +191,10 @@ class Small(PassingStore):
         self._take(size_hint)
         return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
 
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        self._take(size_hint)
+        return await super().open_replacement(key, size_hint=size_hint)
+
 
 class Unreadable(PassingStore):
     """Cannot read objects whose keys have `part` in them."""
@@ -231,6 +250,10 @@ class Damaging(PassingStore):
 
     async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         writer = await super().open_writer(key, size_hint=size_hint, size_max=size_max)
+        return DamagingWriter(writer) if self._part in key else writer
+
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        writer = await super().open_replacement(key, size_hint=size_hint)
         return DamagingWriter(writer) if self._part in key else writer
 
 

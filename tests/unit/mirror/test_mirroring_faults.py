@@ -17,8 +17,19 @@ from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.memory import MemoryStore
-from tests.unit.mirror.origins import TAG, check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of
-from tests.unit.mirror.stores import Flipping, Lagging, Meanwhile, Refusing, Unreadable, attempt, flip
+from tests.unit.mirror.origins import (
+    TAG,
+    check_whole,
+    contents,
+    kinds,
+    mirrored,
+    origin_with,
+    save,
+    simulated,
+    tags_of,
+    whole_ones,
+)
+from tests.unit.mirror.stores import Flipping, Lagging, Meanwhile, Refusing, Unreadable, Watched, attempt, flip
 
 
 def test_a_damaged_checkpoint_is_named_and_the_others_go_on() -> None:
@@ -84,12 +95,17 @@ def test_an_object_that_a_checkpoint_at_the_mirror_needs_is_never_removed_to_be_
         assert kinds(await mirrored(origin, mirror)) == {**left, "global_step3": "mirrored"}
         if fault == "at the mirror":
             flip(origin, key, at)
-        report = await mirrored(origin, mirror)
-        assert kinds(report) == {"global_step2": "damaged" if fault == "at the origin" else "blocked"}
-        assert key in report.checkpoints[0].why
-        assert fault.rpartition(" ")[2] in report.checkpoints[0].why
-        assert await tags_of(mirror) == ["global_step3"]
-        await check_whole(mirror, origin)
+        watched = Watched(mirror)
+        report = await mirrored(origin, watched)
+        assert key not in watched.deleted
+        if fault == "at the origin":
+            assert kinds(report) == {"global_step2": "damaged"}
+            assert f"{key} at {origin.url}" in report.checkpoints[0].why
+            assert await whole_ones(mirror) == ["global_step3"]
+        else:
+            assert kinds(report) == {"global_step2": "mirrored"}
+            assert watched.replaced == [key]
+            assert await whole_ones(mirror) == ["global_step3", "global_step2"]
 
     simulated(main())
 

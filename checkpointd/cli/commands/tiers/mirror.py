@@ -41,6 +41,7 @@ WORDS: dict[Kind, str] = {
     "unreadable": "unreadable",
     "blocked": "not possible",
     "damaged-here": "damaged at the mirror",
+    "healed": "healed",
 }
 MOODS: dict[Kind, Mood] = {
     "mirrored": "good",
@@ -50,6 +51,7 @@ MOODS: dict[Kind, Mood] = {
     "unreadable": "doubt",
     "blocked": "bad",
     "damaged-here": "bad",
+    "healed": "good",
 }
 
 
@@ -82,6 +84,7 @@ def command(
 
     The rules say which checkpoints stay at DST; without rules all stay. What is removed at SRC stays at DST. A checkpoint that
     is damaged at SRC is named, the others are copied, and the command ends with code 5; with code 6 if one cannot be read now.
+    One that `verify --record` found damaged at DST is copied again from SRC.
     """
     source, target = _both(places)
     config = MirrorConfig(
@@ -187,6 +190,8 @@ def _line(news: News) -> str:
         there = f", {size(news.found_bytes)} were there" if news.found_bytes else ""
         read = ", read back whole" if news.verified else ""
         return f"{news.tag} (step {news.step}) mirrored: {size(news.copied_bytes)} copied{there}{read}"
+    if news.kind == "healed":
+        return f"{news.tag} (step {news.step}) was damaged at the mirror, and is whole again: {size(news.copied_bytes)} copied"
     return f"{news.tag} {WORDS[news.kind]}: {news.why}"
 
 
@@ -195,11 +200,14 @@ def _line(news: News) -> str:
 
 def page(report: MirrorReport) -> Iterator[Block]:
     """The page for people: what was copied and what was not, then why not."""
-    mirrored, left_out = report.of("mirrored"), report.of("left-out")
+    mirrored, left_out, healed = report.of("mirrored"), report.of("left-out"), report.of("healed")
     facts: list[tuple[str, str | Cell]] = [
         ("mirrored", f"{count(len(mirrored), 'checkpoint')}, {size(sum(one.copied_bytes for one in mirrored))} copied"),
         ("latest", report.latest or Cell("none", "quiet")),
     ]
+    if healed:
+        again = size(sum(one.copied_bytes for one in healed))
+        facts.append(("healed", f"{count(len(healed), 'checkpoint')}, damaged at the mirror before, {again} copied again"))
     if left_out:
         tags = shortened(", ".join(one.tag for one in left_out), TAGS_CHARACTERS)
         facts.append(("left out", f"{count(len(left_out), 'checkpoint')} that the rules would remove again: {tags}"))

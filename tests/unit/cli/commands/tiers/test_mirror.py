@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any, Self
 import pytest
 
 from checkpointd.mirror import copying
+from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from tests.builders import break_file
 from tests.unit.cli.conftest import Cli, With, contents
@@ -80,6 +82,38 @@ def test_damage_is_named_and_ends_with_code_5(root: Path, tmp_path: Path, at: Wi
     assert answer.code == 5
     assert "global_step1/00000001-0/00001-0.chunks is damaged at byte" in answer.lines[-1]
     assert [line.split()[0] for line in cli("list", tmp_path / "mirror").lines[1:]] == ["global_step2"]
+
+
+def test_damage_at_the_mirror_is_healed(root: Path, tmp_path: Path, at: With, cli: Cli) -> None:
+    saved(at, 1, 2, dedup=False)
+    mirror = tmp_path / "mirror"
+    cli("mirror", root, mirror)
+    break_file(mirror / "global_step1/00000001-0/00001-0.chunks", "flip")
+    assert cli("verify", mirror, "--record").code == 5
+    answer = cli("mirror", root, mirror)
+    assert answer.code == 0
+    assert answer.lines[3].startswith("healed: 1 checkpoint, damaged at the mirror before, ")
+    assert answer.lines[-1].split()[:3] == ["global_step1", "1", "healed"]
+    assert cli("verify", mirror).code == 0
+    assert "healed" not in cli("mirror", root, mirror).out
+
+
+def test_damage_at_a_mirror_in_a_bucket_is_healed(root: Path, at: With, cli: Cli, seaweed_root: str) -> None:
+    saved(at, 1, 2)
+    assert cli("mirror", root, seaweed_root).code == 0
+
+    async def damage() -> None:
+        async with open_store(seaweed_root) as store:
+            key = "global_step1/00000001-0/00001-0.chunks"
+            data = bytearray(await store.get(key))
+            data[len(data) // 3] ^= 1
+            await store.put(key, bytes(data))
+
+    asyncio.run(damage())
+    assert cli("verify", seaweed_root, "--record").code == 5
+    answer = cli("mirror", root, seaweed_root, "--json").json
+    assert {one["kind"] for one in answer["checkpoints"]} == {"healed"}
+    assert cli("verify", seaweed_root).code == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,404 @@
+"""What is damaged at a mirror is healed from its origin, and nothing there gets worse by it (MIRROR-8, MIRRORCOPY-5)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from checkpointd.admin.gc import deletion
+from checkpointd.commit.retention import Retention
+from checkpointd.errors import DamagedError, StoreFullError
+from checkpointd.layout.keys import DAMAGED, OUTCOME, VERIFIED
+from checkpointd.layout.manifest import Damaged, encode
+from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of
+from checkpointd.mirror.news import News
+from checkpointd.pipeline.read.index import read_index
+from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.store.base import ObjectWriter, Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.objects.store import ObjectStore
+from checkpointd.store.passing import PassingStore
+from checkpointd.testing.simbucket import SimBucket, SimClient
+from tests.unit.mirror.origins import (
+    TAG,
+    check_whole,
+    contents,
+    kinds,
+    mirrored,
+    origin_with,
+    save,
+    simulated,
+    tags_of,
+    told,
+    whole_ones,
+)
+from tests.unit.mirror.stores import Breaking, Unreadable, Watched, attempt, flip
+
+CHUNKS = f"{TAG.format(1)}/00000-0.chunks"
+
+
+async def found_damaged(mirror: Store, *steps: int) -> None:
+    """Read these checkpoints back, as `verify --record` does."""
+    for step in steps:
+        checkpoint = await catalog.find(mirror, f"global_step{step}")
+        assert not (await read_back(mirror, checkpoint)).whole
+
+
+async def place_of(store: Store, step: int, fqn: str) -> int:
+    """Where the bytes of a tensor of rank 0 lie in its object."""
+    index = await read_index(store, await catalog.find(store, f"global_step{step}"), 0)
+    return next(entry for entry in index.tensors if entry.fqn == fqn).chunks[0].offset
+
+
+@pytest.mark.parametrize("name", ["ballot", "00000.index", "00001-0.chunks"])
+@pytest.mark.parametrize("fault", ["flip", "torn", "gone"])
+def test_what_is_damaged_at_the_mirror_is_copied_again(name: str, fault: str) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        key = f"{TAG.format(2)}/{name}"
+        if fault == "flip":
+            flip(mirror, key)
+        elif fault == "torn":
+            await mirror.put(key, (await mirror.get(key))[:100])
+        else:
+            await mirror.delete(key)
+        await found_damaged(mirror, 2)
+        before, watched = contents(origin), Watched(mirror)
+        report = await mirrored(origin, watched)
+        assert (kinds(report), error_of(report)) == ({"global_step2": "healed"}, None)
+        assert [one for one in (*watched.opened, *watched.replaced) if one != key] == []
+        assert watched.deleted == [f"{TAG.format(2)}/{DAMAGED}"]
+        assert await mirror.get(key) == await origin.get(key)
+        assert await mirror.stat(f"{TAG.format(2)}/{VERIFIED}") is not None
+        await check_whole(mirror, origin)
+        assert contents(origin) == before
+        assert (await mirrored(origin, mirror)).checkpoints == ()
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("fault", ["flip", "gone"])
+def test_an_outcome_that_is_damaged_or_gone_at_the_mirror_is_put_again(fault: str) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        if fault == "flip":
+            flip(mirror, f"{TAG.format(2)}/{OUTCOME}")
+        else:
+            await mirror.delete(f"{TAG.format(2)}/{OUTCOME}")
+        report = await mirrored(origin, mirror)
+        assert kinds(report) == {"global_step2": "healed" if fault == "flip" else "mirrored"}
+        assert (await tags_of(mirror), report.latest) == (["global_step2", "global_step1"], "global_step2")
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_an_outcome_that_is_damaged_at_the_mirror_and_not_at_the_origin_any_more_is_named() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await deletion(origin, "global_step1", force=True, dry_run=False)
+        flip(mirror, f"{TAG.format(1)}/{OUTCOME}")
+        report = await mirrored(origin, mirror)
+        assert (kinds(report), error_of(report)) == ({"global_step1": "damaged-here"}, DamagedError)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("rules", [Retention(), Retention(keep_last=1)], ids=["holder is a checkpoint", "holder is left out"])
+def test_damage_in_an_object_that_several_need_heals_all_of_them(rules: Retention) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
+        await mirrored(origin, mirror, rules=rules)
+        steps = (3,) if rules.keep_last else (1, 2, 3)
+        flip(mirror, CHUNKS, await place_of(origin, 1, "frozen"))
+        await found_damaged(mirror, *steps)
+        watched = Watched(mirror)
+        report = await mirrored(origin, watched, rules=rules)
+        # A damaged checkpoint is none for the rules, so at first they want the one before it.
+        instead = {"global_step2": "mirrored"} if rules.keep_last else {}
+        assert kinds(report) == {f"global_step{step}": "healed" for step in steps} | instead
+        assert watched.replaced == [CHUNKS]
+        assert await tags_of(mirror) == [f"global_step{step}" for step in reversed(steps)]
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_an_older_checkpoint_whose_record_alone_tells_is_healed_too() -> None:
+    """A run does not look at the objects of old checkpoints."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, dedup=False), MemoryStore("mirror")
+        await save(origin, *range(2, catalog.NEWEST_LOOKED + 3), dedup=False)
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS)
+        await found_damaged(mirror, 1)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step1": "healed"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_copy_of_a_new_checkpoint_heals_what_it_needs() -> None:
+    """MIRRORCOPY-2: what is known to be damaged proves nothing about an object."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS, await place_of(origin, 1, "frozen"))
+        await found_damaged(mirror, 1)
+        await save(origin, 2)
+        watched = Watched(mirror)
+        assert kinds(await mirrored(origin, watched)) == {"global_step2": "mirrored", "global_step1": "healed"}
+        assert watched.replaced == [CHUNKS]
+        assert watched.puts.index(CHUNKS) < watched.puts.index(f"{TAG.format(2)}/{OUTCOME}")
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_latest_moves_to_a_checkpoint_once_it_is_healed() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await save(origin, 2, dedup=False)
+        report = await mirrored(origin, Tearing(mirror, "global_step2/"), verify=True)
+        assert (kinds(report), report.latest) == ({"global_step2": "healed"}, "global_step2")
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_limit_of_bytes_holds_for_what_is_healed() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS)
+        await found_damaged(mirror, 1)
+        assert kinds(await mirrored(origin, mirror, limit_bps=1e6)) == {"global_step1": "healed"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_in_a_bucket_the_object_is_there_at_each_moment() -> None:
+    async def main() -> None:
+        origin = await origin_with(1, 2)
+        bucket = SimBucket()
+        mirror = ObjectStore(SimClient(bucket))
+        await mirrored(origin, mirror)
+        data = bytearray(await mirror.get(CHUNKS))
+        data[await place_of(origin, 1, "moving")] ^= 1
+        await mirror.put(CHUNKS, bytes(data))
+        await found_damaged(mirror, 1)
+        watched = Watched(mirror)
+        assert kinds(await mirrored(origin, watched)) == {"global_step1": "healed"}
+        assert CHUNKS not in watched.deleted
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+# --- where it cannot be healed ------------------------------------------------------------------------------------
+
+
+def test_what_the_origin_does_not_have_any_more_is_named_by_each_run() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await deletion(origin, "global_step1", force=True, dry_run=False)
+        flip(mirror, CHUNKS)
+        await found_damaged(mirror, 1)
+        before = contents(mirror)[CHUNKS]
+        for _ in range(2):
+            report = await mirrored(origin, mirror)
+            assert (kinds(report), error_of(report)) == ({"global_step1": "damaged-here"}, DamagedError)
+            assert f"{origin.url} does not have it any more" in report.checkpoints[0].why
+        assert contents(mirror)[CHUNKS] == before
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("how", ["a record", "its bytes"])
+def test_what_is_damaged_at_both_is_named(how: str) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        for store in (origin, mirror):
+            flip(store, CHUNKS)
+        await found_damaged(mirror, 1)
+        if how == "a record":
+            await origin.put(f"{TAG.format(1)}/{DAMAGED}", encode(Damaged(faults=("a chunk",), writer=writer())))
+        before, watched = contents(mirror)[CHUNKS], Watched(mirror)
+        report = await mirrored(origin, watched)
+        assert kinds(report) == {"global_step1": "damaged-here"}
+        assert origin.url in report.checkpoints[0].why
+        assert (contents(mirror)[CHUNKS], watched.deleted) == (before, [])
+
+    simulated(main())
+
+
+def test_no_part_goes_that_another_checkpoint_has_at_the_mirror_alone() -> None:
+    """The first checkpoint needs two parts of an object, the third one of them. Each root has another part of it damaged."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(origin, CHUNKS, await place_of(origin, 1, "moving"))
+        flip(mirror, CHUNKS, await place_of(mirror, 1, "frozen"))
+        await found_damaged(mirror, 1, 2, 3)
+        before = contents(mirror)[CHUNKS]
+        report = await mirrored(origin, mirror)
+        assert kinds(report) == {f"global_step{step}": "damaged-here" for step in (1, 2, 3)}
+        whys = {one.tag: one.why for one in report.checkpoints}
+        assert f"{CHUNKS} at {origin.url} is damaged" in whys["global_step1"]
+        assert f"a part that others need there is damaged at {origin.url}" in whys["global_step3"]
+        assert contents(mirror)[CHUNKS] == before
+        await origin.put(CHUNKS, b"")  # the same, with damage that leaves nothing
+        assert kinds(await mirrored(origin, mirror)) == {f"global_step{step}": "damaged-here" for step in (1, 2, 3)}
+        assert contents(mirror)[CHUNKS] == before
+
+    simulated(main())
+
+
+def test_a_part_that_is_damaged_at_both_does_not_keep_the_others_from_being_healed() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        for store in (origin, mirror):
+            flip(store, CHUNKS, await place_of(origin, 1, "moving"))
+        flip(mirror, CHUNKS, await place_of(origin, 1, "frozen"))
+        await found_damaged(mirror, 1, 2)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step1": "damaged-here", "global_step2": "healed"}
+
+    simulated(main())
+
+
+def test_an_index_that_is_damaged_as_well_does_not_hide_what_it_names() -> None:
+    """The index of the second checkpoint is damaged at the mirror. It names a part that is damaged at the origin alone."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await save(origin, 2, of=1)
+        await save(origin, 3)
+        await mirrored(origin, mirror, rules=Retention(every_steps=1))
+        await deletion(mirror, "global_step1", force=True, dry_run=False)
+        flip(mirror, f"{TAG.format(2)}/00000.index")
+        flip(mirror, CHUNKS, await place_of(origin, 1, "frozen"))
+        flip(origin, CHUNKS, await place_of(origin, 1, "moving"))
+        before = contents(mirror)[CHUNKS]
+        await found_damaged(mirror, 3)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step3": "damaged-here"}
+        assert contents(mirror)[CHUNKS] == before
+
+    simulated(main())
+
+
+def test_what_cannot_be_read_at_the_origin_now_is_healed_later() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS)
+        await found_damaged(mirror, 1)
+        news: list[News] = []
+        failing = Unreadable(origin, CHUNKS)
+        mirroring = Mirroring(failing, mirror, MirrorConfig(), tell=news.append)
+        await mirroring.begin()
+        for _ in range(2):
+            await mirroring.step()
+        assert [told([one]) for one in news] == [{"global_step1": "damaged-here"}]
+        failing._part = "nothing"
+        await mirroring.step()
+        assert len(news) == 1  # it is not tried at each look
+        mirroring.try_again()
+        await mirroring.step()
+        await mirroring.end()
+        assert told(news) == {"global_step1": "healed"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_full_disk_leaves_what_is_there() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS, await place_of(origin, 1, "moving"))
+        await found_damaged(mirror, 1)
+        report = await mirrored(origin, Full(mirror))
+        assert kinds(report) == {"global_step1": "damaged-here"}
+        assert "there is no room to copy it again" in report.checkpoints[0].why
+        assert await whole_ones(mirror) == ["global_step2"]
+        assert kinds(await mirrored(origin, mirror)) == {"global_step1": "healed"}
+
+    simulated(main())
+
+
+# --- interruptions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the call", "after the call"])
+@pytest.mark.parametrize(
+    "names", [["00000-0.chunks"], ["00000-0.chunks", "00000.index", "ballot", OUTCOME]], ids=["one", "all"]
+)
+def test_an_interruption_at_every_call_makes_nothing_worse_and_the_next_run_heals(names: Sequence[str], after: bool) -> None:
+    async def main() -> int:
+        for calls in itertools.count(1):
+            origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
+            await mirrored(origin, mirror)
+            flip(mirror, CHUNKS, await place_of(origin, 1, "moving"))
+            await found_damaged(mirror, 1)
+            for name in names[1:]:
+                flip(mirror, f"{TAG.format(1)}/{name}")
+            with_error = await attempt(origin, Breaking(mirror, calls, after=after), Retention())
+            mirror._open_writers.clear()  # as when the process is gone
+            for step in (2, 3):
+                assert (await read_back(mirror, await catalog.find(mirror, f"global_step{step}"))).whole
+            await mirrored(origin, mirror)
+            assert await tags_of(mirror) == ["global_step3", "global_step2", "global_step1"]
+            await check_whole(mirror, origin)
+            if not with_error:
+                return calls
+        raise AssertionError
+
+    assert simulated(main()) >= 10
+
+
+class Tearing(PassingStore):
+    """The first large objects below `part` lose what was written to them; those that replace them do not."""
+
+    def __init__(self, store: MemoryStore, part: str) -> None:
+        super().__init__(store)
+        self._memory, self._part = store, part
+
+    async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+        opened = await super().open_writer(key, size_hint=size_hint, size_max=size_max)
+        return Zeros(opened) if self._part in key else opened
+
+
+class Zeros:
+    def __init__(self, inner: ObjectWriter) -> None:
+        self._inner = inner
+
+    async def write_at(self, offset: int, data: memoryview) -> None:
+        await self._inner.write_at(offset, bytes(memoryview(data).nbytes))
+
+    async def finish(self, size: int) -> None:
+        await self._inner.finish(size)
+
+    async def discard(self) -> None:
+        await self._inner.discard()
+
+
+class Full(PassingStore):
+    """Has no room for another large object."""
+
+    async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
+        raise StoreFullError(f"there is no space for {size_hint} bytes")
