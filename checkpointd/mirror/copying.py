@@ -436,7 +436,9 @@ class _Proved:
             if checkpoint.prefix not in self._read:
                 self._read.add(checkpoint.prefix)
                 await self._learn(checkpoint)
-        return self._known.get(key, set()).issuperset(pieces)
+            if self._known.get(key, set()).issuperset(pieces):
+                return True
+        return False
 
     async def _learn(self, checkpoint: Checkpoint) -> None:
         if self._rank >= checkpoint.outcome.world_size:

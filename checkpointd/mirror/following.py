@@ -27,8 +27,10 @@ class FollowPace:
     poll_s: float = 5.0
     """Between two looks for a new record of the origin's catalog."""
     look_s: float = 60.0
-    """Between two looks at all of both roots, since a catalog may lag behind. Checkpoints that could not be read are tried
-    again then."""
+    """Between two looks at both roots without news, since a catalog may lag behind. Checkpoints that could not be read are
+    tried again then."""
+    whole_s: float = 3600.0
+    """Between two looks at the objects of the newest checkpoints of the mirror, too, in case its catalog is wrong about one."""
     pause_max_s: float = 60.0
     """The longest pause after failures."""
 
@@ -58,6 +60,7 @@ class Follower:
         self._mirroring = Mirroring(origin, mirror, config, tell=self._tell, on_bytes=self._count, on_copy=self._copying)
         self._begun = False
         self._looked_at = float("-inf")
+        self._whole_at = float("-inf")
 
     async def run(self) -> None:
         """Follow until cancelled. Raises FencedError or UsageError if the mirror cannot go on."""
@@ -82,20 +85,22 @@ class Follower:
             await self._mirroring.end()
 
     async def _round(self, *, again: bool) -> None:
+        now = asyncio.get_running_loop().time()
         if not self._begun:
             await self._mirroring.begin()
-            self._begun = True
-        now = asyncio.get_running_loop().time()
+            self._begun, self._whole_at = True, now
         if now - self._looked_at >= self.pace.look_s or again:
             self._mirroring.try_again()
         elif not await self._mirroring.has_news():
             return
-        await self._mirroring.step()
+        is_whole = now - self._whole_at >= self.pace.whole_s
+        await self._mirroring.step(whole=is_whole)
         self._looked_at = now
-        await self._in_step()
+        self._whole_at = now if is_whole else self._whole_at
+        self._in_step()
 
-    async def _in_step(self) -> None:
-        seen = await self._mirroring.see()
+    def _in_step(self) -> None:
+        seen = self._mirroring.seen
         newest = next(iter(catalog.commits_of(seen.ours)), None)
         shown = self.progress
         shown.newest_tag = newest.tag if newest is not None else None

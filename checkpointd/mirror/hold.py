@@ -18,6 +18,7 @@ from checkpointd.errors import DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import MIRROR, MIRRORS
 from checkpointd.layout.manifest import Epoch, Mirrored, encode
 from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.pipeline.root.own_root import OwnRoot
@@ -72,8 +73,8 @@ class Hold:
         await self.lease.release()
 
 
-async def hold(store: Store, record: Mirrored) -> Hold:
-    """Begin an epoch at the mirror `store`.
+async def hold(store: Store, record: Mirrored, known: CatalogLog | None = None) -> Hold:
+    """Begin an epoch at the mirror `store`. `known`: its catalog's log as this process has read it already.
 
     Raises RootInUseError if a job, or another process that mirrors, is alive there, and ConditionsIgnoredError.
     """
@@ -87,7 +88,7 @@ async def hold(store: Store, record: Mirrored) -> Hold:
         ),
     )
     await check_conditions_of(store, new=False)
-    epoch, lease = await leases.begin(store, beginner)
+    epoch, lease = await leases.begin(store, beginner, known)
     root = OwnRoot(store)
     await root.begun(epoch.epoch, epoch.nonce)
     return Hold(store, epoch, lease, root, record)

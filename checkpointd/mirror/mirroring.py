@@ -24,16 +24,17 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
 from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError
+from checkpointd.errors import CheckpointdError, DamagedError, StoreError, StoreFullError
 from checkpointd.layout.keys import OUTCOME, VERIFIED
+from checkpointd.layout.manifest import Outcome
 from checkpointd.mirror import bare_holders
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
@@ -117,6 +118,9 @@ class Mirroring:
         self._not_healed: dict[str, Kind] = {}
         """The attempts that are damaged at the mirror and could not be healed, with the reason."""
         self._said: set[str] = set()
+        self._hurt: set[str] = set()
+        """The attempts at the mirror that are not as its catalog says, as of the last whole look."""
+        self._seen: BothRoots | None = None
         self._at: tuple[int, str] | None = None
         """The record of the origin's catalog up to which nothing is left to do, and its fault."""
 
@@ -128,20 +132,21 @@ class Mirroring:
         """
         await check_apart(self.origin, self.mirror)
         self._lineage = await lineage_of(self.origin)
-        theirs, ours = await self._look()
-        record = await check_mirror(self._lineage, self.origin, outcomes_of(theirs), self.mirror, ours)
+        known, ours = outcomes_of(await self._theirs()), await self._ours()
+        record = await check_mirror(self._lineage, self.origin, known, self.mirror, ours)
         ours_now = self._lineage.record(self.origin, record)
         try:
-            self._hold = await hold(self.mirror, ours_now)
+            self._hold = await hold(self.mirror, ours_now, self._our_log)
         except StoreFullError as error:
             log.error("%s; dropping the ballast to make room for a run", error)
             await reserve.drop(self.mirror)
-            self._hold = await hold(self.mirror, ours_now)
+            self._hold = await hold(self.mirror, ours_now, self._our_log)
         try:
             await check_begun_apart(self.origin, self.mirror, self._hold.epoch)
             # A job may have begun between the look and the epoch.
-            await check_mirror(self._lineage, self.origin, outcomes_of(theirs), self.mirror, await self._ours())
-            await reserve.on_full_disk(self.mirror, self._settle)
+            ours = await self._ours(whole=True)
+            await check_mirror(self._lineage, self.origin, known, self.mirror, ours)
+            await reserve.on_full_disk(self.mirror, partial(self._settle, ours))
             await reserve.take_aboard(self.mirror)
         except BaseException:
             await self.end()
@@ -153,27 +158,33 @@ class Mirroring:
             held, self._hold = self._hold, None
             await held.release()
 
-    async def _settle(self) -> None:
+    async def _settle(self, views: Sequence[AttemptView]) -> None:
         """Record which root the mirror follows. Finish what an earlier run left: make its outcomes durable, mend the catalog,
         and move `latest`.
         """
         await self._held.follow(self._held.record)
-        views = await self._ours()
-        for view in views:
-            if OUTCOME in view.sizes:
-                with suppress(NotFoundError):
-                    await self.mirror.settle(f"{view.prefix}/{OUTCOME}")
         await mend(self.mirror, self._our_log, views)
-        await move_latest_to_newest(self.mirror)
+        await move_latest_to_newest(self.mirror, self._our_log)
         await self.mirror.sweep()
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
-    async def _look(self) -> tuple[list[AttemptView], list[AttemptView]]:
-        return await catalog.scan(self.origin, self._their_log), await self._ours()
+    async def _theirs(self) -> list[AttemptView]:
+        """The attempts of the origin. Before one is copied, its own objects are looked at (CATALOG-5)."""
+        return await catalog.scan(self.origin, self._their_log, newest=0)
 
-    async def _ours(self) -> list[AttemptView]:
-        return await catalog.scan(self.mirror, self._our_log)
+    async def _ours(self, *, whole: bool = False) -> list[AttemptView]:
+        """The attempts at the mirror. A `whole` look reads the objects of the newest ones, too, as the catalog may be wrong."""
+        views = await catalog.scan(self.mirror, self._our_log, newest=None if whole else 0)
+        if whole:
+            known = self._our_log.state.entries
+            hurt = [view.prefix for view in views if view.state in ("damaged", "in-doubt")]
+            self._hurt = {prefix for prefix in hurt if prefix in known and known[prefix].is_decided}
+            return views
+        doubtful = [at for at, view in enumerate(views) if view.entry is not None and view.prefix in self._hurt]
+        for at in doubtful:
+            views[at] = await catalog.view(self.mirror, views[at].tag, views[at].attempt)
+        return views
 
     async def has_news(self) -> bool:
         """Whether the catalog of the origin has a record that was not looked at yet: one listing, if there is none. A caller
@@ -186,9 +197,15 @@ class Mirroring:
     def _now(self) -> tuple[int, str]:
         return self._their_log.state.number, self._their_log.fault
 
-    async def see(self) -> BothRoots:
+    @property
+    def seen(self) -> BothRoots:
+        """Both roots as the last step saw them."""
+        assert self._seen is not None, "step() comes first"
+        return self._seen
+
+    async def _see(self) -> BothRoots:
         """Both roots now, and what is to be done."""
-        theirs, ours = await self._look()
+        theirs, ours = await self._theirs(), await self._ours()
         wanted = missing(theirs, ours)
         going: set[str] = set()
         if wanted:
@@ -204,19 +221,23 @@ class Mirroring:
             reached=self._held.record.reached,
             tried=self._tried,
         )
-        return BothRoots(theirs, ours, wanted, agenda)
+        self._seen = BothRoots(theirs, ours, wanted, agenda)
+        return self._seen
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
-    async def step(self) -> int:
-        """Copy all checkpoints that are due, and apply the rules. Returns how many were copied.
+    async def step(self, *, whole: bool = False) -> int:
+        """Copy all checkpoints that are due, apply the rules, and heal what is damaged. Returns how many were copied. `whole`:
+        look at objects of the mirror that its catalog may be wrong about, too, as `begin` does.
 
         Raises FencedError if the mirror has another holder, and StoreError if a storage fails; the next step goes on then.
         """
         copied, last = 0, None
         await self._follow_starts()
+        if whole:
+            await self._ours(whole=True)
+        seen = await self._see()
         while True:
-            seen = await self.see()
             newest = max((checkpoint.outcome.order for checkpoint in seen.agenda.due), default=(0, 0))
             last = newest if last is None else last
             due = [checkpoint for checkpoint in seen.agenda.due if checkpoint.outcome.order <= last]
@@ -232,17 +253,22 @@ class Mirroring:
             try:
                 is_copied = await self._copy(due[0], seen, len(due) - 1)
             except StoreFullError:
-                if not await reserve.on_full_disk(self.mirror, self._retire):
+                if not await self._make_room(await self._see()):
                     raise
-                continue  # the rules have made room
-            if is_copied:
-                copied += 1
-                await reserve.on_full_disk(self.mirror, self._retire)
+                is_copied = False  # the rules have made room
+            copied += is_copied
+            seen = await self._see()
+            if is_copied and await self._make_room(seen):
+                seen = await self._see()
         if not copied:
-            await reserve.on_full_disk(self.mirror, self._retire)
-        if await self._heal(seen.theirs):
-            await reserve.on_full_disk(self.mirror, self._retire)  # what waited for something whole may go
+            await self._make_room(seen)
+        if await self._heal(seen):
+            await self._make_room(await self._see())  # what waited for something whole may go
         return copied
+
+    async def _make_room(self, seen: BothRoots) -> bool:
+        """Apply the rules. Returns whether anything was removed."""
+        return await reserve.on_full_disk(self.mirror, partial(self._retire, seen))
 
     async def _follow_starts(self) -> None:
         """See that the origin is there and is the same root, and record its new starts."""
@@ -282,6 +308,7 @@ class Mirroring:
             self.origin, self.mirror, checkpoint, self._held, proof, outcomes_of(seen.theirs), on_bytes=self._on_bytes
         )
         try:
+            await self._check_record(checkpoint)
             amount = await copy.run()
         except LeftOut as left:
             self._tried[checkpoint.prefix] = left.why
@@ -296,6 +323,11 @@ class Mirroring:
         elif not verdict.damage:  # what is damaged is healed, or named, once the others are copied
             self._say(checkpoint, "damaged-here", verdict.unreadable[0].message)
         return True
+
+    async def _check_record(self, checkpoint: Checkpoint) -> None:
+        """Raise LeftOut if a record in the attempt at the origin says that it is damaged."""
+        if (await catalog.view(self.origin, checkpoint.tag, checkpoint.attempt)).read_back == "damaged":
+            raise LeftOut("damaged", f"a record at {self.origin.url} says that it is damaged")
 
     async def _give_up(self, view: AttemptView, *, is_left_out: bool) -> None:
         """Make an attempt that was begun and is not wanted any more a removed one. A file server may lag behind, so one that a
@@ -316,19 +348,19 @@ class Mirroring:
 
     # --- what is damaged at the mirror ------------------------------------------------------------------------------
 
-    async def _heal(self, theirs: Sequence[AttemptView]) -> bool:
+    async def _heal(self, seen: BothRoots) -> bool:
         """Copy again what is damaged at the mirror, oldest first, or say why not (MIRROR-8). Returns whether anything is whole
         again.
         """
-        ours, there = await self._ours(), {view.prefix: view for view in theirs}
-        damaged = {one.prefix for one in catalog.checkpoints_of(ours) if one.read_back == "damaged"}
-        views = [view for view in ours if view.prefix in damaged or view.state == "damaged"]
-        orders = {view.prefix: view.order or (0, 0) for view in theirs}
+        there = {view.prefix: view for view in seen.theirs}
+        damaged = {one.prefix for one in catalog.checkpoints_of(seen.ours) if one.read_back == "damaged"}
+        views = [view for view in seen.ours if view.prefix in damaged or view.state == "damaged"]
+        orders = {view.prefix: view.order or (0, 0) for view in seen.theirs}
         healed = False
         for view in sorted(views, key=lambda view: orders.get(view.prefix, (0, 0))):
             says = view.damage or f"a record at {self.mirror.url} says that it is damaged"
             try:
-                healed |= await self._heal_one(view, there.get(view.prefix), theirs)
+                healed |= await self._heal_one(view, there.get(view.prefix), outcomes_of(seen.theirs))
             except LeftOut as left:
                 self._not_healed[view.prefix] = left.why
                 self._say_view(view, f"{says}, and {left}")
@@ -336,18 +368,17 @@ class Mirroring:
                 self._say_view(view, f"{says}, and there is no room to copy it again: {error}")
         return healed
 
-    async def _heal_one(self, view: AttemptView, there: AttemptView | None, theirs: Sequence[AttemptView]) -> bool:
+    async def _heal_one(self, view: AttemptView, there: AttemptView | None, known: Mapping[str, Outcome]) -> bool:
         """Heal one checkpoint. Raises LeftOut if that is not possible."""
         if view.prefix in self._not_healed:
             return False
         if there is None or there.outcome is None or there.state != "committed":
             raise LeftOut("removed", f"{self.origin.url} does not have it any more")
-        if there.read_back == "damaged":
-            raise LeftOut("damaged", f"a record at {self.origin.url} says the same of it there")
         checkpoint = Checkpoint(there.tag, there.attempt, there.outcome)
+        await self._check_record(checkpoint)
         self._on_copy(checkpoint, _nbytes(checkpoint), 0)
         copy = CheckpointCopy(
-            self.origin, self.mirror, checkpoint, self._held, None, outcomes_of(theirs), on_bytes=self._on_bytes, heals=True
+            self.origin, self.mirror, checkpoint, self._held, None, known, on_bytes=self._on_bytes, heals=True
         )
         amount = await copy.run()
         verdict = await read_back(self.mirror, checkpoint)
@@ -361,21 +392,24 @@ class Mirroring:
 
     # --- the rules of the mirror ------------------------------------------------------------------------------------
 
-    async def _retire(self) -> bool:
+    async def _retire(self, seen: BothRoots) -> bool:
         """Remove what no rule keeps at the mirror, and leftovers (MIRROR-7). Returns whether anything was removed."""
-        seen = await self.see()
-        views = seen.ours
-        choice = await chosen_by(self.mirror, views, self.config.rules)
-        if choice.surplus or (choice.going and not _has_proof(views, {facts.prefix for facts, _ in choice.going})):
+        choice = await chosen_by(self.mirror, seen.ours, self.config.rules)
+        if choice.surplus or (choice.going and not _has_proof(seen.ours, {facts.prefix for facts, _ in choice.going})):
             # Jobs read back what they save; here, only the newest that is to take the place of older ones is.
-            await self._prove(views)
-            views = await self._ours()
-            choice = await chosen_by(self.mirror, views, self.config.rules)
+            await self._prove(seen.ours)
+            seen.ours = await self._ours()
+            choice = await chosen_by(self.mirror, seen.ours, self.config.rules)
+        views = seen.ours
         stays = spared(seen.agenda.due, seen.theirs, views)
         going = [dead for dead in choice.going if dead[0].prefix not in stays]
         failed: list[StoreError] = []
         await self._held.check()
-        removed = await collect(self.mirror, [v.facts for v in views], going, known=self._our_log, failed=failed)
+        lost = {facts.prefix for facts, _ in going}
+        staying = catalog.commits_of(view for view in views if view.read_back == "whole" and view.prefix not in lost)
+        removed = await collect(
+            self.mirror, [v.facts for v in views], going, staying=staying, known=self._our_log, failed=failed
+        )
         await self._our_log.refresh()
         await self._our_log.compact()
         if failed:

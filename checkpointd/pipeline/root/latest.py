@@ -30,6 +30,7 @@ from checkpointd.errors import DamagedError, LinkError, NotFoundError, StoreErro
 from checkpointd.layout.keys import LATEST, OUTCOME, is_tag
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import LATEST_BYTES_MAX, Checkpoint
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -50,13 +51,13 @@ async def move_latest(store: Store, tag: str, order: Order, *, is_start: bool = 
     return await _Mover(store, tag, order, is_start=is_start, counts_removed=not is_start).run()
 
 
-async def move_latest_to_newest(store: Store) -> str | None:
+async def move_latest_to_newest(store: Store, known: CatalogLog | None = None) -> str | None:
     """Let `latest` name the newest checkpoint whose save asked for it, and no removed one (POINTER-4). A `latest` that another
-    program has written stays, since that save may be newer.
+    program has written stays, since that save may be newer. `known`: the catalog's log as this process has read it already.
 
     Returns the tag that `latest` names now. Raises StoreError as `move_latest` does.
     """
-    newest = await _newest(store)
+    newest = await _newest(store, known)
     if newest is not None:
         await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
     named = await catalog.readable_latest(store)
@@ -90,10 +91,10 @@ async def move_latest_away(store: Store, tag: str) -> str | None:
     return left.tag if await mover.run() else None
 
 
-async def _newest(store: Store) -> Checkpoint | None:
+async def _newest(store: Store, known: CatalogLog | None = None) -> Checkpoint | None:
     """The newest checkpoint whose save asked for `latest`. Its outcome is durable (COMMIT-3)."""
     for _ in range(LOOKS_MAX):
-        attempts = await catalog.with_newest_looked(store, await catalog.scan(store))
+        attempts = await catalog.with_newest_looked(store, await catalog.scan(store, known, newest=0))
         newest = next((c for c in catalog.checkpoints_of(attempts) if c.outcome.save_latest), None)
         if newest is None:
             return None

@@ -12,14 +12,17 @@ from checkpointd.errors import FencedError, NotFoundError, RootInUseError, Store
 from checkpointd.layout.catalog_records import CATALOG
 from checkpointd.mirror import copying
 from checkpointd.mirror.following import Follower, FollowPace
+from checkpointd.mirror.mirroring import Mirroring
 from checkpointd.mirror.news import News
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.leases import Beginner, Sight
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.objects.store import ObjectStore
 from checkpointd.store.passing import PassingStore
+from checkpointd.testing.simbucket import SimBucket, SimClient
 from tests.unit.mirror.origins import check_whole, origin_with, save, simulated, tags_of, told
-from tests.unit.mirror.test_mirroring import Unreadable
+from tests.unit.mirror.stores import Unreadable, flip
 
 PACE = FollowPace(poll_s=5.0, look_s=60.0, pause_max_s=40.0)
 
@@ -139,6 +142,65 @@ def test_an_idle_follower_lists_the_catalog_and_nothing_else() -> None:
         await asyncio.sleep(20)
         assert "list " in origin.calls  # the look at everything, since a catalog may lag behind
         await stopped(task)
+
+    simulated(main())
+
+
+class InBucket(ObjectStore):
+    """A root in a simulated bucket, which counts requests."""
+
+    def __init__(self, name: str, bucket: SimBucket | None = None) -> None:
+        self.bucket = bucket or SimBucket()
+        super().__init__(SimClient(self.bucket))
+        self._name = name
+
+    @property
+    def url(self) -> str:
+        return f"sim://{self._name}"
+
+    @property
+    def reads(self) -> int:
+        """The requests that read so far, but for those of leases, which go by time."""
+        return self.requests.gets + self.requests.lists
+
+
+async def reads_of_a_commit(history: int) -> tuple[int, int]:
+    """The requests of a look without news after `history` commits of two ranks, and those with which one more is mirrored."""
+    origin, mirror = InBucket("origin"), InBucket("mirror")
+    saver = InBucket("origin", origin.bucket)
+    await save(saver, *range(1, history + 1))
+    mirroring = Mirroring(origin, mirror)
+    await mirroring.begin()
+    assert await mirroring.step() == history
+    counts = [origin.reads + mirror.reads]
+    for copied in (0, 1):
+        assert await mirroring.step() == copied
+        counts.append(origin.reads + mirror.reads)
+        await save(saver, history + 1 + copied)
+    await mirroring.end()
+    return counts[1] - counts[0], counts[2] - counts[1]
+
+
+def test_in_buckets_a_new_commit_and_a_look_cost_the_same_after_any_history() -> None:
+    few, many = simulated(reads_of_a_commit(5)), simulated(reads_of_a_commit(40))
+    assert few == many
+    look, commit = many
+    assert look < 15
+    assert commit < 70
+
+
+def test_what_the_catalog_of_the_mirror_does_not_tell_is_found_by_a_whole_look() -> None:
+    async def main() -> None:
+        origin, mirror, news = await origin_with(1, 2), MemoryStore("mirror"), list[News]()
+        follower = Follower(origin, mirror, pace=PACE, tell=news.append)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.progress.mirrored == 2)
+        flip(mirror, "global_step1/00000001-0/outcome")
+        took_s = await until(lambda: told(news).get("global_step1") == "healed", 2 * PACE.whole_s)
+        assert PACE.whole_s - PACE.look_s < took_s < PACE.whole_s + PACE.look_s
+        assert follower.progress.left == {}
+        await stopped(task)
+        await check_whole(mirror, origin)
 
     simulated(main())
 
