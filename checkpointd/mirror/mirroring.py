@@ -133,7 +133,8 @@ class Mirroring:
         await check_apart(self.origin, self.mirror)
         self._lineage = await lineage_of(self.origin)
         known, ours = outcomes_of(await self._theirs()), await self._ours()
-        record = await check_mirror(self._lineage, self.origin, known, self.mirror, ours)
+        removes = not self.config.rules.keeps_all
+        record = await check_mirror(self._lineage, self.origin, known, self.mirror, ours, removes=removes)
         ours_now = self._lineage.record(self.origin, record)
         try:
             self._hold = await hold(self.mirror, ours_now, self._our_log)

@@ -38,11 +38,13 @@ Start = tuple[int, str]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
     """The starts of the jobs whose checkpoints a root holds, by the root's own epochs and by its record if it is a mirror.
-    `newest`: the newest of its own epochs, 0 if it has none.
+    `newest`: the newest of its own epochs, 0 if it has none. `followed`: those of the root that it mirrors, if it is a mirror
+    at which no job has begun.
     """
 
     starts: frozenset[Start]
     newest: int = 0
+    followed: frozenset[Start] = frozenset()
 
     def record(self, origin: Store, before: Mirrored | None) -> Mirrored:
         """The record of a mirror of this root; `before`: the one that it has."""
@@ -57,9 +59,14 @@ class Lineage:
 
 async def lineage_of(origin: Store) -> Lineage:
     """The lineage of the root `origin`."""
-    record, own = await read_record(origin), _starts(await _epochs(origin))
-    followed = record.starts if record is not None else ()
-    return Lineage(starts=frozenset((*own, *followed)), newest=max((number for number, _ in own), default=0))
+    record, epochs_there = await read_record(origin), await _epochs(origin)
+    own, jobs = _starts(epochs_there), _starts(epoch for epoch in epochs_there if epoch.world_size)
+    followed = frozenset(record.starts if record is not None else ())
+    return Lineage(
+        starts=followed.union(own),
+        newest=max((number for number, _ in own), default=0),
+        followed=followed if followed.issuperset(jobs) else frozenset(),
+    )
 
 
 async def looked_again(origin: Store, known: Lineage) -> Lineage:
@@ -139,18 +146,29 @@ async def _is_one_directory(origin: Store, mirror: Store) -> bool:
 
 
 async def check_mirror(
-    lineage: Lineage, origin: Store, outcomes: Mapping[str, Outcome], mirror: Store, views: Sequence[AttemptView]
+    lineage: Lineage,
+    origin: Store,
+    outcomes: Mapping[str, Outcome],
+    mirror: Store,
+    views: Sequence[AttemptView],
+    *,
+    removes: bool = False,
 ) -> Mirrored | None:
     """The record of the mirror; None if it has none yet. `outcomes`: the commits that the origin knows, removed ones included,
-    by attempt (`<tag>/<attempt>`); `views`: the attempts at the mirror.
+    by attempt (`<tag>/<attempt>`); `views`: the attempts at the mirror. `removes`: whether rules will remove checkpoints there.
 
-    Raises FencedError if a job has gone on there, and UsageError if it holds anything else that is not of the origin.
+    Raises FencedError if a job has gone on there, and UsageError if it holds anything else that is not of the origin, or if it
+    seems that somebody has swapped the two.
     """
     record = await read_record(mirror)
     known = lineage.starts | set(record.starts if record is not None else ())
-    for epoch in await _epochs(mirror):
-        if epoch.world_size and (epoch.epoch, epoch.nonce) not in known:
-            raise _stranger(epoch, origin, mirror, was_mirror=record is not None)
+    jobs = [epoch for epoch in await _epochs(mirror) if epoch.world_size]
+    swapped = "" if lineage.followed.isdisjoint(_starts(jobs)) else _swapped(origin, mirror)
+    for epoch in jobs:
+        if (epoch.epoch, epoch.nonce) not in known:
+            raise UsageError(swapped) if swapped else _stranger(epoch, origin, mirror, was_mirror=record is not None)
+    if swapped and removes:
+        raise UsageError(f"{swapped}. The rules would remove checkpoints at {mirror.url}, which {origin.url} may not have")
     commits = {v.prefix: v for v in views if v.outcome is not None and v.outcome.outcome == "commit"}
     shared = {prefix for prefix in commits if prefix in outcomes}
     for prefix in sorted(shared):
@@ -161,8 +179,15 @@ async def check_mirror(
             )
     if record is not None:
         check_record(record, lineage, origin, mirror, is_shared=bool(shared))
-    _check_own(commits, outcomes, record, origin, mirror)
+    _check_own(commits, outcomes, record, origin, mirror, swapped)
     return record
+
+
+def _swapped(origin: Store, mirror: Store) -> str:
+    return (
+        f"{origin.url} is a mirror of {mirror.url}, and no job has begun there since. Did you swap the two? "
+        f"{command('mirror', mirror.url, origin.url)} brings the mirror up to date"
+    )
 
 
 def is_same(one: Outcome, two: Outcome) -> bool:
@@ -208,15 +233,20 @@ def _by_number(starts: Iterable[Start]) -> dict[int, set[str]]:
 
 
 def _check_own(
-    commits: Mapping[str, AttemptView], known: Collection[str], record: Mirrored | None, origin: Store, mirror: Store
+    commits: Mapping[str, AttemptView],
+    known: Collection[str],
+    record: Mirrored | None,
+    origin: Store,
+    mirror: Store,
+    swapped: str,
 ) -> None:
     """Refuse checkpoints that the origin never had. It may have forgotten old ones, which the record's `reached` covers."""
     reached = record.reached if record is not None else (0, 0)
     own = [v for prefix, v in commits.items() if prefix not in known and v.order is not None and v.order > reached]
     if own:
         names = listed([view.tag for view in sorted(own, key=lambda view: view.order or (0, 0))[:NAMED]])
-        says = command("explain", *at_tag(mirror.url, own[0].tag))
+        says = f"{command('explain', *at_tag(mirror.url, own[0].tag))} says more. {ANOTHER}"
         raise UsageError(
-            f"{mirror.url} holds {len(own)} checkpoint(s) that {origin.url} does not know ({names}): nothing is copied. {says} "
-            f"says more. {ANOTHER}"
+            f"{mirror.url} holds {len(own)} checkpoint(s) that {origin.url} does not know ({names}): nothing is copied. "
+            f"{swapped or says}"
         )

@@ -145,6 +145,59 @@ def test_the_mirror_is_not_mirrored_back_over_what_it_never_got() -> None:
     simulated(main())
 
 
+def test_the_rules_of_a_mirror_remove_nothing_at_its_origin_if_the_two_are_swapped() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
+        rules = Retention(keep_last=1)
+        await mirrored(origin, mirror)
+        before = contents(origin)
+        with pytest.raises(UsageError, match="Did you swap the two"):
+            await mirrored(mirror, origin, rules=rules)
+        assert contents(origin) == before
+        assert (await mirrored(mirror, origin)).checkpoints == ()  # harmless without rules
+        # The origin has a record of a mirror now, and is none.
+        await save(origin, 4, epoch=await epochs.newest(origin) + 1)
+        assert kinds(await mirrored(origin, mirror, rules=rules)) == {"global_step4": "mirrored"}
+        assert await tags_of(origin) == ["global_step4", "global_step3", "global_step2", "global_step1"]
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("epoch", [1, 2], ids=["of the same start", "of a later start"])
+def test_an_old_mirror_is_not_taken_for_the_origin_of_newer_checkpoints(epoch: int) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await save(origin, 2, epoch=epoch)
+        before = contents(origin)
+        with pytest.raises(UsageError, match=r"mirror is a mirror of memory://origin.* Did you swap the two"):
+            await mirrored(mirror, origin)
+        assert contents(origin) == before
+
+    simulated(main())
+
+
+def test_a_mirror_at_which_a_job_went_on_is_mirrored_back_with_rules() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await save(mirror, 2, epoch=await epochs.newest(mirror) + 1)
+        report = await mirrored(mirror, origin, rules=Retention(keep_last=1))
+        assert (kinds(report), report.retired) == ({"global_step2": "mirrored"}, ("global_step1",))
+
+    simulated(main())
+
+
+def test_a_mirror_of_a_mirror_has_rules_of_its_own() -> None:
+    async def main() -> None:
+        origin, first, second = await origin_with(1, 2), MemoryStore("first"), MemoryStore("second")
+        await mirrored(origin, first)
+        await mirrored(first, second, rules=Retention(keep_last=1))
+        assert await tags_of(second) == ["global_step2"]
+
+    simulated(main())
+
+
 def test_a_recovery_at_the_mirror_is_no_job() -> None:
     async def main() -> None:
         origin, mirror = await origin_with(1), MemoryStore("mirror")
