@@ -16,7 +16,7 @@ from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of
 from checkpointd.mirror.news import News
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
@@ -202,6 +202,20 @@ def test_in_a_bucket_the_object_is_there_at_each_moment() -> None:
         assert kinds(await mirrored(origin, watched)) == {"global_step1": "healed"}
         assert CHUNKS not in watched.deleted
         await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_the_origin_is_healed_from_its_mirror() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(origin, CHUNKS, await place_of(origin, 1, "frozen"))
+        await found_damaged(origin, 1, 2)
+        assert kinds(await mirrored(mirror, origin)) == {"global_step1": "healed", "global_step2": "healed"}
+        await check_whole(origin, mirror)
+        await save(origin, 3, epoch=await epochs.newest(origin) + 1)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step3": "mirrored"}
 
     simulated(main())
 
