@@ -2,7 +2,8 @@
 
 Invariants
   OBJECT-1  Votes, outcomes, epochs, marks and all other small objects are one request each, whose condition the server checks.
-      A large object is a multipart upload without a condition, to a name that only one writer ever uses.
+      A large object is a multipart upload without a condition, to a name that only one writer ever uses. Whoever
+      replaces one that is damaged puts bytes that were verified, so it does not matter which of two comes last.
   OBJECT-2  If a conditional request is told that it lost, the object itself is asked who wrote it: each request leaves a mark
       of its own. So a reply that was lost, or a request that arrived twice, never turns a win into a loss (STORE-1). An
       object keeps the marks of the last MARKS_MAX requests, since others may have replaced it by the time it is asked.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -22,7 +22,7 @@ from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.objects.store import ObjectStore
 from checkpointd.store.passing import PassingStore
-from checkpointd.testing.simbucket import SimBucket, SimClient
+from checkpointd.testing.simbucket import Fate, SimBucket, SimClient
 from tests.unit.mirror.origins import (
     TAG,
     check_whole,
@@ -188,10 +188,11 @@ def test_a_limit_of_bytes_holds_for_what_is_healed() -> None:
     simulated(main())
 
 
-def test_in_a_bucket_the_object_is_there_at_each_moment() -> None:
+@pytest.mark.parametrize("weather", [{}, {"repeated": 0.3, "slow down": 0.1}], ids=["calm", "repeated"])
+def test_in_a_bucket_the_object_is_there_at_each_moment(weather: Mapping[Fate, float]) -> None:
     async def main() -> None:
         origin = await origin_with(1, 2)
-        bucket = SimBucket()
+        bucket = SimBucket(weather=weather, retry_s=1e6)
         mirror = ObjectStore(SimClient(bucket))
         await mirrored(origin, mirror)
         data = bytearray(await mirror.get(CHUNKS))
