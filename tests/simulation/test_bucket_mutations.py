@@ -57,6 +57,8 @@ class Mutation:
     faults: Callable[[int], Faults] = lambda _: ()
     bucket: BucketConfig = BUCKET
     job: JobConfig = field(default_factory=lambda: JobConfig(seed=0, steps=2))
+    first: int = 0
+    """The seed from which it is sought."""
 
 
 # --- conditional writes ---------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ MUTATIONS = {
         lambda seed: ((10 + seed, SecondJob()),),
     ),
     "a replacement without condition": Mutation(
-        replaced_without_condition, ("latest-forward", "latest-whole"), lambda seed: ((10 + seed, SecondJob()),)
+        replaced_without_condition, ("latest-forward", "latest-whole"), lambda seed: ((10 + seed, SecondJob()),), first=40
     ),
     "an upload believed": Mutation(
         upload_believed,
@@ -206,21 +208,25 @@ def test_mutations_of_the_store_are_caught(name: str, monkeypatch: pytest.Monkey
     def schedule(seed: int) -> Schedule:
         return Schedule(job=replace(mutation.job, seed=seed), faults=mutation.faults(seed), bucket=mutation.bucket)
 
-    check_caught(mutation.apply, mutation.invariants, schedule, monkeypatch)
+    check_caught(mutation.apply, mutation.invariants, schedule, monkeypatch, first=mutation.first)
 
 
 def check_caught(
-    apply: Callable[[Patch], None], invariants: tuple[str, ...], schedule: Callable[[int], Schedule], monkeypatch: Patch
+    apply: Callable[[Patch], None],
+    invariants: tuple[str, ...],
+    schedule: Callable[[int], Schedule],
+    monkeypatch: Patch,
+    first: int = 0,
 ) -> None:
     with monkeypatch.context() as patch:
         apply(patch)
-        seed, caught = first_violation(schedule)
+        seed, caught = first_violation(schedule, first)
     assert caught in invariants
     run_schedule(schedule(seed))  # which does not break the code as it is
 
 
-def first_violation(schedule: Callable[[int], Schedule]) -> tuple[int, str]:
-    for seed in range(RUNS_MAX):
+def first_violation(schedule: Callable[[int], Schedule], first: int) -> tuple[int, str]:
+    for seed in range(first, first + RUNS_MAX):
         try:
             run_schedule(schedule(seed))
         except InvariantError as error:

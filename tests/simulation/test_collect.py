@@ -274,7 +274,7 @@ def races(seeds: Sequence[int], storage: Storage = "disk") -> int:
 @on_each
 def test_a_save_races_the_removal_of_what_it_refers_to(storage: Storage, stride: int) -> None:
     """DEDUP-3: it commits whatever happens, with references that hold or with everything written anew; both are seen."""
-    seeds = range(max({"disk": 60, "bucket": 20}[storage], 150 // stride))
+    seeds = range(max({"disk": 30, "bucket": 20}[storage], 150 // stride))
     assert 0 < races(seeds, storage) < RANKS * len(seeds)
 
 
@@ -321,10 +321,10 @@ def superseded(seeds: Sequence[int], storage: Storage = "disk") -> int:
 
 
 @on_each
-def test_two_collections_beside_a_save_whose_base_is_superseded(storage: Storage, monkeypatch: Patch) -> None:
+def test_two_collections_beside_a_save_whose_base_is_superseded(storage: Storage, stride: int, monkeypatch: Patch) -> None:
     """COLLECT-7: the save commits, with references that hold or with everything written anew; both are seen."""
     monkeypatch.setattr(catalog, "NEWEST_LOOKED", 20)  # else a collector leaves alone what the catalog says is still needed
-    seeds = range({"disk": 40, "bucket": 20}[storage])
+    seeds = range(max(20, 100 // stride))
     assert 0 < superseded(seeds, storage) < RANKS * len(seeds)
 
 
