@@ -1,6 +1,6 @@
 """Runs each test file of `simulated/`, and those of `tests/gpu`, in a process that has the simulated device.
 
-Their cases show as subtests.
+The small ones share a process, which takes longer to start than each of them. Their cases show as subtests.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted([*(HERE / "simulated").glob("test_*.py"), *(HERE.parent / "gpu").glob("test_*.py")])
+SMALL = {"test_benchmark_gpu", "test_chaos", "test_device", "test_offload", "test_several_devices"}
+TOGETHER = [[file] for file in FILES if file.stem not in SMALL] + [[file for file in FILES if file.stem in SMALL]]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_on_the_simulated_device(file: Path, tmp_path: Path, subtests: pytest.Subtests, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("files", TOGETHER, ids=lambda files: " ".join(file.stem for file in files))
+def test_on_the_simulated_device(
+    files: list[Path], tmp_path: Path, subtests: pytest.Subtests, pytestconfig: pytest.Config
+) -> None:
     passed_on = ("mistake_rounds", "chaos_seeds", "chaos_first")
     options = [f"--{name.replace('_', '-')}={pytestconfig.getoption(name)}" for name in passed_on]
     report = tmp_path / "report.xml"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--simulated-device", *options, f"--junitxml={report}", str(file)],
+        [sys.executable, "-m", "pytest", "-q", "--simulated-device", *options, f"--junitxml={report}", *map(str, files)],
         check=False,
         capture_output=True,
         text=True,
