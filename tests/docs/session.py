@@ -22,7 +22,6 @@ from typing import IO
 import yaml
 
 from tests.docs.blocks import REPOSITORY, Block
-from tests.docs.interpreter import Interpreters, Python
 from tests.docs.output import agrees
 
 BEFORE = Path(__file__).with_name("before")
@@ -34,8 +33,7 @@ MARK = "--- the next command ---"
 class Session:
     """One page: its folder, its Python, and the daemons that its commands started."""
 
-    def __init__(self, page: str, interpreters: Interpreters) -> None:
-        self.interpreters = interpreters
+    def __init__(self, page: str) -> None:
         # A short path: a Unix socket's may have 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="page-"))
         (self.folder / "run" / "checkpointd").mkdir(parents=True, mode=0o700)
@@ -54,7 +52,7 @@ class Session:
         name = page.removesuffix("/README.md").removesuffix(".md").rpartition("/")[2].lower()
         self.before = next(path for path in (BEFORE / f"{name}.py", BEFORE / "training.py") if path.exists())
         self.words: dict[str, str] = {}
-        self.python: Python | None = None
+        self.python: subprocess.Popen[str] | None = None
         self.daemons: list[subprocess.Popen[str]] = []
         self.errors: IO[str] = (self.folder / "stderr").open("w+", encoding="utf-8")
 
@@ -63,7 +61,7 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         if self.python is not None:
-            self.python.close()
+            self.python.communicate(timeout=LIMIT_S)  # it ends with its input
         for daemon in self.daemons:
             daemon.terminate()
             daemon.communicate(timeout=LIMIT_S)
@@ -103,10 +101,24 @@ class Session:
 
     def _run_python(self, file: str, line: int, source: str) -> str | None:
         if self.python is None:
-            self.python = self.interpreters.start(self.folder / "work", self.environment, self.errors)
-        said = self.python.run(file, line, source)
-        if said is None:
-            return f"Python ended:\n{(self.folder / 'stderr').read_text()[-4000:]}"
+            command = [sys.executable, "-m", "tests.docs.interpreter"]
+            self.python = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                text=True,
+                cwd=self.folder / "work",
+                env=self.environment,
+            )
+        assert self.python.stdin is not None
+        assert self.python.stdout is not None
+        self.python.stdin.write(json.dumps({"file": file, "line": line, "source": source}) + "\n")
+        self.python.stdin.flush()
+        answer = self.python.stdout.readline()
+        if not answer:
+            return f"Python ended with code {self.python.wait(LIMIT_S)}:\n{(self.folder / 'stderr').read_text()[-4000:]}"
+        said = json.loads(answer)
         self.words = said["words"]
         error: str | None = said["error"]
         return error

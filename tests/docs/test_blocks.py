@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 
 from tests.docs.blocks import LEFT_ALONE, READ, REPOSITORY, RUN, Block, blocks, missing_tests, pages
-from tests.docs.interpreter import Interpreters
 from tests.docs.output import agrees
 from tests.docs.session import Session, commands
 
@@ -21,8 +20,7 @@ BLOCKS = [block for page, text in PAGES.items() for block in blocks(page, text)]
 class Runner:
     """Runs the blocks of the pages; before a block all those above it in its page, so that any one can be asked for alone."""
 
-    def __init__(self, interpreters: Interpreters) -> None:
-        self.interpreters = interpreters
+    def __init__(self) -> None:
         self.page: str | None = None
         self.session: Session | None = None
         self.results: dict[Block, str | None] = {}
@@ -30,7 +28,7 @@ class Runner:
     def run(self, block: Block) -> str | None:
         if block.page != self.page:
             self.close()
-            self.page, self.session = block.page, Session(block.page, self.interpreters)
+            self.page, self.session = block.page, Session(block.page)
         assert self.session is not None
         for earlier in BLOCKS:
             if (
@@ -49,26 +47,20 @@ class Runner:
 
 
 @pytest.fixture(scope="module")
-def interpreters() -> Iterator[Interpreters]:
-    with Interpreters() as interpreters:
-        yield interpreters
-
-
-@pytest.fixture(scope="module")
-def runner(interpreters: Interpreters) -> Iterator[Runner]:
-    runner = Runner(interpreters)
+def runner() -> Iterator[Runner]:
+    runner = Runner()
     yield runner
     runner.close()
 
 
-# All go to one worker, in their order, so that torch is imported once.
-one_worker = pytest.mark.xdist_group("docs")
-
-
-@one_worker
+# Those of a page go to one worker, in their order.
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(block, id=block.name) for block in BLOCKS if block.language in RUN | READ],
+    [
+        pytest.param(block, id=block.name, marks=pytest.mark.xdist_group(f"docs-{block.page}"))
+        for block in BLOCKS
+        if block.language in RUN | READ
+    ],
 )
 def test_block(block: Block, runner: Runner) -> None:
     if block.not_run:
@@ -136,9 +128,8 @@ def test_what_counts_as_the_output_that_is_shown(shown: str, printed: str, same:
     assert agrees(shown, printed) is same
 
 
-@one_worker
-def test_a_block_that_fails_says_where(interpreters: Interpreters) -> None:
-    with Session("page.md", interpreters) as session:
+def test_a_block_that_fails_says_where() -> None:
+    with Session("page.md") as session:
         assert session.run(Block("page.md", 7, "python", "x = 1\n")) is None
         error = session.run(Block("page.md", 11, "python", "y = x\nz\n"))
         assert error is not None
