@@ -119,12 +119,12 @@ class Attempt:
         """The abort that this rank asks for at every look, since its yes vote may exist or not."""
         self._no: tuple[Decision, float] | None = None
         """The abort that follows from this rank's no, and the time at which this rank puts it itself (ATTEMPT-4)."""
-        self._own_vote_stands = False
+        self._own_vote_stands, self._bases_forgotten = False, 0
+        self._stands: Outcome | None = None  # as this rank's put has found it; others may forget an abort before the next look
         self._unseen = ""
         """The error of the last look that failed."""
         self._index: Index | None = None
         """The durable index of this rank's shard."""
-        self._bases_forgotten = 0
         self._missing, self._stirred = Awaited(info, self.progress), asyncio.Event()
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
@@ -427,7 +427,7 @@ class Attempt:
         delays = self._delays()
         while True:
             hopeless = self._hopeless  # a look that began before may have missed the outcome
-            outcome = await self._look_in_time()
+            outcome = self._stands or await self._look_in_time()
             if outcome is not None:
                 return outcome
             if hopeless is not None:
@@ -548,7 +548,8 @@ class Attempt:
         took_s = asyncio.get_running_loop().time() - self._began
         plan = self._state.plans.joint(self._ballot.votes) if decision.commit else b""
         draft = draft_of(self.info, decision, self._ballot, decided_by=self.info.rank, plan=plan, took_s=took_s)
-        return await put_outcome(self._store, draft)
+        self._stands = await put_outcome(self._store, draft)
+        return self._stands
 
     # --- the end ---------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from checkpointd.errors import (
     UnreadableError,
 )
 from checkpointd.layout.keys import AttemptId, attempt_prefix
+from checkpointd.phrases import listed
 from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
 from checkpointd.pipeline.root import catalog
@@ -323,7 +324,7 @@ class Loader:
         left_s = max(0.0, until - time.monotonic())
         late = self.writer.call(outlived(self.store, others, left_s, spooled=self._spooled()), self.timeout_s) if others else ()
         if own or late:
-            log.warning("still undecided: %s. Loading the newest committed checkpoint", ", ".join(sorted({*own, *late})))
+            log.warning("still undecided: %s. Loading the newest committed checkpoint", listed(sorted({*own, *late})))
 
     def _spooled(self) -> Collection[str]:
         """The attempts that this node can still upload: nobody may decide them, although they may have no lease."""
@@ -578,4 +579,4 @@ def leave_record(writer: WriterThread, put: Coroutine[Any, Any, None], what: str
 
 
 def _named(flights: tuple[InFlight, ...]) -> str:
-    return ", ".join(sorted({flight.tag for flight in flights}))
+    return listed(sorted({flight.tag for flight in flights}))

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -125,11 +126,16 @@ class CatalogLog:
             raise UnreadableError(f"{record_key(number)} is missing, although the catalog goes on after it") from error
 
     async def append(self, *records: CatalogRecord) -> None:
-        """Add `records`, durably (CATALOG-3)."""
+        """Add `records`, durably (CATALOG-3). Those of several calls that meet are added by the first of them: if hundreds of
+        attempts end at once, each would otherwise try hundreds of numbers that others of this process take.
+        """
         if records:
+            await _Adder.of(self.store).add(records, self._append)
+
+    async def _append(self, records: Sequence[CatalogRecord]) -> None:
+        first = await self._put(records)
+        while (await _listed(self.store))[0][-1:] >= [first]:
             first = await self._put(records)
-            while (await _listed(self.store))[0][-1:] >= [first]:
-                first = await self._put(records)
 
     async def _put(self, records: Iterable[CatalogRecord]) -> int:
         """Put `records` at the next free numbers. Returns the first number."""
@@ -200,6 +206,48 @@ class CatalogLog:
         if not await self.store.put_if_absent(summary_key(number), encode_summary(state)):
             raise StoreError(f"{summary_key(number)} at {self.store.url} is there already: another process makes the catalog")
         self.state, self.fault = state, ""
+
+
+@dataclass(slots=True, eq=False)
+class _Addition:
+    """The records of one call, and whether they are durable."""
+
+    records: tuple[CatalogRecord, ...]
+    is_done: bool = False
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Adder:
+    """The additions to the catalog that wait at one store of this process."""
+
+    _waiting: list[_Addition] = field(default_factory=list)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @staticmethod
+    def of(store: Store) -> _Adder:
+        return _ADDERS.setdefault(store, _Adder())
+
+    async def add(
+        self, records: tuple[CatalogRecord, ...], append: Callable[[Sequence[CatalogRecord]], Awaitable[None]]
+    ) -> None:
+        """Return when `records` are durable. If adding fails, each call tries its own, and raises its own error."""
+        own = _Addition(records)
+        self._waiting.append(own)
+        try:
+            async with self._turn:
+                if own.is_done:
+                    return
+                together = [own] if own not in self._waiting else self._waiting[:]
+                self._waiting = [one for one in self._waiting if one not in together]
+                await append([record for one in together for record in one.records])
+                for one in together:
+                    one.is_done = True
+        finally:
+            if own in self._waiting:
+                self._waiting.remove(own)
+
+
+_ADDERS: WeakKeyDictionary[Store, _Adder] = WeakKeyDictionary()
 
 
 async def _listed(store: Store) -> tuple[list[int], list[int]]:

@@ -54,8 +54,9 @@ Contents: TypeAlias = Mapping[str, bytes]
 Key: TypeAlias = tuple[str, str]
 """An attempt: tag and attempt name."""
 
-START_S = 6.0
-"""The time of a start without its wait for a lease: some calls of the disk take 2 s. A second wait would take longer."""
+START_S = 8.0
+"""The time of a start without its wait for a lease: some calls of the disk take 2 s, and so does a request that the bucket puts
+off. A second wait would take longer."""
 
 
 class InvariantError(AssertionError):

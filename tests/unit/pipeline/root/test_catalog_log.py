@@ -6,11 +6,13 @@ import asyncio
 
 import pytest
 
+from checkpointd.errors import StoreError
 from checkpointd.layout.catalog_records import CATALOG, CatalogRecord, record_key, summary_key
 from checkpointd.pipeline.root import catalog_log
 from checkpointd.pipeline.root.catalog_log import AnnouncementWatch, CatalogLog, note, record_of
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.passing import PassingStore
 from tests.builders import save_checkpoint
 
 
@@ -57,11 +59,68 @@ async def test_catalog_3_of_writers_that_race_each_gets_a_number() -> None:
     assert await names(store) == [record_key(n).rpartition("/")[2] for n in range(1, 21)]
 
 
+class Slow(MemoryStore):
+    """A store whose calls let other tasks run first. Counts the puts, of which those at `fails` fail."""
+
+    def __init__(self, *fails: int) -> None:
+        super().__init__()
+        self.puts, self.fails = 0, fails
+
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        self.puts += 1
+        number = self.puts
+        await asyncio.sleep(0)
+        if number in self.fails:
+            raise StoreError(f"put {number} failed")
+        return await super().put_if_absent(key, data)
+
+
+def tags_of(log: CatalogLog) -> list[str]:
+    return [entry.tag for entry in log.state.entries.values()]
+
+
+async def test_records_that_many_tasks_add_at_once_take_a_put_each() -> None:
+    store = Slow()
+    added = [record_of("intent", f"t{n}", "00000001-0") for n in range(50)]
+    await asyncio.gather(*(CatalogLog(store).append(record) for record in added))
+    log = CatalogLog(store)
+    await log.refresh()
+    assert tags_of(log) == [record.tag for record in added]
+    assert store.puts == 50
+
+
+async def test_if_adding_fails_it_fails_for_one_task_and_the_others_go_on() -> None:
+    store = Slow(4)
+    added = [record_of("intent", f"t{n}", "00000001-0") for n in range(9)]
+    results = await asyncio.gather(*(CatalogLog(store).append(record) for record in added), return_exceptions=True)
+    log = CatalogLog(store)
+    await log.refresh()
+    failed = [record.tag for record, result in zip(added, results, strict=True) if result is not None]
+    assert len(failed) == 1
+    assert {record.tag for record in added} - set(failed) <= set(tags_of(log))
+
+
+async def test_if_who_adds_is_cancelled_the_others_go_on() -> None:
+    store = Slow()
+    added = [record_of("intent", f"t{n}", "00000001-0") for n in range(9)]
+    tasks = [asyncio.ensure_future(CatalogLog(store).append(record)) for record in added]
+    while store.puts < 5:
+        await asyncio.sleep(0)
+    tasks[0].cancel()
+    tasks[8].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    log = CatalogLog(store)
+    await log.refresh()
+    done = {record.tag for record, result in zip(added, results, strict=True) if result is None}
+    assert done >= {f"t{n}" for n in range(1, 8)}
+    assert done <= set(tags_of(log))
+
+
 async def test_catalog_3_a_record_under_a_summary_is_put_again() -> None:
     """A writer is stopped between its look and its put; meanwhile others go on, and summaries cover its number."""
     store = Stopped()
     await CatalogLog(store).append(intent(1))
-    store.meanwhile = lambda: many(store)
+    store.meanwhile = lambda: many(PassingStore(store))  # those of another process
     await CatalogLog(store).append(intent(1000))
     assert prefix(1000) in await known(store)
 

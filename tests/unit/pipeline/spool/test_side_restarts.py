@@ -102,6 +102,34 @@ def test_a_shard_of_a_job_that_a_newer_start_has_fenced_is_dropped_and_says_so()
     run(main())
 
 
+class ForgetsOutcomes(AwayStore):
+    """Somebody forgets an aborted attempt as soon as its outcome is there, since many newer ones were aborted."""
+
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        won = await super().put_if_absent(key, data, durable=durable)
+        if key.endswith("/outcome"):
+            await self.delete(key)
+        return won
+
+
+def test_a_fenced_shard_goes_although_its_abort_is_forgotten_before_anybody_looks() -> None:
+    async def main() -> None:
+        root = ForgetsOutcomes(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        node.save(1)
+        await until(lambda: node.attempts[0].phase in IN_SPOOL)
+        await node.dies()
+        root.away = False
+        await begun_root(root)
+        node = await node.restarts()
+        await node.over()
+        assert node.attempts[0].phase is Phase.ABORTED
+        assert not [key for key in node.place.keys if "global_step1" in key]
+
+    run(main())
+
+
 def test_a_vote_that_stands_is_left_to_the_start_that_has_fenced_it() -> None:
     """It commits the attempt if all ranks have voted."""
 
