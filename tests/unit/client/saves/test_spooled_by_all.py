@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore
@@ -20,6 +22,11 @@ from checkpointd_client.saves.spooled_by_all import SpooledByAll
 WORLD = 3
 
 
+def info_of(n: int, rank: int, *, save_latest: bool = True) -> AttemptInfo:
+    attempt = AttemptId(7, 0)
+    return AttemptInfo(tag=f"t{n}", attempt=attempt, rank=rank, world_size=WORLD, step=n, n=n, save_latest=save_latest)
+
+
 class Rank:
     """One rank of an epoch."""
 
@@ -29,9 +36,7 @@ class Rank:
         self.spooled = SpooledByAll(self.board, WORLD, self.told.append)
 
     async def entered(self, n: int, phase: Phase = Phase.SPOOLED, *, save_latest: bool = True) -> None:
-        attempt = AttemptId(7, 0)
-        info = AttemptInfo(tag=f"t{n}", attempt=attempt, rank=self.rank, world_size=WORLD, step=n, n=n, save_latest=save_latest)
-        self.spooled.entered(info, phase)
+        self.spooled.entered(info_of(n, self.rank, save_latest=save_latest), phase)
         await asyncio.gather(*self.spooled._tasks)
 
     async def hears(self) -> int | None:
@@ -74,15 +79,28 @@ def test_the_newest_that_all_have_counts_and_those_that_some_lack_do_not() -> No
     asyncio.run(main())
 
 
-def test_a_shard_that_went_straight_to_the_root_counts_if_the_rank_has_a_spool() -> None:
+def test_a_shard_that_went_straight_to_the_root_does_not_count() -> None:
+    """Its vote may be lost, and a start goes on with no save of which rank 0 has nothing in its spool."""
+
     async def main() -> None:
         first, second, third = ranks()
         for rank in (first, second, third):
             await rank.entered(0)
-        for rank in (first, second):
+        for rank in (second, third):
             await rank.entered(1)
-        await third.entered(1, Phase.PREPARED)
-        assert await first.hears() == 1
+        await first.entered(1, Phase.PREPARED)
+        assert [await rank.hears() for rank in (first, second, third)] == [0, 0, 0]
+
+    asyncio.run(main())
+
+
+def test_a_shard_counts_although_the_word_of_it_was_lost_with_the_connection() -> None:
+    async def main() -> None:
+        first, second, third = ranks()
+        for rank in (first, second):
+            await rank.entered(0)
+        await third.entered(0, Phase.UPLOADING)
+        assert await first.hears() == 0
 
     asyncio.run(main())
 
@@ -110,6 +128,32 @@ def test_a_board_that_does_not_answer_leaves_it_unknown(monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
+def test_a_board_that_hangs_takes_no_thread_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store whose host is gone without a word answers no call, and ends none."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(StoreBoard, "count", lambda *_: goes_on.wait())
+    monkeypatch.setattr(spooled_by_all, "HEAR_S", 0.0)
+
+    async def main() -> None:
+        first, _, _ = ranks()
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(2))
+        before = set(threading.enumerate())
+        for n in range(4):
+            first.spooled.entered(info_of(n, 0), Phase.SPOOLED)
+            assert await first.hears() is None
+        work = loop.run_in_executor(None, lambda: "a chunk is encoded")
+        try:
+            assert await asyncio.wait_for(work, 10.0) == "a chunk is encoded"
+            hanging = [one for one in set(threading.enumerate()) - before if one.name == "checkpointd-board"]
+            assert [one.daemon for one in hanging] == [True], "nor does the process wait for it at its end"
+        finally:
+            goes_on.set()
+            await asyncio.gather(*first.spooled._tasks)
+
+    asyncio.run(main())
+
+
 def test_numbers_do_not_pile_up_on_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooled_by_all, "COUNTED_MAX", 2)
 
@@ -118,6 +162,20 @@ def test_numbers_do_not_pile_up_on_the_board(monkeypatch: pytest.MonkeyPatch) ->
         found = [Rank(store, rank) for rank in range(WORLD)]
         for n in range(5):
             for rank in reversed(found):
+                await rank.entered(n)
+        assert store.num_keys() == 2
+
+    asyncio.run(main())
+
+
+def test_numbers_do_not_pile_up_if_rank_0_skips_saves_or_has_no_spool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spooled_by_all, "COUNTED_MAX", 2)
+
+    async def main() -> None:
+        store = HashStore()
+        found = [Rank(store, rank) for rank in range(WORLD)]
+        for n in range(5):
+            for rank in found[1:]:
                 await rank.entered(n)
         assert store.num_keys() == 2
 
