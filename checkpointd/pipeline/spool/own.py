@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from checkpointd.commit.facts import Order
@@ -21,7 +21,7 @@ from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import byte_size
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
-from checkpointd.pipeline.spool.directory import SpoolDirectory
+from checkpointd.pipeline.spool.directory import ROOT, SpoolDirectory
 from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, is_record_of, record_key
 from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_record, put_record, rules_of
 from checkpointd.pipeline.spool.turns import WAITING_MAX
@@ -89,11 +89,18 @@ class OwnSpool:
         """Every rank has its shard of the save with this `order` of `rank` in its spool: older ones may go (TURN-2)."""
         self.directory.all_have(self.root.name, self.uid, rank, order)
 
-    async def led_here(self, prefixes: Iterable[str]) -> set[str]:
+    async def led_here(self, prefixes: Collection[str]) -> Collection[str]:
         """Those of the attempts `prefixes` whose coordinator's shard is in the spool, whichever process works at it: without a
-        sidecar, that may be the one of another rank of this node.
+        sidecar, that may be the one of another rank of this node. All of them if the spool's disk is away, since nobody knows.
         """
-        names = [entry.name for entry in await self.root.store.list(SPOOLED)]
+        try:
+            names = [entry.name for entry in await self.root.store.list(SPOOLED)]
+            is_there = await self.root.store.stat(ROOT) is not None  # else another file system may lie at its path
+        except StoreError as error:
+            log.warning("what lies in the spool %s cannot be seen: %s", self.directory.config.directory, error)
+            return prefixes
+        if not is_there:
+            return prefixes
         return {prefix for prefix in prefixes if any(is_record_of(name, prefix, COORDINATOR) for name in names)}
 
     async def take(self, job: PersistJob, commit: CommitConfig, keeps_before: int) -> SpooledShard | None:

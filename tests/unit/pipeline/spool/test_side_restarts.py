@@ -7,11 +7,12 @@ import asyncio
 import pytest
 
 from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
-from checkpointd.errors import SupersededError
+from checkpointd.errors import SupersededError, UnreadableError
 from checkpointd.pipeline.outcome.outlived import anyhow
 from checkpointd.pipeline.outcome.recover import resolve
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.spool.turns import HOLD_S
+from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from tests.spooled_saves import (
     HOUR_S,
@@ -272,6 +273,40 @@ def test_outlived_1_who_makes_room_decides_nothing_that_another_process_uploads_
         node = await Node(root, left.config, nonce=left.nonce, place=left.place).begin()
         await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
         assert other.attempts[0].phase is Phase.SPOOLED
+        await other.over()
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_outlived_1_who_makes_room_decides_nothing_while_the_disk_of_the_spool_is_away(is_mounted: bool) -> None:
+    """Nobody knows then what other processes of this node have in it. If it is not mounted, its directory is empty."""
+
+    class Away(MemoryStore):
+        away = False
+
+        async def list(self, prefix: str) -> list[Entry]:
+            if self.away and is_mounted:
+                raise UnreadableError("input/output error")
+            return [] if self.away else await super().list(prefix)
+
+        async def stat(self, key: str) -> int | None:
+            return None if self.away else await super().stat(key)
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        left = Node(root, spool(windows="12:00-13:00"), nonce=await begun_root(root), place=MemoryPlace(made=Away))
+        attempt = (await left.begin()).save(1)
+        await until(lambda: attempt.phase is Phase.SPOOLED)
+        await left.dies()
+        other = await left.restarts()
+        node = await Node(root, left.config, nonce=left.nonce, place=left.place).begin()
+        (store,) = node.place.stores.values()
+        assert isinstance(store, Away)
+        store.away = True
+        await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
+        store.away = False
         await other.over()
         assert await committed(root) == ["global_step1"]
 
