@@ -231,7 +231,9 @@ class SidecarClient:
         while True:
             await asyncio.sleep(pause_s)
             try:
-                await self._connection()
+                link = await self._connection()
+                if link.trouble:
+                    await link.look()  # without a save in flight, the daemon does not tell by itself that it is over
                 pause_s = _REJOIN_S_MIN
             except (SidecarError, WireError):
                 pause_s = min(2 * pause_s, _REJOIN_S_MAX)

@@ -213,8 +213,9 @@ def test_the_phase_never_goes_back_when_another_hand_begins_again(tmp_path: Path
 
 
 def test_a_sidecar_that_does_not_reach_the_root_is_named_everywhere(
-    tmp_path: Path, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client, "_REJOIN_S_MIN", 10 * LIMIT_S)  # this one answers every look that all is well
     with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
         assert ckpt.status().sidecar_trouble == ""
         handle = ckpt.save(1, _state(1.0))
@@ -239,6 +240,22 @@ def test_a_sidecar_that_does_not_reach_the_root_is_named_everywhere(
         _until(lambda: ckpt.status().sidecar_trouble == "")
         sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
         other.wait(LIMIT_S)
+
+
+def test_a_trouble_that_is_over_is_forgotten_although_no_save_is_in_flight(
+    tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_REJOIN_S_MIN", 0.01)
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        sidecar.say(wire.Progress(save=save.save, raw_total=8, raw_done=7, stored=5, trouble="Connection refused"))
+        lost = ErrorReport(code="StoreError", message="no outcome can be read", phase="")
+        sidecar.say(wire.PhaseEntered(save=save.save, phase="failed", error=lost))
+        with pytest.raises(StoreError, match="does not reach the root"):
+            handle.wait(LIMIT_S)
+        _until(lambda: ckpt.status().sidecar_trouble == "")
 
 
 def test_a_word_that_is_not_understood_ends_the_link_and_not_the_save(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
