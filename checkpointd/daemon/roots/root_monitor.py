@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
 from checkpointd.daemon import inline_saves
@@ -22,7 +21,7 @@ from checkpointd.daemon.hub import Hub, RootScan
 from checkpointd.daemon.process.logs import Subject, about
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.daemon.roots.root_scan import RootScanner
-from checkpointd.errors import CheckpointdError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
 from checkpointd.store.passing import PassingStore
@@ -50,11 +49,11 @@ class MonitorPace:
 
 
 class _Answering(PassingStore):
-    """`store`. Calls `on_answer` after each answer to a question."""
+    """`store`. Calls `on_answer` at the end of each question, and with True if the storage has answered it."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self.on_answer: Callable[[], None] = lambda: None
+        self.on_answer: Callable[[bool], None] = lambda _: None
 
     def shows(self, store: Store) -> bool:
         return self._store is store
@@ -69,10 +68,16 @@ class _Answering(PassingStore):
         return await self._answer(self._store.stat(key))
 
     async def _answer(self, question: Awaitable[T]) -> T:
+        has_answered = False
         try:
-            return await question
+            found = await question
+            has_answered = True
+        except (NotFoundError, DamagedError):
+            has_answered = True
+            raise
         finally:
-            self.on_answer()
+            self.on_answer(has_answered)
+        return found
 
 
 @dataclass(slots=True)
@@ -137,13 +142,21 @@ class RootMonitor:
         began = asyncio.get_running_loop().time()
         silent: list[CheckpointdError] = []
         asking = asyncio.create_task(self._ask(root, before, silent))
+
+        def on_answer(has_answered: bool) -> None:
+            asking.cancel()
+            if silent and has_answered:
+                silent.clear()
+                self._show(root, replace(self._hub.root_scans[root], problem=before.problem))
+            self._extend(limit, began)
+
         try:
             async with asyncio.timeout(self._pace.look_s) as limit:
-                await self._attend(root, known, partial(self._extend, limit, began, asking))
+                await self._attend(root, known, on_answer)
         except TimeoutError:
             self._problem(root, before, silent[0] if silent else StoreError(self._why_given_up(root, began)))
         except CheckpointdError as error:
-            self._problem(root, before, error)
+            self._problem(root, before, silent[0] if silent and isinstance(error, StoreError) else error)
         except Exception as error:  # MONITOR-1: a defect must not end the monitor
             log.exception("looking after %s failed in an unforeseen way; please report it", root)
             self._problem(root, before, CheckpointdError(f"looking after it failed: {error!r}"))
@@ -160,9 +173,8 @@ class RootMonitor:
             silent.append(error)
             self._problem(root, before, error)
 
-    def _extend(self, limit: asyncio.Timeout, began: float, asking: asyncio.Task[None]) -> None:
+    def _extend(self, limit: asyncio.Timeout, began: float) -> None:
         """The storage has answered, so the look may go on (MONITOR-2)."""
-        asking.cancel()
         if not limit.expired():
             now = asyncio.get_running_loop().time()
             limit.reschedule(min(now + self._pace.look_s, began + self._pace.look_most_s))
@@ -172,7 +184,7 @@ class RootMonitor:
             return f"looking at {root} took longer than {self._pace.look_most_s:g} s; is its storage slow?"
         return f"{root} has not answered for {self._pace.look_s:g} s"
 
-    async def _attend(self, root: str, known: _MonitoredRoot, on_answer: Callable[[], None]) -> None:
+    async def _attend(self, root: str, known: _MonitoredRoot, on_answer: Callable[[bool], None]) -> None:
         found = await self._hub.roots.looked_after(root, self._hub.users_at(root))
         if known.store is None or not known.store.shows(found):
             known.store = _Answering(found)

@@ -276,6 +276,60 @@ async def test_monitor_2_why_a_bucket_does_not_answer_is_known_long_before_its_s
     assert caplog.text.count("cannot be looked after: Connection refused") == 2
 
 
+async def test_a_bucket_that_stays_silent_is_named_by_one_reason_in_the_log(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a short `retry_s`, its store gives up within a look, and words the reason in another way than the question does."""
+    asked = asyncio.Event()
+
+    async def gives_up(*_: object) -> list[Entry]:
+        await asked.wait()
+        raise UnreadableError("listing 'catalog' failed: Connection refused")
+
+    async def refuse(_: str) -> None:
+        asked.set()
+        raise UnreadableError("listing 'epochs' failed: Connection refused")
+
+    monkeypatch.setattr(PosixStore, "list", gives_up)
+    monkeypatch.setattr(hub.roots, "check_answers", refuse)
+    monitor = RootMonitor(hub, replace(AT_ONCE, ask_s=0.0))
+    for _ in range(3):
+        asked.clear()
+        await monitor.look(str(root))
+    assert caplog.text.count("cannot be looked after") == 1
+
+
+async def test_monitor_2_a_bucket_that_answers_late_is_reached_although_the_look_goes_on(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await save_checkpoint(store)
+    caplog.set_level(logging.INFO)
+    answers, goes_on, listing = asyncio.Event(), asyncio.Event(), PosixStore.list
+    listed = 0
+
+    async def slow(self: PosixStore, prefix: str) -> list[Entry]:
+        nonlocal listed
+        listed += 1
+        await (answers if listed == 1 else goes_on).wait()
+        return await listing(self, prefix)
+
+    async def refuse(_: str) -> None:
+        raise UnreadableError("Connection refused")
+
+    monkeypatch.setattr(PosixStore, "list", slow)
+    monkeypatch.setattr(hub.roots, "check_answers", refuse)
+    looking = asyncio.create_task(RootMonitor(hub, replace(AT_ONCE, ask_s=0.0)).look(str(root)))
+    await until(lambda: str(root) in hub.root_scans)
+    assert hub.root_scans[str(root)].problem is not None
+    answers.set()
+    await until(lambda: listed > 1)
+    assert (hub.root_scans[str(root)].problem, looking.done()) == (None, False)
+    assert "can be looked after again" in caplog.text
+    goes_on.set()
+    await looking
+    assert hub.root_scans[str(root)].latest == TAG
+
+
 async def test_a_defect_is_a_problem_and_ends_nothing(hub: Hub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise KeyError("who would have thought")
