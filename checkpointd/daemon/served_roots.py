@@ -127,6 +127,8 @@ class ServedRoots:
         if not is_bucket_url(root):
             return
         if root not in self._impatient:
+            for oldest in [*self._impatient][: max(0, len(self._impatient) - STORES_KEPT + 1)]:
+                await self._impatient.pop(oldest).close()
             place = parse(root)
             self._impatient[root] = open_store(replace(place, options={**place.options, **_AT_ONCE}).url)
         store = self._impatient[root]

@@ -39,6 +39,22 @@ async def test_a_bucket_that_does_not_answer_is_named_at_once(monkeypatch: pytes
         await roots.close()
 
 
+async def test_stores_that_ask_once_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs come and go below a bucket, while it is away."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setattr(roots_module, "STORES_KEPT", 2)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        options = f"endpoint=http://127.0.0.1:{deaf.getsockname()[1]}"
+        roots = ServedRoots([f"s3://bucket?{options}"])
+        for number in (1, 2, 3, 3):
+            with pytest.raises(UnreadableError, match="Connection refused"):
+                await roots.check_answers(f"s3://bucket/run{number}?{options}")
+        assert len(roots._impatient) == 2
+        await roots.close()
+
+
 @pytest.mark.parametrize("below", ["", "job", "job/run", "not-there-yet", "job/run/"])
 def test_the_configured_one_and_what_lies_below(folder: Path, below: str) -> None:
     assert ServedRoots([str(folder)]).check(f"{folder}/{below}") == str(folder / below)
