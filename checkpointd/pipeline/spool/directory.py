@@ -22,6 +22,7 @@ from checkpointd.config import SpoolConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import AttemptId, is_tag, object_key, object_rank, object_takeover
 from checkpointd.pipeline.root.catalog import objects_of
+from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.spool.places import RESERVE, DiskPlace, Room, SpoolPlace, name_of
 from checkpointd.pipeline.spool.record import SPOOLED, decode_record, record_key
 from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_quietly
@@ -148,11 +149,20 @@ class SpoolDirectory:
         for shard in [one for one in self.live if _turn_key(one) == (name, uid, rank) and one.record.order == order]:
             self._replace_older(shard)
 
+    def committed_at_root(self, name: str, uid: int, info: AttemptInfo) -> None:
+        """A save of a rank whose shard went straight to the root has committed (TURN-2)."""
+        if info.save_latest:
+            self._drop_older((name, uid, info.rank), (info.attempt.epoch, info.n), info.prefix)
+
     def _replace_older(self, shard: SpooledShard) -> None:
-        dropped = self.turns(shard).replace_older(shard)
+        if shard.record.vote.save_latest and not shard.is_superseded:
+            self._drop_older(_turn_key(shard), shard.record.order, shard.prefix)
+
+    def _drop_older(self, key: TurnKey, order: Order, prefix: str) -> None:
+        dropped = [] if key not in self._turns else self._turns[key].replace_older(order, prefix.partition("/")[0])
         self.counts.superseded += len(dropped)
         for older in dropped:
-            log.warning("%s: rank %d drops it from the spool for the newer %s", older.prefix, _turn_key(older)[2], shard.prefix)
+            log.warning("%s: rank %d drops it from the spool for the newer %s", older.prefix, key[2], prefix)
 
     async def ended(self, shard: SpooledShard, *, committed: bool) -> None:
         """The attempt of `shard` is decided. A commit stays for restarts, in place of the older one; all else goes."""

@@ -89,6 +89,10 @@ class OwnSpool:
         """Every rank has its shard of the save with this `order` of `rank` in its spool: older ones may go (TURN-2)."""
         self.directory.all_have(self.root.name, self.uid, rank, order)
 
+    def committed_at_root(self, info: AttemptInfo) -> None:
+        """A save that went straight to the root has committed: older ones may go (TURN-2)."""
+        self.directory.committed_at_root(self.root.name, self.uid, info)
+
     async def led_here(self, prefixes: Collection[str]) -> Collection[str]:
         """Those of the attempts `prefixes` whose coordinator's shard is in the spool, whichever process works at it: without a
         sidecar, that may be the one of another rank of this node. All of them if the spool's disk is away, since nobody knows.

@@ -231,6 +231,8 @@ class SpoolSide:
         if self.shard is not None and not self._has_ended:
             self._has_ended = True
             await self.own.directory.ended(self.shard, committed=committed)
+        elif self.shard is None and committed:
+            self.own.committed_at_root(self.info)
 
     def leave(self) -> None:
         """This process works no longer at the attempt, decided or not."""

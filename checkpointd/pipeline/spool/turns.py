@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeAlias
 
+from checkpointd.commit.facts import Order
 from checkpointd.config import SpoolConfig
 from checkpointd.errors import SupersededError
 from checkpointd.pipeline.spool.shards import SpooledShard
@@ -89,14 +90,12 @@ class Turns:
         self._waiting[shard] = asyncio.Event()
         self._stir()
 
-    def replace_older(self, newer: SpooledShard) -> list[SpooledShard]:
-        """All ranks have the save of `newer`. Drop the older ones that it replaces, and return them (TURN-2)."""
-        if self.keep_all or not newer.record.vote.save_latest or newer.is_superseded:
-            return []
-        older = [one for one in self._waiting if one.record.order < newer.record.order]
+    def replace_older(self, order: Order, tag: str) -> list[SpooledShard]:
+        """All ranks have the save `tag` with this `order`. Drop the older ones that it replaces, and return them (TURN-2)."""
+        older = [] if self.keep_all else [one for one in self._waiting if one.record.order < order]
         dropped = [one for one in older if not one.must_stay and not one.is_superseded]
         for one in dropped:
-            one.superseded_by = newer.record.vote.tag
+            one.superseded_by = tag
         self._stir()
         return dropped
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from checkpointd.commit.machine import IN_SPOOL, Phase
+from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.errors import SupersededError
@@ -182,6 +182,29 @@ def test_one_rank_that_supersedes_ends_the_save_on_all_ranks() -> None:
         assert [attempt.phase for attempt in first.attempts] == [Phase.ABORTED, Phase.COMMITTED]
         assert isinstance(first.attempts[0].error, SupersededError)
         assert await committed(bucket) == ["global_step2"]
+
+    run(main())
+
+
+def test_turn_2_a_commit_of_a_save_that_found_no_room_drops_those_that_still_wait() -> None:
+    """So the spool has room again, before all that fills it is uploaded."""
+
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root, keep="newest", windows="12:00-13:00")
+        waiting = node.save(1)
+        await until(lambda: waiting.phase is Phase.SPOOLED)
+        limit, node.place.limit = node.place.limit, 0
+        for save_latest in (False, True):
+            assert waiting.phase is Phase.SPOOLED
+            node.save(2 + save_latest, save_latest=save_latest)
+            await until(lambda: node.attempts[-1].phase is Phase.COMMITTED)
+        node.place.limit = limit
+        await until(lambda: waiting.phase in FINAL)
+        assert isinstance(waiting.error, SupersededError)
+        assert "by global_step3 before" in str(waiting.error)
+        await node.over()
+        assert node.directory.counts.superseded == 1
 
     run(main())
 
