@@ -135,6 +135,8 @@ class SpoolSide:
     async def _uploaded_in_turn(self, shard: SpooledShard, turns: Turns, on_start: Callable[[], None]) -> bool:
         leads, pause_s, unread = self.info.rank == COORDINATOR, PAUSE_S_MIN, list[float]()
         while True:
+            if self.own.directory.pacing.opens_in_s() > 0:
+                unread.clear()  # until the next window, nobody knows whether the disk gives the bytes
             await unless(self.hooks.over, turns.taken(shard, None if leads else self._led))
             has_voted = False
             try:

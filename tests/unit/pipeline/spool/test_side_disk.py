@@ -163,6 +163,37 @@ def test_spool_9_a_disk_that_is_away_for_minutes_loses_no_shard(error: Exception
     run(main())
 
 
+def test_spool_9_the_time_between_two_windows_does_not_count_against_a_disk() -> None:
+    """It is away for minutes until a window closes, is there again, and fails once at the beginning of the next window."""
+
+    class Away(MemoryStore):
+        away = False
+
+        async def get(self, key: str, *, size_max: int = 1 << 30) -> bytes:
+            if self.away:
+                raise UnreadableError("input/output error")
+            return await super().get(key, size_max=size_max)
+
+    async def main() -> None:
+        root, config = AwayStore(MemoryStore()), spool(windows="01:00-01:05", timeout_s=72 * HOUR_S)
+        node = await Node(root, config, nonce=await begun_root(root), place=MemoryPlace(made=Away)).begin()
+        attempt = node.save(1)
+        await until(lambda: attempt.phase is Phase.SPOOLED)
+        (store,) = node.place.stores.values()
+        assert isinstance(store, Away)
+        for day in (0, 1):
+            store.away = True
+            await asyncio.sleep((24 * day + 1) * HOUR_S + 1 - asyncio.get_running_loop().time())
+            if day == 0:
+                await asyncio.sleep(HOUR_S)
+            assert attempt.phase is Phase.UPLOADING
+            store.away = False
+        await node.over()
+        assert await committed(root) == ["global_step1"]
+
+    run(main())
+
+
 def test_spool_9_a_disk_that_fails_now_and_then_beside_the_root_loses_no_shard() -> None:
     class Refusing(AwayStore):
         refuses = False
