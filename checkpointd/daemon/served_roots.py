@@ -72,6 +72,8 @@ class ServedRoots:
         self._stores: dict[tuple[str, User | None], Store] = {}
         self._impatient: dict[str, Store] = {}
         """Stores in buckets that repeat no request for long, by root."""
+        self._in_bucket: dict[str, list[str]] = {}
+        """The roots that were found last in each configured bucket."""
         self._asked: dict[str, asyncio.Future[Any]] = {}
 
     async def checked(self, root: str) -> str:
@@ -138,17 +140,17 @@ class ServedRoots:
             raise type(error)(str(error).replace(store.url, root)) from error
 
     async def _found_in_buckets(self) -> list[str]:
-        found: list[str] = []
         for allowed in self._buckets:
-            store = self._open(allowed.url, None)
-            with contextlib.suppress(StoreError):  # its own scan, or its trainers, report it
-                if await store.list(f"{SERVICE}/epochs"):
-                    found.append(allowed.url)
-                    continue
-                below = [entry.name for entry in await store.list("") if entry.is_prefix][:BUCKET_ROOTS_MAX]
-                used = [name for name in below if await store.list(f"{name}/{SERVICE}/epochs")]
-                found += [allowed.below(name).url for name in used]
-        return found
+            with contextlib.suppress(StoreError):  # the scans of its roots, or its trainers, report it
+                self._in_bucket[allowed.url] = await self._found_in(allowed)
+        return [root for allowed in self._buckets for root in self._in_bucket.get(allowed.url, ())]
+
+    async def _found_in(self, allowed: BucketUrl) -> list[str]:
+        store = self._open(allowed.url, None)
+        if await store.list(f"{SERVICE}/epochs"):
+            return [allowed.url]
+        below = [entry.name for entry in await store.list("") if entry.is_prefix][:BUCKET_ROOTS_MAX]
+        return [allowed.below(name).url for name in below if await store.list(f"{name}/{SERVICE}/epochs")]
 
     async def _ask(self, what: str, call: Callable[[], T]) -> T:
         """Run `call` on a thread. Callers that ask the same question at the same time share the answer."""

@@ -16,6 +16,8 @@ import pytest
 from checkpointd.daemon import served_roots as roots_module
 from checkpointd.daemon.served_roots import ServedRoots, check_served
 from checkpointd.errors import ClosedError, StoreError, UnreadableError, UsageError
+from checkpointd.store.base import Entry
+from checkpointd.store.memory import MemoryStore
 
 
 @pytest.fixture
@@ -37,6 +39,30 @@ async def test_a_bucket_that_does_not_answer_is_named_at_once(monkeypatch: pytes
             await roots.check_answers(root)
         assert f" in {root} failed" in str(caught.value), "with the URL that the user has given"
         await roots.close()
+
+
+async def test_the_roots_of_a_bucket_are_not_forgotten_while_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the status would not show them, and not say why they cannot be reached."""
+
+    class Bucket(MemoryStore):
+        away = False
+
+        async def list(self, prefix: str) -> list[Entry]:
+            if self.away:
+                raise UnreadableError("Connection refused")
+            return await super().list(prefix)
+
+    bucket = Bucket()
+    roots = ServedRoots(["s3://bucket?region=x"])
+    monkeypatch.setattr(roots, "_open", lambda *_: bucket)
+    await bucket.put("run/.checkpointd/epochs/00000001", b"")
+    found = await roots.seen()
+    assert [root.partition("?")[0] for root in found] == ["s3://bucket/run"]
+    bucket.away = True
+    assert await roots.seen() == found
+    bucket.away = False
+    await bucket.delete("run/.checkpointd/epochs/00000001")
+    assert await roots.seen() == [], "it is gone"
 
 
 async def test_stores_that_ask_once_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
