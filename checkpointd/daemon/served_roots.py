@@ -118,9 +118,9 @@ class ServedRoots:
             return None
         return await self._ask(f"measure {root}", lambda: room_at(root))
 
-    async def seen(self) -> list[str]:
-        """As `found`, with the time limit of `checked`, and the roots in buckets: those configured, or directly below."""
-        return [*await self._ask("find", self.found), *await self._found_in_buckets()]
+    async def seen_on_disk(self) -> list[str]:
+        """As `found`, with the time limit of `checked`."""
+        return await self._ask("find", self.found)
 
     async def check_answers(self, root: str) -> None:
         """Ask for a root in a bucket once. Raises StoreError with the reason if the answer does not come at once: the store
@@ -139,7 +139,8 @@ class ServedRoots:
         except StoreError as error:
             raise type(error)(str(error).replace(store.url, root)) from error
 
-    async def _found_in_buckets(self) -> list[str]:
+    async def seen_in_buckets(self) -> list[str]:
+        """The roots in buckets: those configured, or directly below. Those of a bucket that does not answer: as they were."""
         for allowed in self._buckets:
             with contextlib.suppress(StoreError):  # the scans of its roots, or its trainers, report it
                 self._in_bucket[allowed.url] = await self._found_in(allowed)

@@ -97,8 +97,8 @@ class RootMonitor:
     def __init__(self, hub: Hub, pace: MonitorPace | None = None) -> None:
         self._hub, self._pace = hub, pace or MonitorPace()
         self._roots: dict[str, _MonitoredRoot] = {}
-        self._on_disk: list[str] = []
-        """The roots that were found at the configured places."""
+        self._seen: list[list[str]] = [[], []]
+        """The roots that were found at the configured places: on disk, and in buckets."""
         self._finding: asyncio.Task[None] | None = None
         self._found = asyncio.Event()
 
@@ -224,18 +224,19 @@ class RootMonitor:
 
     async def _find(self) -> None:
         """Look for roots at the configured places, beside the looks at those that are known: a bucket may be silent."""
-        try:
-            found = await self._hub.roots.seen()
-        except StoreError as error:
-            log.error("the roots on disk cannot be listed: %s", error)
-            return
-        if found != self._on_disk:
-            self._on_disk = found
-            self._found.set()
+        for at, look in enumerate((self._hub.roots.seen_on_disk, self._hub.roots.seen_in_buckets)):
+            try:
+                found = await look()
+            except StoreError as error:
+                log.error("the roots on disk cannot be listed: %s", error)
+                continue
+            if found != self._seen[at]:
+                self._seen[at] = found
+                self._found.set()
 
     def _all_roots(self) -> list[str]:
-        """The roots that clients joined, then those that lie on disk."""
-        ranked = list(dict.fromkeys([*self._hub.roots_by_use(), *self._on_disk]))
+        """The roots that clients joined, then those that were found."""
+        ranked = list(dict.fromkeys([*self._hub.roots_by_use(), *self._seen[0], *self._seen[1]]))
         self._hub.not_looked_after = ranked[ROOTS_MAX:]
         return ranked[:ROOTS_MAX]
 

@@ -56,13 +56,13 @@ async def test_the_roots_of_a_bucket_are_not_forgotten_while_it_is_away(monkeypa
     roots = ServedRoots(["s3://bucket?region=x"])
     monkeypatch.setattr(roots, "_open", lambda *_: bucket)
     await bucket.put("run/.checkpointd/epochs/00000001", b"")
-    found = await roots.seen()
+    found = await roots.seen_in_buckets()
     assert [root.partition("?")[0] for root in found] == ["s3://bucket/run"]
     bucket.away = True
-    assert await roots.seen() == found
+    assert await roots.seen_in_buckets() == found
     bucket.away = False
     await bucket.delete("run/.checkpointd/epochs/00000001")
-    assert await roots.seen() == [], "it is gone"
+    assert await roots.seen_in_buckets() == [], "it is gone"
 
 
 async def test_stores_that_ask_once_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

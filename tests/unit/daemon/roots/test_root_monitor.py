@@ -599,8 +599,9 @@ async def test_a_root_that_hangs_keeps_no_other_one_waiting(
     assert str(tmp_path / "hanging") not in hub.root_scans
 
 
-async def test_a_configured_place_that_hangs_keeps_no_joined_root_waiting(
-    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_joined", [True, False])
+async def test_a_bucket_that_hangs_keeps_no_joined_root_and_none_on_disk_waiting(
+    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, *, is_joined: bool
 ) -> None:
     """MONITOR-1: a bucket in which roots are looked for may be silent for minutes."""
 
@@ -608,9 +609,10 @@ async def test_a_configured_place_that_hangs_keeps_no_joined_root_waiting(
         await asyncio.Event().wait()
         return []
 
-    monkeypatch.setattr(hub.roots, "seen", hang)
+    monkeypatch.setattr(hub.roots, "seen_in_buckets", hang)
     await save_checkpoint(store)
-    hub.rank(str(root), 0, world_size=1, pid=1)
+    if is_joined:
+        hub.rank(str(root), 0, world_size=1, pid=1)
     running = asyncio.create_task(RootMonitor(hub, AT_ONCE).run())
     await until(lambda: str(root) in hub.root_scans)
     assert hub.root_scans[str(root)].latest == TAG
