@@ -282,7 +282,8 @@ class CheckpointCopy:
     async def _copy_object(self, named: ObjectRef, pieces: Sequence[StoredPiece], proved: _Proved) -> None:
         key = named.key(self.prefix)
         size, needed = await self.mirror.stat(key), sum(piece.stop - piece.start for piece in pieces)
-        if size == named.size and named.held_by and await proved.covers(named.held_by, key, pieces):
+        is_known = size == named.size and named.held_by and not self.heals
+        if is_known and await proved.covers(named.held_by, key, pieces):
             self.on_bytes(needed)
             self.amount.found += needed
             return
@@ -429,8 +430,13 @@ class _Proved:
         self._read: set[str] = set()
 
     async def covers(self, holder: str, key: str, pieces: Sequence[StoredPiece]) -> bool:
-        """Whether all `pieces` of the object `key` of `holder` were compared before. What is damaged by now proves nothing."""
-        for checkpoint in (self._copy.proof, self._copy._commits.get(holder)):
+        """Whether all `pieces` of the object `key` of `holder` were compared before. What is damaged by now proves nothing, and
+        while the newest checkpoint is, nothing does: it may be damaged in an object of this holder.
+        """
+        proof = self._copy.proof
+        if proof is not None and proof.read_back == "damaged":
+            return False
+        for checkpoint in (proof, self._copy._commits.get(holder)):
             if checkpoint is None or checkpoint.read_back == "damaged":
                 continue
             if checkpoint.prefix not in self._read:

@@ -417,3 +417,29 @@ class Full(PassingStore):
 
     async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
         raise StoreFullError(f"there is no space for {size_hint} bytes")
+
+
+def test_damage_that_only_a_newer_checkpoint_shows_is_healed() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS, await place_of(origin, 1, "frozen"))
+        await found_damaged(mirror, 3)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step3": "healed"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_newer_checkpoint_does_not_rely_on_what_the_one_before_it_shows_to_be_damaged() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS, await place_of(origin, 1, "frozen"))
+        await found_damaged(mirror, 2)
+        await save(origin, 3)
+        await deletion(origin, "global_step2", force=True, dry_run=False)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step3": "mirrored", "global_step2": "damaged-here"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
