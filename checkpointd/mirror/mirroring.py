@@ -373,6 +373,9 @@ class Mirroring:
         """Heal one checkpoint. Raises LeftOut if that is not possible."""
         if view.prefix in self._not_healed:
             return False
+        now = await catalog.view(self.mirror, view.tag, view.attempt)
+        if now.state not in ("committed", "damaged", "unreadable"):
+            return False  # the rules, or a person, have removed it since the look
         if there is None or there.outcome is None or there.state != "committed":
             raise LeftOut("removed", f"{self.origin.url} does not have it any more")
         checkpoint = Checkpoint(there.tag, there.attempt, there.outcome)

@@ -443,3 +443,18 @@ def test_a_newer_checkpoint_does_not_rely_on_what_the_one_before_it_shows_to_be_
         await check_whole(mirror, origin)
 
     simulated(main())
+
+
+def test_what_the_rules_have_just_removed_is_not_healed() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS)
+        await found_damaged(mirror, 1)
+        watched = Watched(mirror)
+        report = await mirrored(origin, watched, rules=Retention(keep_last=1))
+        assert sorted(report.retired) == ["global_step1", "global_step2"]
+        assert (kinds(report), watched.opened, watched.replaced) == ({}, [], [])
+        assert await mirror.stat(CHUNKS) is None
+
+    simulated(main())
