@@ -394,9 +394,9 @@ class CheckpointCopy:
         await each(put, range(len(parts)))
 
     async def _commit_again(self, data: bytes) -> None:
-        """Put the outcome if the one at the mirror is damaged."""
+        """Put the outcome if the one at the mirror is damaged, or cannot be read."""
         view = await catalog.view(self.mirror, self.checkpoint.tag, self.checkpoint.attempt)
-        if view.state == "damaged":
+        if view.state in ("damaged", "unreadable"):
             await self.mirror.put(f"{self.prefix}/{OUTCOME}", data)
         elif view.state != "committed":
             raise LeftOut("removed", f"{self.checkpoint.tag} was removed at {self.mirror.url} while it was copied again")

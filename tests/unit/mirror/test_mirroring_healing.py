@@ -458,3 +458,25 @@ def test_what_the_rules_have_just_removed_is_not_healed() -> None:
         assert await mirror.stat(CHUNKS) is None
 
     simulated(main())
+
+
+def test_an_outcome_that_cannot_be_read_at_the_mirror_any_more_is_put_again() -> None:
+    """As when part of a disk is broken. A file that takes its place lies elsewhere."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS)
+        await found_damaged(mirror, 1)
+        key = f"{TAG.format(1)}/{OUTCOME}"
+        assert kinds(await mirrored(origin, BrokenUntilPut(mirror, key))) == {"global_step1": "healed"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+class BrokenUntilPut(Unreadable):
+    async def put(self, key: str, data: bytes) -> None:
+        if key == self._part:
+            self._part = "nothing"
+        await super().put(key, data)
