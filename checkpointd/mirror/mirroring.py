@@ -32,7 +32,7 @@ import msgspec
 
 from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import CheckpointdError, DamagedError, StoreError, StoreFullError
+from checkpointd.errors import CheckpointdError, DamagedError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.keys import OUTCOME, VERIFIED
 from checkpointd.layout.manifest import Outcome
 from checkpointd.mirror import bare_holders
@@ -326,8 +326,12 @@ class Mirroring:
         return True
 
     async def _check_record(self, checkpoint: Checkpoint) -> None:
-        """Raise LeftOut if a record in the attempt at the origin says that it is damaged."""
-        if (await catalog.view(self.origin, checkpoint.tag, checkpoint.attempt)).read_back == "damaged":
+        """Raise LeftOut if a record in the attempt at the origin says that it is damaged, or if that cannot be told."""
+        try:
+            view = await catalog.view(self.origin, checkpoint.tag, checkpoint.attempt)
+        except UnreadableError as error:
+            raise LeftOut("unreadable", str(error)) from error
+        if view.read_back == "damaged":
             raise LeftOut("damaged", f"a record at {self.origin.url} says that it is damaged")
 
     async def _give_up(self, view: AttemptView, *, is_left_out: bool) -> None:

@@ -16,6 +16,7 @@ from checkpointd.mirror.mirroring import error_of
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from tests.unit.mirror.origins import (
     TAG,
@@ -201,3 +202,20 @@ def test_a_holder_that_was_removed_at_the_origin_is_there_for_newer_ones() -> No
         await check_whole(mirror, origin)
 
     simulated(main())
+
+
+def test_a_directory_of_the_origin_that_cannot_be_listed_holds_up_no_other_checkpoint() -> None:
+    """MIRROR-6."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        report = await mirrored(Unlisted(origin, TAG.format(1)), mirror)
+        assert kinds(report) == {"global_step1": "unreadable", "global_step2": "mirrored"}
+
+    simulated(main())
+
+
+class Unlisted(Unreadable):
+    async def list(self, prefix: str) -> list[Entry]:
+        self._check(prefix)
+        return await super().list(prefix)
