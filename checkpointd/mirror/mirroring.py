@@ -33,6 +33,7 @@ import msgspec
 from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, StoreError, StoreFullError, UnreadableError
+from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.keys import OUTCOME, VERIFIED
 from checkpointd.layout.manifest import Outcome
 from checkpointd.mirror import bare_holders
@@ -119,7 +120,7 @@ class Mirroring:
         """The attempts that are damaged at the mirror and could not be healed, with the reason."""
         self._said: set[str] = set()
         self._hurt: set[str] = set()
-        """The attempts at the mirror that are not as its catalog says, as of the last whole look."""
+        """The attempts at the mirror that are not as its catalog says, as far as a whole look, or a copy, has found out."""
         self._seen: BothRoots | None = None
         self._at: tuple[int, str] | None = None
         """The record of the origin's catalog up to which nothing is left to do, and its fault."""
@@ -177,14 +178,16 @@ class Mirroring:
     async def _ours(self, *, whole: bool = False) -> list[AttemptView]:
         """The attempts at the mirror. A `whole` look reads the objects of the newest ones, too, as the catalog may be wrong."""
         views = await catalog.scan(self.mirror, self._our_log, newest=None if whole else 0)
+        known = self._our_log.state.entries
         if whole:
-            known = self._our_log.state.entries
-            hurt = [view.prefix for view in views if view.state in ("damaged", "in-doubt")]
-            self._hurt = {prefix for prefix in hurt if prefix in known and known[prefix].is_decided}
+            self._hurt |= {view.prefix for view in views if view.entry is None and not _is_as_recorded(view, known)}
+            self._hurt |= {prefix for prefix in known if not known[prefix].is_open}.difference(view.prefix for view in views)
             return views
-        doubtful = [at for at, view in enumerate(views) if view.entry is not None and view.prefix in self._hurt]
-        for at in doubtful:
-            views[at] = await catalog.view(self.mirror, views[at].tag, views[at].attempt)
+        for at, view in enumerate(views):
+            if view.entry is not None and view.prefix in self._hurt:
+                views[at] = await catalog.view(self.mirror, view.tag, view.attempt)
+                if _is_as_recorded(views[at], known):
+                    self._hurt.discard(view.prefix)
         return views
 
     async def has_news(self) -> bool:
@@ -491,6 +494,17 @@ def _news(
 def _nbytes(checkpoint: Checkpoint) -> int:
     cost = checkpoint.outcome.cost
     return cost.stored_bytes if cost is not None else 0
+
+
+def _is_as_recorded(view: AttemptView, known: Mapping[str, CatalogEntry]) -> bool:
+    """Whether the objects of an attempt, in `view`, are as the catalog with the entries `known` says. Those of an open one are
+    looked at in any case, and what was removed stays so.
+    """
+    entry = known.get(view.prefix)
+    if entry is None or entry.is_open or entry.removed:
+        return True
+    recorded = AttemptView(view.tag, view.attempt, {}, entry.decoded, entry=entry)
+    return (view.state, view.read_back == "damaged") == (recorded.state, recorded.read_back == "damaged")
 
 
 def _as_unread(view: AttemptView) -> AttemptView:
