@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,11 +67,14 @@ has what stands in its way."""
 
 
 class LeftOut(Exception):
-    """A checkpoint is not copied now; the others are."""
+    """A checkpoint is not copied now; the others are. `holder`: an attempt at the mirror that is not as its catalog says, and
+    that it needs.
+    """
 
-    def __init__(self, why: Why, words: str) -> None:
+    def __init__(self, why: Why, words: str, *, holder: str = "") -> None:
         super().__init__(words)
         self.why: Why = why
+        self.holder = holder
 
 
 class OriginStore(PatientStore):
@@ -110,7 +113,8 @@ class CheckpointCopy:
     """One checkpoint on its way to the mirror. `proof`: the newest checkpoint there. `outcomes`: the commits that the origin
     knows, by attempt. `on_bytes` is called with the bytes of chunks objects that were copied or compared.
 
-    `heals`: the mirror has the checkpoint already, and something of it is damaged there.
+    `heals`: the mirror has the checkpoint already, and something of it is damaged there. `had`: the checkpoints of the mirror
+    as its catalog says. `coming`: those of the origin that the mirror may get, if it does not have them.
     """
 
     origin: Store
@@ -121,6 +125,8 @@ class CheckpointCopy:
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     on_bytes: Callable[[int], None] = lambda _: None
     heals: bool = False
+    had: Container[str] = ()
+    coming: Container[str] = ()
     amount: Amount = field(default_factory=Amount)
     _needed: dict[str, set[str]] = field(default_factory=dict)
     """The names of the objects of each holder that the checkpoint needs."""
@@ -218,8 +224,10 @@ class CheckpointCopy:
         if view.state == "committed" and view.outcome is not None:
             self._commits[holder] = Checkpoint(tag, view.attempt, view.outcome, view.read_back)
             return
-        if view.state in ("damaged", "unreadable"):
-            raise LeftOut("blocked", f"the outcome of {holder} at {self.mirror.url}, which it needs, is {view.state}")
+        is_lost = view.state == "in-doubt" and bool(view.sizes) and holder in self.had and holder in self.coming
+        if is_lost or view.state in ("damaged", "unreadable"):
+            fault = "gone" if is_lost else view.state
+            raise LeftOut("blocked", f"the outcome of {holder} at {self.mirror.url}, which it needs, is {fault}", holder=holder)
         self._bare.add(holder)
         if view.state == "aborted" or (
             view.state == "deleted" and not await bare_holders.is_kept(self.mirror, holder, self._needed[holder])

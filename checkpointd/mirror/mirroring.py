@@ -35,7 +35,6 @@ from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.keys import OUTCOME, VERIFIED
-from checkpointd.layout.manifest import Outcome
 from checkpointd.mirror import bare_holders
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
@@ -286,7 +285,7 @@ class Mirroring:
 
     def try_again(self) -> None:
         """Try checkpoints again that could not be read or healed, or that the mirror stood in the way of."""
-        self._tried = {prefix: kind for prefix, kind in self._tried.items() if kind in ("damaged", "removed")}
+        self._tried = {prefix: self._tried[prefix] for prefix in _lost(self._tried)}
         self._not_healed = {prefix: kind for prefix, kind in self._not_healed.items() if kind == "damaged"}
 
     @property
@@ -308,13 +307,14 @@ class Mirroring:
         """Copy one checkpoint. Returns whether that was possible; the news says why not."""
         self._on_copy(checkpoint, _nbytes(checkpoint), behind)
         proof = next(iter(catalog.commits_of(seen.ours)), None)
-        copy = CheckpointCopy(
-            self.origin, self.mirror, checkpoint, self._held, proof, outcomes_of(seen.theirs), on_bytes=self._on_bytes
-        )
+        copy = self._copy_of(checkpoint, seen, proof)
         try:
             await self._check_record(checkpoint)
             amount = await copy.run()
         except LeftOut as left:
+            if left.holder and left.holder not in self._hurt:
+                self._hurt.add(left.holder)  # it is looked at now, and copied first if its outcome is gone
+                return False
             self._tried[checkpoint.prefix] = left.why
             self._say(checkpoint, left.why, str(left))
             return False
@@ -327,6 +327,27 @@ class Mirroring:
         elif not verdict.damage:  # what is damaged is healed, or named, once the others are copied
             self._say(checkpoint, "damaged-here", verdict.unreadable[0].message)
         return True
+
+    def _copy_of(
+        self, checkpoint: Checkpoint, seen: BothRoots, proof: Checkpoint | None, *, heals: bool = False
+    ) -> CheckpointCopy:
+        return CheckpointCopy(
+            self.origin,
+            self.mirror,
+            checkpoint,
+            self._held,
+            proof,
+            outcomes_of(seen.theirs),
+            on_bytes=self._on_bytes,
+            heals=heals,
+            had=self._had(),
+            coming={view.prefix for view in seen.theirs if view.state == "committed"} - _lost(self._tried),
+        )
+
+    def _had(self) -> set[str]:
+        """The checkpoints of the mirror, as its catalog says."""
+        entries = self._our_log.state.entries.values()
+        return {one.prefix for one in entries if not one.is_open and not one.removed and _is_commit(one)}
 
     async def _check_record(self, checkpoint: Checkpoint) -> None:
         """Raise LeftOut if a record in the attempt at the origin says that it is damaged, or if that cannot be told."""
@@ -348,6 +369,9 @@ class Mirroring:
                 return
         elif there.state == "committed" and not is_left_out:
             return
+        if view.sizes and view.prefix in self._had() and not is_left_out:
+            self._say_view(view, f"its outcome is gone at {self.mirror.url}, and {self.origin.url} does not have it any more")
+            return
         await self._held.check()
         kept = await bare_holders.kept_at_origin(self.origin, there) if there.sizes else ()
         outcome = there.outcome if there.outcome is not None and there.outcome.outcome == "commit" else None
@@ -368,15 +392,16 @@ class Mirroring:
         for view in sorted(views, key=lambda view: orders.get(view.prefix, (0, 0))):
             says = view.damage or f"a record at {self.mirror.url} says that it is damaged"
             try:
-                healed |= await self._heal_one(view, there.get(view.prefix), outcomes_of(seen.theirs))
+                healed |= await self._heal_one(view, there.get(view.prefix), seen)
             except LeftOut as left:
+                self._hurt |= {left.holder} - {""}
                 self._not_healed[view.prefix] = left.why
                 self._say_view(view, f"{says}, and {left}")
             except StoreFullError as error:
                 self._say_view(view, f"{says}, and there is no room to copy it again: {error}")
         return healed
 
-    async def _heal_one(self, view: AttemptView, there: AttemptView | None, known: Mapping[str, Outcome]) -> bool:
+    async def _heal_one(self, view: AttemptView, there: AttemptView | None, seen: BothRoots) -> bool:
         """Heal one checkpoint. Raises LeftOut if that is not possible."""
         if view.prefix in self._not_healed:
             return False
@@ -388,10 +413,7 @@ class Mirroring:
         checkpoint = Checkpoint(there.tag, there.attempt, there.outcome)
         await self._check_record(checkpoint)
         self._on_copy(checkpoint, _nbytes(checkpoint), 0)
-        copy = CheckpointCopy(
-            self.origin, self.mirror, checkpoint, self._held, None, known, on_bytes=self._on_bytes, heals=True
-        )
-        amount = await copy.run()
+        amount = await self._copy_of(checkpoint, seen, None, heals=True).run()
         verdict = await read_back(self.mirror, checkpoint)
         if not verdict.whole:
             raise LeftOut("blocked", f"it was copied again in vain: {(verdict.damage or verdict.unreadable)[0].message}")
@@ -505,6 +527,16 @@ def _is_as_recorded(view: AttemptView, known: Mapping[str, CatalogEntry]) -> boo
         return True
     recorded = AttemptView(view.tag, view.attempt, {}, entry.decoded, entry=entry)
     return (view.state, view.read_back == "damaged") == (recorded.state, recorded.read_back == "damaged")
+
+
+def _is_commit(entry: CatalogEntry) -> bool:
+    outcome = entry.decoded
+    return outcome is not None and outcome.outcome == "commit"
+
+
+def _lost(tried: Mapping[str, Kind]) -> set[str]:
+    """Those of the attempts `tried` that are not tried again."""
+    return {prefix for prefix, kind in tried.items() if kind in ("damaged", "removed")}
 
 
 def _as_unread(view: AttemptView) -> AttemptView:

@@ -6,16 +6,80 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from checkpointd.layout.keys import DAMAGED
+import pytest
+
+from checkpointd.admin.gc import deletion
+from checkpointd.layout.keys import DAMAGED, DELETED, OUTCOME
 from checkpointd.layout.manifest import Damaged, encode
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.news import News
+from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.unit.mirror.origins import TAG, check_whole, origin_with, simulated, told
+from tests.unit.mirror.origins import TAG, check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of, told
+from tests.unit.mirror.stores import flip
 
 CHUNKS = f"{TAG.format(1)}/00000-0.chunks"
+
+
+@pytest.mark.parametrize("fault", ["flip", "gone"])
+def test_an_older_outcome_that_was_lost_meanwhile_is_put_again_before_a_newer_checkpoint_needs_it(fault: str) -> None:
+    async def main() -> None:
+        origin, mirror, news = await origin_with(1), MemoryStore("mirror"), list[News]()
+        mirroring = Mirroring(origin, mirror, MirrorConfig(), tell=news.append)
+        await mirroring.begin()
+        await mirroring.step()
+        if fault == "flip":
+            flip(mirror, f"{TAG.format(1)}/{OUTCOME}")
+        else:
+            await mirror.delete(f"{TAG.format(1)}/{OUTCOME}")
+        await save(origin, 2)
+        for _ in range(2):
+            await mirroring.step()
+            mirroring.try_again()
+        await mirroring.end()
+        assert await mirror.stat(f"{TAG.format(1)}/{DELETED}") is None
+        assert await tags_of(mirror) == ["global_step2", "global_step1"]
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_lost_outcome_is_put_again_although_a_damaged_checkpoint_needs_its_attempt() -> None:
+    async def main() -> None:
+        origin, mirror, news = await origin_with(1, 2), MemoryStore("mirror"), list[News]()
+        mirroring = Mirroring(origin, mirror, MirrorConfig(), tell=news.append)
+        await mirroring.begin()
+        await mirroring.step()
+        await mirror.delete(f"{TAG.format(1)}/{OUTCOME}")
+        flip(mirror, f"{TAG.format(2)}/00000.index")
+        assert not (await read_back(mirror, await catalog.find(mirror, "global_step2"))).whole
+        for _ in range(3):
+            await mirroring.step()
+            mirroring.try_again()
+        await mirroring.end()
+        assert told(news) == {"global_step1": "mirrored", "global_step2": "healed"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_checkpoint_whose_outcome_is_gone_at_both_is_named_and_not_removed() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await deletion(origin, "global_step1", force=True, dry_run=False)
+        await mirror.delete(f"{TAG.format(1)}/{OUTCOME}")
+        before = contents(mirror)[CHUNKS]
+        for _ in range(2):
+            report = await mirrored(origin, mirror)
+            assert kinds(report) == {"global_step1": "damaged-here"}
+        assert await mirror.stat(f"{TAG.format(1)}/{DELETED}") is None
+        assert contents(mirror)[CHUNKS] == before
+
+    simulated(main())
 
 
 def test_a_whole_look_finds_a_record_of_damage_that_the_catalog_does_not_have() -> None:
