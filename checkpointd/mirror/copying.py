@@ -300,7 +300,7 @@ class CheckpointCopy:
             if size == named.size and await self._settled_whole(key, pieces):
                 self.amount.found += needed
                 return
-            replaces = self.heals or named.held_by in self._commits
+            replaces = self.heals or named.held_by in self._commits or (not named.held_by and self.prefix in self.had)
             replaces = replaces or (bool(named.held_by) and await bare_holders.is_needed(self.mirror, key))
             await self.hold.check()
             if replaces:

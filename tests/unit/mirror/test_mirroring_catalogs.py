@@ -13,13 +13,14 @@ from checkpointd.layout.keys import DAMAGED, DELETED, OUTCOME
 from checkpointd.layout.manifest import Damaged, encode
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.news import News
+from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from tests.unit.mirror.origins import TAG, check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of, told
-from tests.unit.mirror.stores import flip
+from tests.unit.mirror.stores import Watched, flip
 
 CHUNKS = f"{TAG.format(1)}/00000-0.chunks"
 
@@ -78,6 +79,22 @@ def test_a_checkpoint_whose_outcome_is_gone_at_both_is_named_and_not_removed() -
             assert kinds(report) == {"global_step1": "damaged-here"}
         assert await mirror.stat(f"{TAG.format(1)}/{DELETED}") is None
         assert contents(mirror)[CHUNKS] == before
+
+    simulated(main())
+
+
+def test_a_damaged_object_that_others_need_is_not_removed_although_its_own_outcome_is_gone() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        index = await read_index(origin, await catalog.find(origin, "global_step1"), 0)
+        flip(mirror, CHUNKS, next(one for one in index.tensors if one.fqn == "moving").chunks[0].offset)
+        await mirror.delete(f"{TAG.format(1)}/{OUTCOME}")
+        watched = Watched(mirror)
+        await mirrored(origin, watched)
+        assert CHUNKS not in watched.deleted
+        await check_whole(mirror, origin)
+        assert await tags_of(mirror) == ["global_step2", "global_step1"]
 
     simulated(main())
 
