@@ -386,6 +386,7 @@ class Mirroring:
         """
         there = {view.prefix: view for view in seen.theirs}
         damaged = {one.prefix for one in catalog.checkpoints_of(seen.ours) if one.read_back == "damaged"}
+        damaged |= {view.prefix for view in seen.ours if view.state == "unreadable" and view.read_back == "damaged"}
         views = [view for view in seen.ours if view.prefix in damaged or view.state == "damaged"]
         orders = {view.prefix: view.order or (0, 0) for view in seen.theirs}
         healed = False
