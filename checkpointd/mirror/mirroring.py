@@ -35,6 +35,7 @@ from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.keys import OUTCOME, VERIFIED
+from checkpointd.layout.manifest import Outcome
 from checkpointd.mirror import bare_holders
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
@@ -312,7 +313,7 @@ class Mirroring:
             await self._check_record(checkpoint)
             amount = await copy.run()
         except LeftOut as left:
-            if left.holder and left.holder not in self._hurt:
+            if left.holder in self._had() - self._hurt:
                 self._hurt.add(left.holder)  # it is looked at now, and copied first if its outcome is gone
                 return False
             self._tried[checkpoint.prefix] = left.why
@@ -526,13 +527,21 @@ def _is_as_recorded(view: AttemptView, known: Mapping[str, CatalogEntry]) -> boo
     entry = known.get(view.prefix)
     if entry is None or entry.is_open or entry.removed:
         return True
-    recorded = AttemptView(view.tag, view.attempt, {}, entry.decoded, entry=entry)
+    recorded = AttemptView(view.tag, view.attempt, {}, _outcome_in(entry), entry=entry)
     return (view.state, view.read_back == "damaged") == (recorded.state, recorded.read_back == "damaged")
 
 
 def _is_commit(entry: CatalogEntry) -> bool:
-    outcome = entry.decoded
+    outcome = _outcome_in(entry)
     return outcome is not None and outcome.outcome == "commit"
+
+
+def _outcome_in(entry: CatalogEntry) -> Outcome | None:
+    """The outcome that the catalog tells; None if no writer puts such a one, so that all directories are read (CATALOG-6)."""
+    try:
+        return entry.decoded
+    except DamagedError:
+        return None
 
 
 def _lost(tried: Mapping[str, Kind]) -> set[str]:
