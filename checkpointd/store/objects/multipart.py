@@ -49,16 +49,23 @@ class _Discarded(Exception):
 
 class MultipartUpload:
     """The ObjectWriter of a bucket. `on_end` is called once the key is free or taken for good. `replaces`: the object of that
-    name, if there is one.
+    name, if there is one. `removes`: whether it is nobody else's, so that `discard` may remove it.
 
     It is also the iterator of the parts, which the bucket takes one by one.
     """
 
     def __init__(
-        self, bucket: Bucket, key: str, part_bytes: int, on_end: Callable[[], None], replaces: ObjectHead | None = None
+        self,
+        bucket: Bucket,
+        key: str,
+        part_bytes: int,
+        on_end: Callable[[], None],
+        replaces: ObjectHead | None = None,
+        *,
+        removes: bool = True,
     ) -> None:
         self._bucket, self._key, self._part_bytes, self._on_end = bucket, key, part_bytes, on_end
-        self._replaces = replaces
+        self._replaces, self._removes = replaces, removes
         self._next = 0
         """The first byte that has not come yet."""
         self._ahead: dict[int, Bytes] = {}
@@ -202,7 +209,7 @@ class MultipartUpload:
             self._drop_queued()
             self._parts.put_nowait(None)
             await asyncio.wait([self._sending])
-        if finishing and self._replaces is None:
+        if finishing and self._removes and self._replaces is None:
             with contextlib.suppress(StoreError, TimeoutError):  # the object goes with its attempt, which has failed
                 async with asyncio.timeout(ASK_S):
                     await self._bucket.delete([self._key])

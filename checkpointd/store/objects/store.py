@@ -127,7 +127,7 @@ class ObjectStore(Store):
         except BaseException:
             del self._open_writers[key]
             raise
-        upload = MultipartUpload(self._bucket, key, part_bytes_for(size), lambda: self._drop(key), found)
+        upload = MultipartUpload(self._bucket, key, part_bytes_for(size), lambda: self._drop(key), found, removes=not replaces)
         self._open_writers[key] = upload
         return upload
 

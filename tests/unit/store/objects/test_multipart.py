@@ -17,6 +17,7 @@ from checkpointd.errors import StoreError
 from checkpointd.store.objects import multipart
 from checkpointd.store.objects.bucket import ObjectHead
 from checkpointd.store.objects.multipart import PART_BYTES_MIN, PARTS_MAX, MultipartUpload, part_bytes_for
+from checkpointd.store.objects.store import ObjectStore
 from tests.unit.store.objects.fake_bucket import FakeBucket
 
 pytestmark = pytest.mark.asyncio
@@ -253,6 +254,26 @@ async def test_multipart_3_a_replacement_whose_reply_was_lost_is_one() -> None:
     await writer.write_at(0, b"n" * 2 * PART)
     await writer.finish(2 * PART)
     assert bucket.objects["large"].data == b"n" * 2 * PART
+
+
+@pytest.mark.parametrize("size", [10, 2 * PART], ids=["one put", "in parts"])
+async def test_multipart_3_a_replacement_that_failed_removes_nothing_although_nothing_was_there(size: int) -> None:
+    bucket = FakeBucket()
+    store = ObjectStore(bucket)
+    writer = await store.open_replacement("large", size_hint=size)
+    await writer.write_at(0, bytes(size))
+
+    def failed(name: str, key: str, answer: object) -> object:
+        if name in ("put", "complete"):
+            bucket.store(key, b"of another process")
+            raise StoreError("slow down")
+        return answer
+
+    bucket.answer = failed
+    with pytest.raises(StoreError, match="slow down"):
+        await writer.finish(size)
+    await writer.discard()
+    assert bucket.objects["large"].data == b"of another process"
 
 
 async def test_a_failed_upload_does_not_wait_long_for_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
