@@ -25,7 +25,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import DamagedError, NotFoundError, StoreError, UnreadableError
+from checkpointd.errors import DamagedError, NotFoundError, RootGoneError, StoreError, UnreadableError
 from checkpointd.layout.ballot import BallotTable, table_bytes
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import joint_plan_ref
@@ -187,8 +187,10 @@ class CheckpointCopy:
     # --- what the origin has --------------------------------------------------------------------------------------
 
     async def _check_there(self) -> None:
-        """Raise LeftOut if the origin does not have the checkpoint any more."""
+        """Raise LeftOut if the origin does not have the checkpoint any more, and RootGoneError if it has nothing any more."""
         view = await catalog.view(self.origin, self.checkpoint.tag, self.checkpoint.attempt)
+        if not view.sizes and not await self.origin.list(""):
+            raise RootGoneError(f"{self.origin.url} shows nothing any more: was it unmounted, or removed?")
         if view.state == "deleted" or not view.sizes:
             raise LeftOut("removed", f"{self.checkpoint.tag} was removed at {self.origin.url} while it was copied")
 

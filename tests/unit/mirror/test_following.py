@@ -16,7 +16,7 @@ from checkpointd.mirror.mirroring import Mirroring
 from checkpointd.mirror.news import News
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.leases import Beginner, Sight
-from checkpointd.store.base import Entry, Store
+from checkpointd.store.base import Entry, ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.objects.store import ObjectStore
 from checkpointd.store.passing import PassingStore
@@ -234,6 +234,14 @@ class Unmounted(PassingStore):
             raise NotFoundError(key)
         return await super().get(key, size_max=size_max)
 
+    async def get_parts(self, key: str, offset: int, parts: Any, then: Any) -> Any:
+        if self.away:
+            raise NotFoundError(key)
+        return await super().get_parts(key, offset, parts, then)
+
+    async def stat(self, key: str) -> int | None:
+        return None if self.away else await super().stat(key)
+
 
 def test_an_origin_that_goes_away_during_a_copy_is_not_taken_for_an_empty_one() -> None:
     class Mirror(PassingStore):
@@ -250,6 +258,30 @@ def test_an_origin_that_goes_away_during_a_copy_is_not_taken_for_an_empty_one() 
         origin.away = False
         await until(lambda: follower.progress.state == "in step")
         await stopped(task)
+
+    origin = Unmounted(MemoryStore("origin"))
+    simulated(main())
+
+
+def test_a_checkpoint_that_was_being_copied_when_the_origin_went_away_is_copied_once_it_is_back() -> None:
+    class Mirror(PassingStore):
+        writers = 0
+
+        async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
+            self.writers += 1
+            origin.away = self.writers == 1
+            return await super().open_writer(key, size_hint=size_hint, size_max=size_max)
+
+    async def main() -> None:
+        mirror = Mirror(MemoryStore("mirror"))
+        follower = Follower(origin, mirror, pace=PACE)
+        await save(origin, 1)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.progress.state == "failing")
+        origin.away = False
+        await until(lambda: follower.progress.state == "in step")
+        await stopped(task)
+        assert await tags_of(mirror) == ["global_step1"]
 
     origin = Unmounted(MemoryStore("origin"))
     simulated(main())
