@@ -267,7 +267,7 @@ class Mirroring:
         if not copied:
             await self._make_room(seen)
         if await self._heal(seen):
-            await self._make_room(await self._see())  # what waited for something whole may go
+            await self._make_room(await self._see())  # what waited for something whole may go; reading takes long
         return copied
 
     async def _make_room(self, seen: BothRoots) -> bool:
@@ -382,34 +382,30 @@ class Mirroring:
     # --- what is damaged at the mirror ------------------------------------------------------------------------------
 
     async def _heal(self, seen: BothRoots) -> bool:
-        """Copy again what is damaged at the mirror, oldest first, or say why not (MIRROR-8). Returns whether anything is whole
-        again.
-        """
+        """Copy again what is damaged at the mirror, oldest first, or say why not (MIRROR-8). Returns whether that was tried."""
         there = {view.prefix: view for view in seen.theirs}
         damaged = {one.prefix for one in catalog.checkpoints_of(seen.ours) if one.read_back == "damaged"}
         damaged |= {view.prefix for view in seen.ours if view.state == "unreadable" and view.read_back == "damaged"}
         views = [view for view in seen.ours if view.prefix in damaged or view.state == "damaged"]
         orders = {view.prefix: view.order or (0, 0) for view in seen.theirs}
-        healed = False
-        for view in sorted(views, key=lambda view: orders.get(view.prefix, (0, 0))):
+        due = [view for view in views if view.prefix not in self._not_healed]
+        for view in sorted(due, key=lambda view: orders.get(view.prefix, (0, 0))):
             says = view.damage or f"a record at {self.mirror.url} says that it is damaged"
             try:
-                healed |= await self._heal_one(view, there.get(view.prefix), seen)
+                await self._heal_one(view, there.get(view.prefix), seen)
             except LeftOut as left:
                 self._hurt |= {left.holder} - {""}
                 self._not_healed[view.prefix] = left.why
                 self._say_view(view, f"{says}, and {left}")
             except StoreFullError as error:
                 self._say_view(view, f"{says}, and there is no room to copy it again: {error}")
-        return healed
+        return bool(due)
 
-    async def _heal_one(self, view: AttemptView, there: AttemptView | None, seen: BothRoots) -> bool:
+    async def _heal_one(self, view: AttemptView, there: AttemptView | None, seen: BothRoots) -> None:
         """Heal one checkpoint. Raises LeftOut if that is not possible."""
-        if view.prefix in self._not_healed:
-            return False
         now = await catalog.view(self.mirror, view.tag, view.attempt)
         if now.state not in ("committed", "damaged", "unreadable"):
-            return False  # the rules, or a person, have removed it since the look
+            return  # the rules, or a person, have removed it since the look
         if there is None or there.outcome is None or there.state != "committed":
             raise LeftOut("removed", f"{self.origin.url} does not have it any more")
         checkpoint = Checkpoint(there.tag, there.attempt, there.outcome)
@@ -423,7 +419,6 @@ class Mirroring:
             await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
         self._said.discard(_said("damaged-here", view.prefix))
         self._tell(_news(checkpoint, "healed", copied=amount.copied, found=amount.found, verified=True))
-        return True
 
     # --- the rules of the mirror ------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,9 @@ from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.passing import PassingStore
 from checkpointd.store.posix.store import PosixStore
 from tests.unit.mirror.origins import TAG, check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of, told
 from tests.unit.mirror.stores import Watched, flip
@@ -132,3 +136,40 @@ def test_a_whole_look_finds_a_checkpoint_of_which_nothing_is_left(tmp_path: Path
         await check_whole(mirror, origin)
 
     asyncio.run(main())
+
+
+def test_a_commit_during_an_attempt_to_heal_is_seen_by_the_same_step() -> None:
+    """A mirror that lacks it is not in step."""
+
+    async def save_another(store: Store) -> None:
+        await save(origin, 2)
+
+    async def main() -> None:
+        await save(origin, 1)
+        await mirrored(origin, mirror)
+        for store in (origin, mirror):
+            flip(store, CHUNKS)
+        assert not (await read_back(mirror, await catalog.find(mirror, "global_step1"))).whole
+        mirroring = Mirroring(SavesAtRead(origin, CHUNKS, save_another), mirror)
+        await mirroring.begin()
+        await mirroring.step()
+        assert [one.tag for one in mirroring.seen.agenda.due] == ["global_step2"]
+        assert await mirroring.has_news()
+        await mirroring.end()
+
+    origin, mirror = MemoryStore("origin"), MemoryStore("mirror")
+    simulated(main())
+
+
+class SavesAtRead(PassingStore):
+    """Lets `work` happen when the large object `key` is read for the first time."""
+
+    def __init__(self, store: Store, key: str, work: Callable[[Store], Awaitable[None]]) -> None:
+        super().__init__(store)
+        self._key, self._work = key, work
+
+    async def get_parts(self, key: str, offset: int, parts: Any, then: Any) -> Any:
+        if key == self._key:
+            self._key = ""
+            await self._work(self._store)
+        return await super().get_parts(key, offset, parts, then)
