@@ -118,6 +118,8 @@ class Mirroring:
         """The attempts of the origin that could not be copied, with the reason."""
         self._not_healed: dict[str, Kind] = {}
         """The attempts that are damaged at the mirror and could not be healed, with the reason."""
+        self._recorded: set[str] = set()
+        """Those that a record at the origin calls damaged, or whose outcome is: a look shows whether that is still so."""
         self._said: set[str] = set()
         self._hurt: set[str] = set()
         """The attempts at the mirror that are not as its catalog says, as far as a whole look, or a copy, has found out."""
@@ -285,9 +287,11 @@ class Mirroring:
             self._lineage = lineage
 
     def try_again(self) -> None:
-        """Try checkpoints again that could not be read or healed, or that the mirror stood in the way of."""
-        self._tried = {prefix: self._tried[prefix] for prefix in _lost(self._tried)}
-        self._not_healed = {prefix: kind for prefix, kind in self._not_healed.items() if kind == "damaged"}
+        """Try checkpoints again that could not be read or healed, or that the mirror or a record stood in the way of."""
+        self._tried = {prefix: self._tried[prefix] for prefix in _lost(self._tried) - self._recorded}
+        lost = {prefix for prefix, kind in self._not_healed.items() if kind == "damaged"}
+        self._not_healed = {prefix: self._not_healed[prefix] for prefix in lost - self._recorded}
+        self._recorded.clear()
 
     @property
     def has_origin_begun(self) -> bool:
@@ -357,6 +361,7 @@ class Mirroring:
         except UnreadableError as error:
             raise LeftOut("unreadable", str(error)) from error
         if view.read_back == "damaged":
+            self._recorded.add(checkpoint.prefix)
             raise LeftOut("damaged", f"a record at {self.origin.url} says that it is damaged")
 
     async def _give_up(self, view: AttemptView, *, is_left_out: bool) -> None:
@@ -469,14 +474,18 @@ class Mirroring:
                 self._say(checkpoint, "left-out", words)
         for checkpoint in seen.agenda.damaged:
             self._tried[checkpoint.prefix] = "damaged"
+            self._recorded.add(checkpoint.prefix)
             self._say(checkpoint, "damaged", f"a record at {self.origin.url} says that it is damaged")
         for view in seen.theirs:
             fault = catalog.fault_of(view)
-            if fault is not None and view.prefix not in self._said:
+            if fault is None:
+                continue
+            kind: Kind = "damaged" if isinstance(fault, DamagedError) else "unreadable"
+            self._tried[view.prefix] = kind
+            self._recorded.add(view.prefix)
+            if view.prefix not in self._said:
                 self._said.add(view.prefix)
-                kind: Kind = "damaged" if isinstance(fault, DamagedError) else "unreadable"
                 self._tell(CheckpointNews(kind=kind, tag=view.tag, attempt=str(view.attempt), step=-1, why=str(fault)))
-                self._tried[view.prefix] = kind
 
     def _say(self, checkpoint: Checkpoint, kind: Kind, why: str) -> None:
         if _said(kind, checkpoint.prefix) not in self._said:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from checkpointd.admin.gc import deletion
+from checkpointd.layout.catalog_records import CATALOG
 from checkpointd.layout.keys import DAMAGED, DELETED, OUTCOME
 from checkpointd.layout.manifest import Damaged, encode
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
@@ -173,3 +174,32 @@ class SavesAtRead(PassingStore):
             self._key = ""
             await self._work(self._store)
         return await super().get_parts(key, offset, parts, then)
+
+
+@pytest.mark.parametrize("name", [OUTCOME, "00000-0.chunks"])
+def test_a_checkpoint_that_was_damaged_at_the_origin_is_copied_once_the_origin_was_healed(name: str) -> None:
+    async def main() -> None:
+        origin, mirror, news = await origin_with(1), MemoryStore("mirror"), list[News]()
+        checkpoint = await catalog.find(origin, "global_step1")
+        await forget_log(origin)
+        flip(origin, f"{TAG.format(1)}/{name}")
+        if name != OUTCOME:
+            assert not (await read_back(origin, checkpoint)).whole
+        mirroring = Mirroring(origin, mirror, MirrorConfig(), tell=news.append)
+        await mirroring.begin()
+        await mirroring.step()
+        assert told(news) == {"global_step1": "damaged"}
+        flip(origin, f"{TAG.format(1)}/{name}")
+        assert (await read_back(origin, checkpoint)).whole
+        mirroring.try_again()
+        await mirroring.step()
+        await mirroring.end()
+        assert told(news) == {"global_step1": "mirrored"}
+
+    simulated(main())
+
+
+async def forget_log(origin: Store) -> None:
+    """Remove the catalog's log, so that each look reads all directories."""
+    for entry in await origin.list(CATALOG):
+        await origin.delete(f"{CATALOG}/{entry.name}")
