@@ -4,12 +4,14 @@ Invariants
   MIRRORCOPY-1  The outcome is put last, and only if this process still holds the mirror, and everything that the checkpoint
       needs is durable there: its own objects, and the objects of older attempts that its indexes name.
   MIRRORCOPY-2  Each piece of an object that an index names was compared with its digest: when it was copied, when it was found
-      at the mirror and read there, or for an earlier checkpoint of the mirror that names the same piece.
+      at the mirror and read there, or for an earlier checkpoint of the mirror that names the same piece. Earlier ones prove
+      nothing about what is healed, nor while the newest one is damaged.
   MIRRORCOPY-3  Indexes come first. So collections at the mirror keep the objects of older attempts that they name, and once all
       objects are there, the copy checks that no earlier mark condemned one (as DEDUP-3 for a save).
-  MIRRORCOPY-4  An object at the mirror is removed to be copied again only if its attempt has no commit there, no checkpoint
-      there refers to it, its bytes are not whole, and this process holds the mirror. An earlier process that mirrored cannot
-      commit any more then: it looks for a newer epoch after its last object and before its outcome.
+  MIRRORCOPY-4  An object at the mirror is removed to be copied again only if its attempt has no commit there, nor had one by
+      what the catalog says, no checkpoint there refers to it, its bytes are not whole, and this process holds the mirror. An
+      earlier process that mirrored cannot commit any more then: it looks for a newer epoch after its last object and before its
+      outcome.
   MIRRORCOPY-5  Any other object that is not whole is replaced (TRANSFER-3), and only if the origin's has every piece whole that
       the checkpoint needs, and every other one that an attempt at the mirror names and that may be whole there. So no
       checkpoint at the mirror loses what it has.

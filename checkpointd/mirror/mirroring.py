@@ -18,7 +18,8 @@ Invariants
       objects a commit of the origin refers that is not mirrored yet.
   MIRROR-8  A checkpoint that a record at the mirror calls damaged, or whose outcome is damaged there, is copied again from the
       same attempt of the origin, object by object, where that has it whole (MIRRORCOPY-5). It counts as whole again only once
-      all of it was read back from the mirror. If it cannot be healed, each run names it.
+      all of it was read back from the mirror. If it cannot be healed, each run names it. If an outcome is gone there that the
+      catalog has, the same holds: it is copied again, and its attempt is not taken for a copy that was begun.
 """
 
 from __future__ import annotations
