@@ -30,7 +30,9 @@ class FollowPace:
     """Between two looks at both roots without news, since a catalog may lag behind. Checkpoints that could not be read are
     tried again then."""
     whole_s: float = 3600.0
-    """Between two looks at the objects of the newest checkpoints of the mirror, too, in case its catalog is wrong about one."""
+    """Between two looks at the objects of the newest checkpoints of the mirror, too, in case its catalog is wrong about one.
+    Such a look follows each failure as well.
+    """
     pause_max_s: float = 60.0
     """The longest pause after failures."""
 
@@ -93,7 +95,7 @@ class Follower:
             self._mirroring.try_again()
         elif not await self._mirroring.has_news():
             return
-        is_whole = now - self._whole_at >= self.pace.whole_s
+        is_whole = again or now - self._whole_at >= self.pace.whole_s  # what failed may have had its effect
         await self._mirroring.step(whole=is_whole)
         self._looked_at = now
         self._whole_at = now if is_whole else self._whole_at

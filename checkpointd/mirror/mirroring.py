@@ -164,13 +164,15 @@ class Mirroring:
             await held.release()
 
     async def _settle(self, views: Sequence[AttemptView]) -> None:
-        """Record which root the mirror follows. Finish what an earlier run left: make its outcomes durable, mend the catalog,
-        and move `latest`.
-        """
+        """Record which root the mirror follows, and finish what an earlier run left."""
         await self._held.follow(self._held.record)
+        await self._end_commits(views)
+        await self.mirror.sweep()
+
+    async def _end_commits(self, views: Sequence[AttemptView]) -> None:
+        """Make outcomes durable that are new, mend the catalog, and move `latest`: a commit may have failed half-way."""
         await mend(self.mirror, self._our_log, views)
         await move_latest_to_newest(self.mirror, self._our_log)
-        await self.mirror.sweep()
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -235,14 +237,16 @@ class Mirroring:
 
     async def step(self, *, whole: bool = False) -> int:
         """Copy all checkpoints that are due, apply the rules, and heal what is damaged. Returns how many were copied. `whole`:
-        look at objects of the mirror that its catalog may be wrong about, too, as `begin` does.
+        look at objects of the mirror that its catalog may be wrong about, too, and end commits that failed, as `begin` does.
 
         Raises FencedError if the mirror has another holder, and StoreError if a storage fails; the next step goes on then.
         """
         copied, last = 0, None
         await self._follow_starts()
         if whole:
-            await self._ours(whole=True)
+            views = await self._ours(whole=True)
+            await self._held.check()
+            await reserve.on_full_disk(self.mirror, partial(self._end_commits, views))
         seen = await self._see()
         while True:
             newest = max((checkpoint.outcome.order for checkpoint in seen.agenda.due), default=(0, 0))

@@ -14,7 +14,8 @@ from checkpointd.mirror import copying
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import Mirroring
 from checkpointd.mirror.news import News
-from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root import catalog, epochs, leases
+from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Beginner, Sight
 from checkpointd.store.base import Entry, ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
@@ -284,6 +285,32 @@ def test_a_checkpoint_that_was_being_copied_when_the_origin_went_away_is_copied_
         assert await tags_of(mirror) == ["global_step1"]
 
     origin = Unmounted(MemoryStore("origin"))
+    simulated(main())
+
+
+def test_a_commit_whose_reply_was_lost_is_finished_before_the_mirror_is_in_step() -> None:
+    class Mirror(PassingStore):
+        is_lost = False
+
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+            found = await super().put_if_absent(key, data, durable=durable)
+            if key.endswith("/outcome") and not self.is_lost:
+                self.is_lost = True
+                raise StoreError("the reply was lost")
+            return found
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1), Mirror(MemoryStore("mirror"))
+        follower = Follower(origin, mirror, pace=PACE)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: follower.progress.state == "in step")
+        assert mirror.is_lost
+        assert await catalog.readable_latest(mirror) == "global_step1"
+        log = CatalogLog(mirror)
+        await log.refresh()
+        assert [entry.is_decided for entry in log.state.entries.values()] == [True]
+        await stopped(task)
+
     simulated(main())
 
 
