@@ -170,9 +170,13 @@ class Mirroring:
         await self.mirror.sweep()
 
     async def _end_commits(self, views: Sequence[AttemptView]) -> None:
-        """Make outcomes durable that are new, mend the catalog, and move `latest`: a commit may have failed half-way."""
+        """Make outcomes durable that are new, mend the catalog, and move `latest`: a commit may have failed half-way. `latest`
+        stays if the newest checkpoint is damaged.
+        """
         await mend(self.mirror, self._our_log, views)
-        await move_latest_to_newest(self.mirror, self._our_log)
+        newest = next((one for one in catalog.commits_of(views) if one.outcome.save_latest), None)
+        if newest is None or newest.read_back != "damaged":
+            await move_latest_to_newest(self.mirror, self._our_log)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
@@ -356,8 +360,8 @@ class Mirroring:
 
     def _had(self) -> set[str]:
         """The checkpoints of the mirror, as its catalog says."""
-        entries = self._our_log.state.entries.values()
-        return {one.prefix for one in entries if not one.is_open and not one.removed and _is_commit(one)}
+        decided = [one for one in self._our_log.state.entries.values() if not one.is_open and not one.removed]
+        return {one.prefix for one in decided if (found := _outcome_in(one)) is not None and found.outcome == "commit"}
 
     async def _check_record(self, checkpoint: Checkpoint) -> None:
         """Raise LeftOut if a record in the attempt at the origin says that it is damaged, or if that cannot be told."""
@@ -538,11 +542,6 @@ def _is_as_recorded(view: AttemptView, known: Mapping[str, CatalogEntry]) -> boo
         return True
     recorded = AttemptView(view.tag, view.attempt, {}, _outcome_in(entry), entry=entry)
     return (view.state, view.read_back == "damaged") == (recorded.state, recorded.read_back == "damaged")
-
-
-def _is_commit(entry: CatalogEntry) -> bool:
-    outcome = _outcome_in(entry)
-    return outcome is not None and outcome.outcome == "commit"
 
 
 def _outcome_in(entry: CatalogEntry) -> Outcome | None:

@@ -36,7 +36,7 @@ from tests.unit.mirror.origins import (
     told,
     whole_ones,
 )
-from tests.unit.mirror.stores import Breaking, Unreadable, Watched, attempt, flip
+from tests.unit.mirror.stores import Breaking, Damaging, Unreadable, Watched, attempt, flip
 
 CHUNKS = f"{TAG.format(1)}/00000-0.chunks"
 
@@ -480,3 +480,17 @@ class BrokenUntilPut(Unreadable):
         if key == self._part:
             self._part = "nothing"
         await super().put(key, data)
+
+
+def test_latest_moves_in_no_later_run_to_what_proved_damaged() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await save(origin, 2, dedup=False)
+        report = await mirrored(origin, Damaging(mirror, "global_step2/"), verify=True)
+        assert report.latest == "global_step1"
+        await deletion(origin, "global_step2", force=True, dry_run=False)
+        report = await mirrored(origin, mirror, verify=True)
+        assert (kinds(report), report.latest) == ({"global_step2": "damaged-here"}, "global_step1")
+
+    simulated(main())
