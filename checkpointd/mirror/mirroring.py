@@ -249,6 +249,7 @@ class Mirroring:
         await self._follow_starts()
         if whole:
             views = await self._ours(whole=True)
+            self._not_healed = {prefix: kind for prefix, kind in self._not_healed.items() if kind != "blocked"}
             await self._held.check()
             await reserve.on_full_disk(self.mirror, partial(self._end_commits, views))
         seen = await self._see()
@@ -298,7 +299,7 @@ class Mirroring:
     def try_again(self) -> None:
         """Try checkpoints again that could not be read or healed, or that the mirror or a record stood in the way of."""
         self._tried = {prefix: self._tried[prefix] for prefix in _lost(self._tried) - self._recorded}
-        lost = {prefix for prefix, kind in self._not_healed.items() if kind == "damaged"}
+        lost = {prefix for prefix, kind in self._not_healed.items() if kind in ("damaged", "blocked")}  # all of it was read
         self._not_healed = {prefix: self._not_healed[prefix] for prefix in lost - self._recorded}
         self._recorded.clear()
 
@@ -408,8 +409,10 @@ class Mirroring:
             try:
                 await self._heal_one(view, there.get(view.prefix), seen)
             except LeftOut as left:
-                self._hurt |= {left.holder} - {""}
-                self._not_healed[view.prefix] = left.why
+                if left.holder in self._had() - self._hurt:
+                    self._hurt.add(left.holder)  # the next step looks at it
+                else:
+                    self._not_healed[view.prefix] = left.why
                 self._say_view(view, f"{says}, and {left}")
             except StoreFullError as error:
                 self._say_view(view, f"{says}, and there is no room to copy it again: {error}")

@@ -494,3 +494,23 @@ def test_latest_moves_in_no_later_run_to_what_proved_damaged() -> None:
         assert (kinds(report), report.latest) == ({"global_step2": "damaged-here"}, "global_step1")
 
     simulated(main())
+
+
+def test_what_was_copied_again_in_vain_is_not_read_again_at_each_look() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, CHUNKS)
+        await found_damaged(mirror, 1)
+        watched = Watched(mirror)
+        mirroring = Mirroring(origin, Damaging(watched, CHUNKS), MirrorConfig())  # type: ignore[arg-type]
+        await mirroring.begin()
+        for _ in range(3):
+            await mirroring.step()
+            mirroring.try_again()
+        assert watched.replaced == [CHUNKS]
+        await mirroring.step(whole=True)
+        assert watched.replaced == [CHUNKS, CHUNKS]
+        await mirroring.end()
+
+    simulated(main())
