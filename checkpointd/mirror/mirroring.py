@@ -48,6 +48,7 @@ from checkpointd.mirror.provenance import (
     check_begun_apart,
     check_mirror,
     check_record,
+    is_of_job,
     lineage_of,
     looked_again,
 )
@@ -346,17 +347,10 @@ class Mirroring:
     def _copy_of(
         self, checkpoint: Checkpoint, seen: BothRoots, proof: Checkpoint | None, *, heals: bool = False
     ) -> CheckpointCopy:
+        had, known = self._had(), outcomes_of(seen.theirs)
+        coming = {view.prefix for view in seen.theirs if view.state == "committed"} - _lost(self._tried)
         return CheckpointCopy(
-            self.origin,
-            self.mirror,
-            checkpoint,
-            self._held,
-            proof,
-            outcomes_of(seen.theirs),
-            on_bytes=self._on_bytes,
-            heals=heals,
-            had=self._had(),
-            coming={view.prefix for view in seen.theirs if view.state == "committed"} - _lost(self._tried),
+            self.origin, self.mirror, checkpoint, self._held, proof, known, self._on_bytes, heals, had, coming
         )
 
     def _had(self) -> set[str]:
@@ -376,8 +370,10 @@ class Mirroring:
 
     async def _give_up(self, view: AttemptView, *, is_left_out: bool) -> None:
         """Make an attempt that was begun and is not wanted any more a removed one. A file server may lag behind, so one that a
-        single look at the origin did not show stays as it is.
+        single look at the origin did not show stays as it is. So does what a job began here, as where an origin is healed.
         """
+        if await is_of_job(self.mirror, view.attempt.epoch):
+            return
         there = await catalog.view(self.origin, view.tag, view.attempt)
         if there.state not in ("committed", "deleted"):
             key, patient = f"{view.prefix}/{OUTCOME}", PatientStore(self.origin, Patience(ABSENCE_S, ABSENCE_S))

@@ -102,6 +102,13 @@ async def _epochs(store: Store) -> list[Epoch]:
     return found
 
 
+async def is_of_job(mirror: Store, number: int) -> bool:
+    """Whether a job began epoch `number` at the root `mirror`: an undecided attempt of it is no copy. A start decides it."""
+    with suppress(NotFoundError, DamagedError):
+        return (await epochs.read(mirror, number)).world_size > 0
+    return False
+
+
 def _starts(found: Iterable[Epoch]) -> list[Start]:
     return [(epoch.epoch, epoch.nonce) for epoch in found]
 

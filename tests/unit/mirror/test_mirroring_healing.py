@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from checkpointd.admin.gc import deletion
+from checkpointd.admin.recovery import recovery
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, StoreFullError
 from checkpointd.layout.keys import DAMAGED, OUTCOME, VERIFIED
@@ -23,6 +24,7 @@ from checkpointd.store.memory import MemoryStore
 from checkpointd.store.objects.store import ObjectStore
 from checkpointd.store.passing import PassingStore
 from checkpointd.testing.simbucket import Fate, SimBucket, SimClient
+from tests.builders import leave_in_doubt
 from tests.unit.mirror.origins import (
     TAG,
     check_whole,
@@ -512,5 +514,19 @@ def test_what_was_copied_again_in_vain_is_not_read_again_at_each_look() -> None:
         await mirroring.step(whole=True)
         assert watched.replaced == [CHUNKS, CHUNKS]
         await mirroring.end()
+
+    simulated(main())
+
+
+def test_healing_an_origin_leaves_a_save_that_its_next_start_can_commit() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await leave_in_doubt(origin, tag="global_step2", step=2)
+        flip(origin, CHUNKS, await place_of(origin, 1, "frozen"))
+        await found_damaged(origin, 1)
+        assert kinds(await mirrored(mirror, origin)) == {"global_step1": "healed"}
+        assert [one.outcome for one in (await recovery(origin)).decided] == ["commit"]
+        assert await tags_of(origin) == ["global_step2", "global_step1"]
 
     simulated(main())
