@@ -411,6 +411,7 @@ class Mirroring:
                     self._not_healed[view.prefix] = left.why
                 self._say_view(view, f"{says}, and {left}")
             except StoreFullError as error:
+                self._not_healed[view.prefix] = "blocked"
                 self._say_view(view, f"{says}, and there is no room to copy it again: {error}")
         return bool(due)
 
