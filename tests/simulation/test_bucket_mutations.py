@@ -176,7 +176,7 @@ MUTATIONS = {
         lambda seed: ((10 + seed, SecondJob()),),
     ),
     "a replacement without condition": Mutation(
-        replaced_without_condition, ("latest-forward", "latest-whole"), lambda seed: ((10 + seed, SecondJob()),), first=40
+        replaced_without_condition, ("latest-forward", "latest-whole"), lambda seed: ((10 + seed, SecondJob()),), first=190
     ),
     "an upload believed": Mutation(
         upload_believed,
