@@ -67,7 +67,10 @@ def _uses_a_server(item: pytest.Item) -> bool:
 def _asked_for(item: pytest.Item) -> set[str]:
     """The names of the fixtures that the test uses, and of those that fixtures as `s3_place` ask for by their parameter."""
     call = getattr(item, "callspec", None)
-    return {*getattr(item, "fixturenames", ()), *(map(str, call.params.values()) if call else ())}
+    return {
+        *getattr(item, "fixturenames", ()),
+        *(value for value in (call.params.values() if call else ()) if isinstance(value, str)),
+    }
 
 
 @pytest.fixture(scope="session")
