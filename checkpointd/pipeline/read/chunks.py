@@ -172,7 +172,7 @@ async def read_chunks(
     if the storage fails. A missing object counts as damage, so use a store that raises NotFoundError only if that is proved
     (`store/patient.py`).
     """
-    wanted, block_bytes, gap_bytes = [*wanted], _block_bytes(store, config), store.capabilities.gap_bytes
+    wanted, block_bytes, gap_bytes = [*wanted], bytes_together(store, config), store.capabilities.gap_bytes
     width = max(config.reads, store.capabilities.at_once)
     damage = Damage()
     groups: list[ReadGroup] | None = None
@@ -207,7 +207,7 @@ class _GroupReader:
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.config.budget_bytes)
-        self.buffers = _Buffers(_block_bytes(self.store, self.config))
+        self.buffers = _Buffers(bytes_together(self.store, self.config))
 
     def memory(self, group: ReadGroup) -> int:
         """The memory that `group` takes here and in the store."""
@@ -215,7 +215,7 @@ class _GroupReader:
 
     def works(self, group: ReadGroup, number: int) -> list[Callable[[], Awaitable[None]]]:
         """What reads, verifies and delivers `group`: one call for each piece of a long run."""
-        block_bytes = _block_bytes(self.store, self.config)
+        block_bytes = bytes_together(self.store, self.config)
         if not group.is_run or group.size <= block_bytes:
             return [partial(self.read, group, number)]
         pieces = group.pieces(block_bytes)
@@ -315,7 +315,7 @@ class _Run:
         return [_lost(replace(self.group, wanted=wanted), error)] if wanted else []
 
 
-def _block_bytes(store: Store, config: LoadConfig) -> int:
+def bytes_together(store: Store, config: LoadConfig) -> int:
     """The most bytes of neighbouring chunks that are read together: more where each read is a request."""
     return max(config.block_bytes, min(store.capabilities.read_bytes, config.budget_bytes // READS_IN_BUDGET))
 

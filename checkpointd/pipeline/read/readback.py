@@ -31,7 +31,7 @@ from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import VERIFIED, AttemptId, object_key, read_back_name, read_back_rank
 from checkpointd.layout.manifest import Outcome, ReadBack, Verified, decode, encode
-from checkpointd.pipeline.read.chunks import group_chunks, read_chunks
+from checkpointd.pipeline.read.chunks import bytes_together, group_chunks, read_chunks
 from checkpointd.pipeline.read.plan import rank_reads
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, checked_index, record_verdict, verify_proved
 from checkpointd.pipeline.root import catalog
@@ -242,7 +242,8 @@ class BackgroundReadBack:
             nbytes += read
             self._bytes_read += read
 
-        for group in group_chunks(rank_reads(checkpoint.prefix, index), BLOCK.block_bytes, uncached.capabilities.gap_bytes):
+        block_bytes, gap_bytes = bytes_together(uncached, BLOCK), uncached.capabilities.gap_bytes
+        for group in group_chunks(rank_reads(checkpoint.prefix, index), block_bytes, gap_bytes):
             await self._turn()
             began = asyncio.get_running_loop().time()
             # Read twice, since a bit that flips during the transfer proves nothing about the stored bytes.

@@ -9,7 +9,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from checkpointd.admin.gc import collection, deletion
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
-from checkpointd.config import CommitConfig, PersistConfig
+from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import DAMAGED, VERIFIED, AttemptId, read_back_name
 from checkpointd.layout.manifest import Damaged, ReadBack, Verified, decode
@@ -31,7 +31,7 @@ from checkpointd.pipeline.root import candidates, catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.report.verification import tasks, verified
-from checkpointd.store.base import Store
+from checkpointd.store.base import Capabilities, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix import osdisk
 from checkpointd.store.posix.osfile import OsFile
@@ -409,6 +409,38 @@ async def test_readback_1_each_rank_reads_its_own_shard_and_the_last_one_records
     status = ranks.states[1].reader.status
     assert (status.whole, status.damaged, status.reading) == ("global_step1", (), None)
     await ranks.close()
+
+
+class Server(MemoryStore):
+    """Each read is a request, and a good one has two chunks. Notes the bytes of each read of chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[int] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(alignment=1, shared=True, read_bytes=2 * CHUNK)
+
+    async def get_parts(self, key: str, offset: int, parts: Sequence[memoryview], then: Callable[[], Any]) -> Any:
+        self.reads.append(sum(part.nbytes for part in parts))
+        return await super().get_parts(key, offset, parts, then)
+
+
+async def test_where_each_read_is_a_request_fewer_and_larger_ones_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readback, "BLOCK", LoadConfig(reads=1, block_bytes=CHUNK, retry_s=30.0))
+    store = Server()
+    await save_epoch(store)
+    ranks = Ranks(store)
+    await ranks.save(1)
+
+    async def whole() -> bool:
+        return (await view_of(store, 1)).read_back == "whole"
+
+    await until(whole)
+    await ranks.close()
+    assert max(store.reads) == 2 * CHUNK
+    assert len(store.reads) == 2 * 2  # of each rank: 800,008 bytes
 
 
 async def test_a_record_that_a_power_cut_tore_counts_as_not_there() -> None:
