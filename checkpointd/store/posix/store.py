@@ -143,25 +143,13 @@ class PosixStore(Store):
         async with self._root.guard("creating", key):
             failures = self._root.directories.failures(path)
             file = await self._root.directories.within(path, lambda: self._disk.create(path))
-        writer = PosixWriter(self._root, key, path, file, failures)
-        try:
-            await writer.reserve(size_hint)
-        except BaseException:
-            await writer.discard()
-            raise
-        return writer
+        return await _reserved(PosixWriter(self._root, key, path, file, failures), size_hint)
 
     async def open_replacement(self, key: str, *, size_hint: int = 0) -> ObjectWriter:
         path, temporary = self._path(key), self._root.temporary_path()
         async with self._root.guard("replacing", key):
             file = await self._root.directories.within(temporary, lambda: self._disk.create(temporary))
-        writer = PosixReplacement(self._root, key, path, file, temporary)
-        try:
-            await writer.reserve(size_hint)
-        except BaseException:
-            await writer.discard()
-            raise
-        return writer
+        return await _reserved(PosixReplacement(self._root, key, path, file, temporary), size_hint)
 
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(key)
@@ -400,3 +388,13 @@ class PosixReplacement(PosixWriter):
 
     async def _name(self) -> None:
         await self._root.rename(self._written_at, self._path, self._key)
+
+
+async def _reserved(writer: PosixWriter, nbytes: int) -> PosixWriter:
+    """`writer`, with so many bytes reserved. If the disk lacks them, what it has created goes."""
+    try:
+        await writer.reserve(nbytes)
+    except BaseException:
+        await writer.discard()
+        raise
+    return writer
