@@ -69,7 +69,7 @@ KINDS = {
     "epoch": r"\.checkpointd/epochs/\d{8}",
     "lease of a job": r"\.checkpointd/leases/\d{8}",
     "plan": r"\.checkpointd/plans/\d{8}/0/[0-9a-f]{32}",
-    "record of the catalog": r"\.checkpointd/catalog/\d{12}\.record",
+    "records of the catalog": r"\.checkpointd/catalog/\d{12}\.records",
     "summary": r"\.checkpointd/catalog/\d{12}\.summary",
 }
 """The kinds of objects, each with a pattern of its keys."""

@@ -86,11 +86,15 @@ def catalog(root: Path) -> dict[str, str]:
         summary = small_object(root / ".checkpointd/catalog" / summaries[-1], "summary")
         covered = summary["number"]
         entries = {f"{entry['tag']}/{entry['attempt']}": entry for entry in summary["entries"]}
-    records = [name for name in names if name.endswith(".record") and int(name[:12]) > covered]
-    check([int(name[:12]) for name in records] == list(range(covered + 1, covered + 1 + len(records))), "a record is missing")
-    for name in records:
-        record = small_object(root / ".checkpointd/catalog" / name, "record")
-        check(record["number"] == int(name[:12]) and record["kind"] != "rebuilt", name)
+    batches = [name for name in names if name.endswith(".records") and int(name[:12]) > covered]
+    check([int(name[:12]) for name in batches] == list(range(covered + 1, covered + 1 + len(batches))), "a batch is missing")
+    records = list[dict[str, Any]]()
+    for name in batches:
+        batch = small_object(root / ".checkpointd/catalog" / name, "records")
+        check(batch["number"] == int(name[:12]), name)
+        records += batch["records"]
+    for record in records:
+        check(record["kind"] != "rebuilt", record)
         prefix = f"{record['tag']}/{record['attempt']}"
         if record["kind"] == "intent":
             entries.setdefault(prefix, {})

@@ -1,5 +1,5 @@
-"""The catalog's objects: records of what was decided at a root, summaries of the state after them, and how one follows from the
-other. `docs/FORMAT.md` describes the same for other languages.
+"""The catalog's objects: batches of records of what was decided at a root, summaries of the state after them, and how one
+follows from the other. `docs/FORMAT.md` describes the same for other languages.
 
 Everything here can be made again from the attempts' own objects. So a reader that finds one damaged reads those instead.
 """
@@ -7,7 +7,7 @@ Everything here can be made again from the attempts' own objects. So a reader th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,20 +20,18 @@ from checkpointd.layout.manifest import VERSION, Outcome, WriterIdentity, decode
 CATALOG = f"{SERVICE}/catalog"
 SUMMARY_BYTES_MAX = 1 << 30
 """The largest summary: a few hundred bytes for each attempt, so millions of attempts."""
-_NAME = re.compile(r"(\d{12})\.(record|summary)\Z", re.ASCII)
+BATCH_BYTES_MAX = 1 << 18
+"""Larger batches of records are cut. JSON with indents takes up to four times as much, which is small enough for one read."""
+_NAME = re.compile(r"(\d{12})\.(records|summary)\Z", re.ASCII)
 
 _OUTCOMES = msgspec.json.Decoder(Outcome)
 
 Kind = Literal["intent", "close", "removing", "removed", "verified", "damaged", "passed-over", "forgotten", "rebuilt"]
 
 
-class CatalogRecord(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag="checkpointd.record"
-):
+class CatalogRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One thing that happened to an attempt. `docs/FORMAT.md` says what each kind means."""
 
-    version: int
-    number: int = 0
     kind: Kind
     tag: str = ""
     attempt: str = ""
@@ -47,11 +45,19 @@ class CatalogRecord(
     reason: str = ""
     kept: tuple[str, ...] = ()
     """Of a removal: the chunks objects that newer checkpoints still need."""
-    writer: WriterIdentity
 
     @property
     def prefix(self) -> str:
         return f"{self.tag}/{self.attempt}"
+
+
+class RecordBatch(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.records"):
+    """Records that one process added at once, in order."""
+
+    version: int
+    number: int
+    writer: WriterIdentity
+    records: tuple[CatalogRecord, ...]
 
 
 class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
@@ -116,7 +122,7 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class CatalogSummary(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.summary"):
-    """The state after all records up to `number`."""
+    """The state after all batches up to `number`."""
 
     version: int
     number: int
@@ -125,7 +131,7 @@ class CatalogSummary(msgspec.Struct, frozen=True, kw_only=True, tag_field="forma
 
 @dataclass(slots=True)
 class CatalogState:
-    """The attempts by prefix (`<tag>/<attempt>`), after all records up to `number`."""
+    """The attempts by prefix (`<tag>/<attempt>`), after all batches up to `number`."""
 
     number: int = 0
     entries: dict[str, CatalogEntry] = field(default_factory=dict)
@@ -138,12 +144,16 @@ class CatalogState:
         summary = decode_summary(data, number)
         return cls(summary.number, {entry.prefix: entry for entry in summary.entries})
 
-    def apply(self, record: CatalogRecord) -> None:
-        """Add the next record. A record that came before, or twice, changes nothing; the first outcome counts.
+    def apply(self, batch: RecordBatch) -> None:
+        """Add the records of the next batch. A record that came before, or twice, changes nothing; the first outcome counts.
 
         Only an intent adds an attempt. So what a late writer says of an attempt that was forgotten changes nothing.
         """
-        self.number = record.number
+        self.number = batch.number
+        for record in batch.records:
+            self._add(record)
+
+    def _add(self, record: CatalogRecord) -> None:
         prefix = record.prefix
         if record.kind == "intent":
             entry = CatalogEntry(tag=record.tag, attempt=record.attempt, n=record.n, step=record.step)
@@ -167,8 +177,9 @@ class CatalogState:
 def _after(entry: CatalogEntry, record: CatalogRecord) -> CatalogEntry:
     match record.kind:
         case "close" if not entry.digest:
+            outcome = msgspec.Raw(msgspec.json.format(record.outcome, indent=-1))  # a summary has a line for each attempt
             return msgspec.structs.replace(
-                entry, n=record.n, step=record.step, digest=record.digest, size=record.size, outcome=record.outcome
+                entry, n=record.n, step=record.step, digest=record.digest, size=record.size, outcome=outcome
             )
         case "removing":
             return msgspec.structs.replace(entry, removing=True)
@@ -184,11 +195,10 @@ def _after(entry: CatalogEntry, record: CatalogRecord) -> CatalogEntry:
             return entry
 
 
-def close_of(outcome: Outcome, writer: WriterIdentity) -> CatalogRecord:
+def close_of(outcome: Outcome) -> CatalogRecord:
     """The record that `outcome` is durable."""
     data = encode(outcome)
     return CatalogRecord(
-        version=VERSION,
         kind="close",
         tag=outcome.tag,
         attempt=outcome.attempt,
@@ -197,7 +207,6 @@ def close_of(outcome: Outcome, writer: WriterIdentity) -> CatalogRecord:
         digest=digest(data),
         size=len(data),
         outcome=msgspec.Raw(compact(outcome)),
-        writer=writer,
     )
 
 
@@ -218,8 +227,8 @@ def compact(outcome: Outcome) -> bytes:
 # --- names and bytes ------------------------------------------------------------------------------------------------
 
 
-def record_key(number: int) -> str:
-    return f"{CATALOG}/{number:012d}.record"
+def batch_key(number: int) -> str:
+    return f"{CATALOG}/{number:012d}.records"
 
 
 def summary_key(number: int) -> str:
@@ -227,21 +236,36 @@ def summary_key(number: int) -> str:
 
 
 def numbers(names: Iterable[str]) -> tuple[list[int], list[int]]:
-    """The numbers of the summaries and of the records among the objects `names` of the catalog, in order."""
-    found: dict[str, list[int]] = {"summary": [], "record": []}
+    """The numbers of the summaries and of the batches among the objects `names` of the catalog, in order."""
+    found: dict[str, list[int]] = {"summary": [], "records": []}
     for match in map(_NAME.match, names):
         if match:
             found[match[2]].append(int(match[1]))
-    return sorted(found["summary"]), sorted(found["record"])
+    return sorted(found["summary"]), sorted(found["records"])
 
 
-def encode_record(record: CatalogRecord) -> bytes:
-    return sealed(msgspec.json.format(msgspec.json.encode(record), indent=2))
+def batches(records: Iterable[CatalogRecord]) -> Iterator[tuple[CatalogRecord, ...]]:
+    """`records` in their order, in as few batches as BATCH_BYTES_MAX allows."""
+    batch: list[CatalogRecord] = []
+    nbytes = 0
+    for record in records:
+        size = len(msgspec.json.encode(record))
+        if batch and nbytes + size > BATCH_BYTES_MAX:
+            yield tuple(batch)
+            batch, nbytes = [], 0
+        batch.append(record)
+        nbytes += size
+    if batch:
+        yield tuple(batch)
 
 
-def decode_record(data: bytes, number: int) -> CatalogRecord:
-    """The record with this number. Raises FormatError if the bytes are damaged, or of another number."""
-    return decode_sealed(data, CatalogRecord, record_key(number), lambda found: _fault(found, number, (found,)))
+def encode_batch(batch: RecordBatch) -> bytes:
+    return sealed(msgspec.json.format(msgspec.json.encode(batch), indent=2))
+
+
+def decode_batch(data: bytes, number: int) -> RecordBatch:
+    """The batch with this number. Raises FormatError if the bytes are damaged, or of another number."""
+    return decode_sealed(data, RecordBatch, batch_key(number), lambda found: _fault(found, number, found.records))
 
 
 def encode_summary(state: CatalogState) -> bytes:
@@ -255,7 +279,7 @@ def decode_summary(data: bytes, number: int) -> CatalogSummary:
     return decode_sealed(data, CatalogSummary, summary_key(number), lambda found: _fault(found, number, found.entries))
 
 
-def _fault(found: CatalogRecord | CatalogSummary, number: int, named: Iterable[CatalogRecord | CatalogEntry]) -> str | None:
+def _fault(found: RecordBatch | CatalogSummary, number: int, named: Sequence[CatalogRecord | CatalogEntry]) -> str | None:
     if found.number != number:
         return f"has the number {found.number}; somebody moved it"
     for one in named:

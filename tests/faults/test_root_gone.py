@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointd.layout.catalog_records import CATALOG, decode_record
+from checkpointd.layout.catalog_records import CATALOG, decode_batch
 from checkpointd.pipeline.root import own_root
 from checkpointd_client import Checkpointer
 from checkpointd_client.errors import RootGoneError
@@ -43,8 +43,8 @@ def _below(root: Path) -> set[str]:
 
 def _is_recorded(root: Path, tag: str) -> bool:
     """Whether the catalog has the outcome of `tag`, which the coordinator adds after the save is reported as committed."""
-    records = [decode_record(path.read_bytes(), int(path.stem)) for path in (root / CATALOG).glob("*.record")]
-    is_closed = any((record.kind, record.tag) == ("close", tag) for record in records)
+    batches = [decode_batch(path.read_bytes(), int(path.stem)) for path in (root / CATALOG).glob("*.records")]
+    is_closed = any((record.kind, record.tag) == ("close", tag) for batch in batches for record in batch.records)
     return is_closed and not any((root / ".checkpointd/tmp").iterdir())
 
 

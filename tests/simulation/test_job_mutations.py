@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from checkpointd.commit import decide as decisions
@@ -28,9 +27,9 @@ from checkpointd.commit.machine import Event
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice
 from checkpointd.errors import FencedError, NotFoundError, StoreError
 from checkpointd.layout import keys
-from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, encode_record, record_key, summary_key
+from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, RecordBatch, batch_key, encode_batch, summary_key
 from checkpointd.layout.keys import BALLOT, JOINT_PLAN, OUTCOME, AttemptId, attempt_prefix
-from checkpointd.layout.manifest import Epoch, ErrorReport, Lease, Outcome, Vote, encode
+from checkpointd.layout.manifest import VERSION, Epoch, ErrorReport, Lease, Outcome, Vote, encode
 from checkpointd.pipeline import attempt
 from checkpointd.pipeline.announcement import CatalogAnnouncement
 from checkpointd.pipeline.attempt import Attempt
@@ -38,6 +37,7 @@ from checkpointd.pipeline.gc import collect, retire
 from checkpointd.pipeline.outcome import publish, recover
 from checkpointd.pipeline.root import catalog, catalog_log, epochs, latest, leases, plans
 from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist, vote, write_objects
 from checkpointd.store.base import Store
@@ -548,7 +548,7 @@ def removed_with_the_newest_summary(patch: Patch) -> None:
         await self.store.put_if_absent(summary_key(self.state.number), catalog_log.encode_summary(self.state))
         for number in (await catalog_log._listed(self.store))[1]:
             if number <= self.state.number:
-                await self.store.delete(record_key(number))
+                await self.store.delete(batch_key(number))
 
     patch.setattr(CatalogLog, "compact", compact)
 
@@ -559,9 +559,8 @@ def records_replaced(patch: Patch) -> None:
     async def put(self: CatalogLog, records: Iterable[CatalogRecord]) -> int:
         summaries, taken = await catalog_log._listed(self.store)
         first = max([*summaries[-1:], *taken[-1:]], default=0) + 1
-        for number, record in enumerate(records, first):
-            numbered = msgspec.structs.replace(record, number=number)
-            await self.store.put(record_key(number), encode_record(numbered))
+        batch = RecordBatch(version=VERSION, number=first, writer=writer(), records=tuple(records))
+        await self.store.put(batch_key(first), encode_batch(batch))
         return first
 
     patch.setattr(CatalogLog, "_put", put)

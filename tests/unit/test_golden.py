@@ -17,7 +17,7 @@ import torch
 from checkpointd.config import LoadConfig
 from checkpointd.errors import NotFoundError
 from checkpointd.layout import tree
-from checkpointd.layout.catalog_records import decode_record, encode_record
+from checkpointd.layout.catalog_records import decode_batch, encode_batch
 from checkpointd.layout.indexes import decode_index, encode_index
 from checkpointd.layout.manifest import (
     Damaged,
@@ -141,19 +141,19 @@ def test_this_release_still_writes_the_same_indexes_and_trees(path: Path) -> Non
     assert tree.encode(tree.files_of(index.tree) or tree.decode(index.tree)) == index.tree
 
 
-def records() -> list[Path]:
-    return sorted(GOLDEN.rglob("catalog/*.record"))
+def batches() -> list[Path]:
+    return sorted(GOLDEN.rglob("catalog/*.records"))
 
 
-@pytest.mark.parametrize("path", records(), ids=lambda path: f"{path.parents[2].name}-{path.name}")
+@pytest.mark.parametrize("path", batches(), ids=lambda path: f"{path.parents[2].name}-{path.name}")
 def test_this_release_still_writes_the_same_records(path: Path) -> None:
-    record = decode_record(path.read_bytes(), int(path.stem))
-    assert encode_record(record) == path.read_bytes()
-    assert (record.writer.host, record.writer.pid) == ("node7", 4711)
+    batch = decode_batch(path.read_bytes(), int(path.stem))
+    assert encode_batch(batch) == path.read_bytes()
+    assert (batch.writer.host, batch.writer.pid) == ("node7", 4711)
 
 
 def test_records_of_every_usual_kind_are_among_them() -> None:
-    found = {decode_record(path.read_bytes(), int(path.stem)).kind for path in records()}
+    found = {record.kind for path in batches() for record in decode_batch(path.read_bytes(), int(path.stem)).records}
     assert found == {"intent", "close", "removing", "removed", "verified", "passed-over"}
 
 

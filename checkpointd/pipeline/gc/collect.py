@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -52,9 +53,13 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.marks import condemn, references
 from checkpointd.pipeline.root.tag_directories import hide
+from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Entry, Store
 
 log = logging.getLogger("checkpointd")
+
+SWEEPS = 8
+"""The number of attempts whose objects are removed at once; each removes several objects at once."""
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,11 +104,7 @@ async def collect(
     dead = [*dead_weight(found), *await _proved(store, going, deleted, staying, known), *deleted]
     released = {holder for facts, _ in dead if not facts.kept for holder in facts.holders}
     dead = [one for one in dead if thorough or not one[0].kept or one[0].prefix in released]
-    removed: list[Removal] = []
-    for facts, reason in dead:
-        if facts.state == "aborted":
-            with _noted(errors):
-                removed.append(await _sweep(store, facts, reason))
+    removed = await _sweep_each([partial(_sweep, store, *one) for one in dead if one[0].state == "aborted"], errors)
     removed += await _remove(store, [(facts, reason) for facts, reason in dead if facts.state != "aborted"], known, errors)
     gone = _prefixes(dead)
     for facts in with_spare_objects(found):
@@ -184,12 +185,24 @@ async def _remove(store: Store, dead: Sequence[Dead], known: CatalogLog, errors:
         return []
     shown = await hide(store, _prefixes(dead))
     errors += shown.values()
-    removed: list[Removal] = []
-    for (facts, reason), mark in zip(dead, marks, strict=True):
-        if mark is not None and facts.prefix not in shown:  # else all its objects stay for now (MARK-3)
-            with _noted(errors):
-                removed.append(await _sweep(store, facts, reason, mark, needed))
-    return removed
+    sweeps = [
+        partial(_sweep, store, facts, reason, mark, needed)
+        for (facts, reason), mark in zip(dead, marks, strict=True)
+        if mark is not None and facts.prefix not in shown  # else all its objects stay for now (MARK-3)
+    ]
+    return await _sweep_each(sweeps, errors)
+
+
+async def _sweep_each(sweeps: Sequence[Callable[[], Awaitable[Removal]]], errors: list[StoreError]) -> list[Removal]:
+    """The removals by those of `sweeps` that succeed, in their order; the errors of the others are added to `errors`."""
+    removed: dict[int, Removal] = {}
+
+    async def sweep(place: int) -> None:
+        with _noted(errors):
+            removed[place] = await sweeps[place]()
+
+    await run_workers([partial(sweep, place) for place in range(len(sweeps))], SWEEPS)
+    return [removed[place] for place in sorted(removed)]
 
 
 async def _sweep(
@@ -256,10 +269,13 @@ async def _forget(store: Store, spent: Sequence[AttemptFacts], known: CatalogLog
         await known.refresh()
         spent = [facts for facts in spent if facts.state != "aborted" or _may_forget(facts, known)]
     forgotten: list[AttemptFacts] = []
-    for facts in spent:
+
+    async def forget(facts: AttemptFacts) -> None:
         with _noted(errors):
             await remove_records(store, facts.prefix)
             forgotten.append(facts)
+
+    await run_workers([partial(forget, facts) for facts in spent], SWEEPS)
     await note(store, *(record_of("forgotten", facts.tag, facts.attempt) for facts in forgotten))
 
 

@@ -19,6 +19,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ from checkpointd.pipeline.root.plans import remove_plans
 from checkpointd.pipeline.root.tag_directories import mend
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
-from checkpointd.store.base import Store
+from checkpointd.store.base import Store, each
 from checkpointd.store.patient import Patience, PatientStore
 
 log = logging.getLogger("checkpointd")
@@ -85,9 +86,10 @@ async def recover(
     next start, so that the job can still load whole checkpoints.
     """
     done, surviving, known = Recovery(), frozenset(surviving), known or CatalogLog(store)
-    seen = await catalog.scan(store, known)
-    views = [await _settled(store, view, epoch, done, survives=view.prefix in surviving) for view in seen]
-    views = await catalog.with_newest_looked(store, views)
+    settling = _Settling(store, epoch, surviving, done.unsettled)
+    settled = await each(settling.settle, await catalog.scan(store, known))
+    done.decided += [outcome for _, outcome in settled if outcome is not None]
+    views = await catalog.with_newest_looked(store, [view for view, _ in settled])
     checkpoints = catalog.checkpoints_of(views)
     done.checkpoints = len(checkpoints)
     newest = next((c for c in checkpoints if c.outcome.save_latest), None)
@@ -150,29 +152,38 @@ async def _remove_latest(store: Store, done: Recovery) -> bool:
     return True
 
 
-async def _settled(store: Store, attempt: AttemptView, epoch: int, done: Recovery, *, survives: bool) -> AttemptView:
-    if attempt.attempt.epoch >= epoch:
-        return attempt
-    try:
-        if attempt.state == "in-doubt":
-            if survives:
-                return attempt
-            done.decided.append(await resolve(store, attempt))
-            return await catalog.view(store, attempt.tag, attempt.attempt)
-        if OUTCOME in attempt.sizes:  # of others, a record tells the outcome, and came later (CATALOG-2)
-            # The writer may have died before the outcome was durable, and `latest` depends on it from now on.
-            done.unsettled.add(attempt.prefix)
-            await store.settle(f"{attempt.prefix}/{OUTCOME}")
-            done.unsettled.discard(attempt.prefix)
-    except (StoreError, NotFoundError, DamagedError) as error:
-        what = "the outcome of %s cannot be made durable" if attempt.prefix in done.unsettled else "%s cannot be decided now"
-        log.error(f"{what}: %s; the next start tries again", attempt.prefix, error)
-    return attempt
+@dataclass(slots=True)
+class _Settling:
+    """Gives the attempts of epochs before `epoch`, except the `surviving` ones, durable outcomes. A job that died behind slow
+    storage may leave hundreds in doubt, so several are settled at once.
+    """
 
+    store: Store
+    epoch: int
+    surviving: frozenset[str]
+    unsettled: set[str]
+    _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-async def resolve(store: Store, attempt: AttemptView) -> Outcome:
-    """Decide an attempt that gets no more votes."""
-    return await announced_and_put(store, await judge(store, attempt))
+    async def settle(self, attempt: AttemptView) -> tuple[AttemptView, Outcome | None]:
+        """The attempt as it is then, and its outcome if this put it."""
+        if attempt.attempt.epoch >= self.epoch:
+            return attempt, None
+        try:
+            if attempt.state == "in-doubt":
+                if attempt.prefix in self.surviving:
+                    return attempt, None
+                outcome = await announced_and_put(self.store, await judge(self.store, attempt, self._checking))
+                return await catalog.view(self.store, attempt.tag, attempt.attempt), outcome
+            if OUTCOME in attempt.sizes:  # of others, a record tells the outcome, and came later (CATALOG-2)
+                # The writer may have died before the outcome was durable, and `latest` depends on it from now on.
+                self.unsettled.add(attempt.prefix)
+                await self.store.settle(f"{attempt.prefix}/{OUTCOME}")
+                self.unsettled.discard(attempt.prefix)
+        except (StoreError, NotFoundError, DamagedError) as error:
+            is_decided = attempt.prefix in self.unsettled
+            what = "the outcome of %s cannot be made durable" if is_decided else "%s cannot be decided now"
+            log.error(f"{what}: %s; the next start tries again", attempt.prefix, error)
+        return attempt, None
 
 
 async def announced_and_put(store: Store, draft: Draft) -> Outcome:
@@ -188,8 +199,12 @@ async def announced_and_put(store: Store, draft: Draft) -> Outcome:
     return outcome
 
 
-async def judge(store: Store, attempt: AttemptView) -> Draft:
-    """The outcome that `resolve` would put. Writes nothing. Raises UnreadableError if votes or indexes cannot be read now."""
+async def judge(store: Store, attempt: AttemptView, checking: asyncio.Lock | None = None) -> Draft:
+    """The outcome of an attempt that gets no more votes. Writes nothing. Raises UnreadableError if votes or indexes cannot be
+    read now.
+
+    `checking` is held while the plans of all ranks are in memory, so that judging many attempts takes the memory of one.
+    """
     # An abort cannot be taken back, so several looks must agree that an object is missing.
     store = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
     ballot = Ballot(store, attempt.tag, attempt.attempt)
@@ -197,7 +212,8 @@ async def judge(store: Store, attempt: AttemptView) -> Draft:
     decision = decisions.recover(ballot.votes, tag=attempt.tag, attempt=str(attempt.attempt))
     joint = b""
     if decision.commit:
-        found = await _checked_storage(store, attempt, ballot)
+        async with checking or asyncio.Lock():
+            found = await _checked_storage(store, attempt, ballot)
         decision, joint = (found, b"") if isinstance(found, Decision) else (decision, found)
     info = _info(attempt.tag, attempt.attempt, ballot)
     return draft_of(info, decision, ballot, decided_by=RECOVERY, plan=joint)
@@ -223,13 +239,20 @@ async def _checked_storage(store: Store, attempt: AttemptView, ballot: Ballot) -
     together are not a whole state. The indexes say their boxes themselves, so no plan is needed.
     """
     votes = {rank: vote for rank, vote in sorted(ballot.votes.items()) if vote is not None}
-    names, stored = TensorNumbers(), dict[int, NumberedPlan]()
-    for rank, vote in votes.items():
+    names, numbering = TensorNumbers(), asyncio.Lock()
+
+    async def stored_by(vote: Vote) -> NumberedPlan | Decision:
         try:
             index = await _checked_index(store, attempt.prefix, vote)
         except (NotFoundError, DamagedError) as error:
-            return decisions.unshared(f"rank {rank} voted yes, but {error}")
-        stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
+            return decisions.unshared(f"rank {vote.rank} voted yes, but {error}")
+        async with numbering:  # `names` is not made for several threads
+            return await aside(len(index.tensors), NumberedPlan.of, index, names)
+
+    found = await each(stored_by, [*votes.values()])
+    stored = {rank: plan for rank, plan in zip(votes, found, strict=True) if not isinstance(plan, Decision)}
+    if fault := next((plan for plan in found if isinstance(plan, Decision)), None):
+        return fault
     checked = await check_together(stored, names, sum(vote.tensors for vote in votes.values()))
     if isinstance(checked, Decision):
         return checked

@@ -7,7 +7,7 @@ ones; it believes the log about the others (CATALOG-5).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -49,7 +49,7 @@ from checkpointd.layout.manifest import VOTE_BYTES_MAX, IndexRef, Outcome, Vote,
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.workers import run_workers, uncollected
-from checkpointd.store.base import Entry, Store
+from checkpointd.store.base import Entry, Store, each
 
 logger = logging.getLogger("checkpointd")
 
@@ -197,7 +197,18 @@ async def tags(store: Store, known: Collection[str] = ()) -> list[str]:
 
 async def attempts_of(store: Store, tag: str) -> list[AttemptView]:
     """The attempts at `tag`, oldest first. A damaged or unreadable outcome is noted in the view and not raised."""
-    return [await view(store, tag, attempt) for attempt in await _names(store, tag)]
+    return await _attempts_at(store, [tag])
+
+
+async def _attempts_at(store: Store, at: Sequence[str]) -> list[AttemptView]:
+    """The attempts at these tags, in their order, and oldest first at each."""
+    return await each(lambda one: view(store, *one), await _named_at(store, at))
+
+
+async def _named_at(store: Store, at: Sequence[str]) -> list[tuple[str, AttemptId]]:
+    """The same, but only the attempts' names."""
+    names = await each(partial(_names, store), at)
+    return [(tag, attempt) for tag, attempts in zip(at, names, strict=True) for attempt in attempts]
 
 
 async def _names(store: Store, tag: str) -> list[AttemptId]:
@@ -310,7 +321,7 @@ def index_in(data: bytes, prefix: str, vote: Vote, ref: IndexRef) -> Index:
 
 async def look_everywhere(store: Store) -> list[AttemptView]:
     """Every attempt at the root, from its own objects. This takes time for each attempt that the root has ever had."""
-    return [attempt for tag in await tags(store) for attempt in await attempts_of(store, tag)]
+    return await _attempts_at(store, await tags(store))
 
 
 async def scan(
@@ -347,9 +358,7 @@ async def _scanned(
     looked |= _newest(reversed(entries.values()), newest)  # the log has them in the order of their announcements
     told = [entries[prefix] for tag in there if tag not in looked for prefix in named[tag]]
     found = uncollected(lambda: list(map(_as_recorded, filter(wanted, told) if wanted is not None else told)))
-    for tag in there:
-        if tag in looked:
-            found += await attempts_of(store, tag)
+    found += await _attempts_at(store, [tag for tag in there if tag in looked])
     # What was announced may have no objects yet. A decided attempt without its directory was removed by hand.
     seen = {attempt.prefix for attempt in found if attempt.tag in looked}
     announced = [entry for prefix, entry in entries.items() if not entry.is_decided and prefix not in seen]
@@ -365,9 +374,7 @@ async def may_be_undecided(store: Store, known: CatalogLog | None = None) -> tup
     entries = {} if log.fault else log.state.entries
     named = {entry.tag for entry in entries.values()}
     found = [(entry.tag, _attempt(entry)) for entry in entries.values() if entry.is_open]
-    for tag in await tags(store, named):
-        if tag not in named:
-            found += [(tag, attempt) for attempt in await _names(store, tag)]
+    found += await _named_at(store, [tag for tag in await tags(store, named) if tag not in named])
     attempts = {entry.attempt: entry for entry in entries.values()}  # names repeat
     epochs = {_attempt(entry).epoch for entry in attempts.values()} | {attempt.epoch for _, attempt in found}
     return found, max(epochs, default=0)
@@ -459,7 +466,7 @@ async def find(store: Store, tag: str) -> Checkpoint:
     """The checkpoint of `tag`. Raises NotFoundError, which says what is there instead, if there is none; DamagedError or
     UnreadableError if the outcome of a later attempt is damaged, or cannot be read now.
     """
-    attempts = [await view_of_records(store, tag, attempt) for attempt in await _names(store, tag)]
+    attempts = await each(partial(view_of_records, store, tag), await _names(store, tag))
     found = checkpoints_of(attempts)
     later = [a for a in attempts if not found or a.attempt > found[0].attempt]
     fault = next(filter(None, map(fault_of, reversed(later))), None)

@@ -1,16 +1,18 @@
 """The catalog's log at a root: reads its newest summary and the records after it, adds records, and puts summaries.
 
+Records that are added together lie in one object, a batch.
+
 Invariants
   CATALOG-1  A writer puts no object but a lease into an attempt before a durable record announces the attempt. So the catalog
       names every attempt that has other objects.
   CATALOG-2  The close of an attempt is put only after its outcome is durable.
-  CATALOG-3  A record is put if absent at the next number, so of two writers one takes the number after it. A writer that finds
-      a summary of its record's number or a later one puts the record again, since that summary may have been made without it.
-  CATALOG-4  A summary has the state after all records up to its number. What a summary covers is removed only when a later
+  CATALOG-3  A batch is put if absent at the next number, so of two writers one takes the number after it. A writer that finds
+      a summary of its batch's number or a later one puts the batch again, since that summary may have been made without it.
+  CATALOG-4  A summary has the state after all batches up to its number. What a summary covers is removed only when a later
       summary is durable.
   CATALOG-5  The outcome and the marks of an attempt are the truth, and may be newer than the catalog. Whoever loads an attempt,
       removes it, or removes another one because of it, looks at its own objects first.
-  CATALOG-6  A record or summary that is damaged or missing hides nothing: the attempts' directories are read instead, and the
+  CATALOG-6  A batch or summary that is damaged or missing hides nothing: the attempts' directories are read instead, and the
       next start makes the catalog again. It takes over every attempt that was announced before.
   CATALOG-7  Only an intent adds an attempt, and no close ends a removal. So a process that was stopped and puts a record late
       brings nothing back. Only a start forgets what somebody removed by hand: tags of which every attempt is decided, and of
@@ -28,8 +30,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from weakref import WeakKeyDictionary
 
-import msgspec
-
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.catalog_records import (
     CATALOG,
@@ -38,34 +38,36 @@ from checkpointd.layout.catalog_records import (
     CatalogRecord,
     CatalogState,
     Kind,
+    RecordBatch,
+    batch_key,
+    batches,
     close_of,
-    decode_record,
-    encode_record,
+    decode_batch,
+    encode_batch,
     encode_summary,
     numbers,
-    record_key,
     summary_key,
 )
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import VERSION, Outcome
 from checkpointd.pipeline.root.identity import writer
-from checkpointd.pipeline.workers import run_workers, uncollected
-from checkpointd.store.base import Store
+from checkpointd.pipeline.workers import uncollected
+from checkpointd.store.base import Store, each
 
 log = logging.getLogger("checkpointd")
 
 SUMMARY_EVERY = 256
-"""A summary follows this many records."""
+"""A summary follows this many batches."""
 COMPACT_EVERY = 4
 """A writer looks after this many of its closes whether a summary is due, and removes what is covered."""
 REMOVED_MAX = 32
 """A process removes at most this many objects at once, so that nobody waits long for it."""
 LOOKS = 3
-"""How many times to look for a record that is missing: a summary may have covered it between the listing and the read."""
+"""How many times to look for a batch that is missing: a summary may have covered it between the listing and the read."""
 READS = 16
 RACES_MAX = 10_000
 WATCHED_MAX = 64
-"""The number of newest records in which a rank looks for the announcement of its attempt."""
+"""The number of newest batches in which a rank looks for the announcement of its attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,19 +95,17 @@ class CatalogLog:
         log.error("the catalog of %s cannot be used, so all directories are read: %s", self.store.url, self.fault)
 
     async def _look(self) -> str:
-        summaries, records = await _listed(self.store)
-        newest = max([*summaries[-1:], *records[-1:]], default=0)
+        summaries, there = await _listed(self.store)
+        newest = max([*summaries[-1:], *there[-1:]], default=0)
         if newest < self.state.number:
             self.state = CatalogState()  # somebody has removed the catalog, or put another one in its place
         if summaries and summaries[-1] > self.state.number:
             self.state = await self._summary(summaries)
         wanted = range(self.state.number + 1, newest + 1)
-        found: dict[int, CatalogRecord] = {}
-        await run_workers([partial(self._read, number, found) for number in wanted], READS)
-        for number in wanted:
-            if found[number].kind == "rebuilt":
-                return f"it was being made again, and that was not finished; see {record_key(number)}"
-            self.state.apply(found[number])
+        for batch in await each(self._read, wanted, READS):
+            if any(record.kind == "rebuilt" for record in batch.records):
+                return f"it was being made again, and that was not finished; see {batch_key(batch.number)}"
+            self.state.apply(batch)
         return ""
 
     async def _summary(self, summaries: list[int]) -> CatalogState:
@@ -119,15 +119,15 @@ class CatalogLog:
                 log.error("%s; the summary before it and the records after that one are read", error)
         return CatalogState()
 
-    async def _read(self, number: int, found: dict[int, CatalogRecord]) -> None:
+    async def _read(self, number: int) -> RecordBatch:
         try:
-            found[number] = decode_record(await self.store.get(record_key(number)), number)
+            return decode_batch(await self.store.get(batch_key(number)), number)
         except NotFoundError as error:
-            raise UnreadableError(f"{record_key(number)} is missing, although the catalog goes on after it") from error
+            raise UnreadableError(f"{batch_key(number)} is missing, although the catalog goes on after it") from error
 
     async def append(self, *records: CatalogRecord) -> None:
-        """Add `records`, durably (CATALOG-3). Those of several calls that meet are added by the first of them: if hundreds of
-        attempts end at once, each would otherwise try hundreds of numbers that others of this process take.
+        """Add `records`, durably (CATALOG-3). Those of several calls that meet are added by the first of them, in one batch: if
+        hundreds of attempts end at once, each would otherwise try hundreds of numbers that others of this process take.
         """
         if records:
             await _Adder.of(self.store).add(records, self._append)
@@ -137,25 +137,25 @@ class CatalogLog:
         while (await _listed(self.store))[0][-1:] >= [first]:
             first = await self._put(records)
 
-    async def _put(self, records: Iterable[CatalogRecord]) -> int:
+    async def _put(self, records: Sequence[CatalogRecord]) -> int:
         """Put `records` at the next free numbers. Returns the first number."""
         summaries, taken = await _listed(self.store)
         number = max([*summaries[-1:], *taken[-1:]], default=0)
         first = 0
-        for record in records:
+        for batch in batches(records):
             for _ in range(RACES_MAX):
                 number += 1
-                numbered = msgspec.structs.replace(record, number=number)
-                if await self.store.put_if_absent(record_key(number), encode_record(numbered)):
+                data = encode_batch(RecordBatch(version=VERSION, number=number, writer=writer(), records=batch))
+                if await self.store.put_if_absent(batch_key(number), data):
                     break
             first = first or number
         return first
 
     async def compact(self, *, every: int | None = None) -> None:
-        """If `every` records came since the last summary, put one of the state that this process knows. Remove some of what the
+        """If `every` batches came since the last summary, put one of the state that this process knows. Remove some of what the
         summary before it covers (CATALOG-4).
         """
-        summaries, records = await _listed(self.store)
+        summaries, there = await _listed(self.store)
         covered, number = max(summaries, default=0), self.state.number
         if self.fault:
             return
@@ -165,7 +165,7 @@ class CatalogLog:
             covered = summaries[-2]
         else:
             return
-        old = [record_key(n) for n in records if n <= covered] + [summary_key(n) for n in summaries if n < covered]
+        old = [batch_key(n) for n in there if n <= covered] + [summary_key(n) for n in summaries if n < covered]
         if old and covered in summaries[:-1]:
             await self.store.settle(summary_key(summaries[-1]))  # whoever puts it may die before it is durable
         for key in old[:REMOVED_MAX]:
@@ -177,7 +177,7 @@ class CatalogLog:
         """
         try:
             await check_root()
-            await self.append(close_of(outcome, writer()))
+            await self.append(close_of(outcome))
             self._closed += 1
             if self._closed % COMPACT_EVERY == 1:
                 await self.refresh()
@@ -186,18 +186,18 @@ class CatalogLog:
             log.warning("the catalog of %s cannot be continued: %s; the next start mends it", self.store.url, error)
 
     async def begin_again(self) -> int:
-        """Put the record that all records before it, as far as they can be read, are about to be replaced by a summary of its
+        """Put the record that all batches before it, as far as they can be read, are about to be replaced by a summary of its
         number (see `end_again`). Returns that number.
         """
         return await self._put([record_of("rebuilt")])
 
     async def announced_before(self, number: int) -> dict[str, CatalogEntry]:
-        """The undecided attempts that the records before `number` announce, as far as these are there and whole."""
+        """The undecided attempts that the batches before `number` announce, as far as these are there and whole."""
         state = CatalogState()
         for old in (await _listed(self.store))[1]:
             if old < number:
                 with suppress(NotFoundError, DamagedError):
-                    state.apply(decode_record(await self.store.get(record_key(old)), old))
+                    state.apply(decode_batch(await self.store.get(batch_key(old)), old))
         return {prefix: entry for prefix, entry in state.entries.items() if not entry.is_decided}
 
     async def end_again(self, number: int, entries: Mapping[str, CatalogEntry]) -> None:
@@ -267,9 +267,7 @@ def record_of(
     reason: str = "",
     kept: Iterable[str] = (),
 ) -> CatalogRecord:
-    """A record by this process, without its number."""
     return CatalogRecord(
-        version=VERSION,
         kind=kind,
         tag=tag,
         attempt=str(attempt),
@@ -277,7 +275,6 @@ def record_of(
         step=step,
         reason=reason,
         kept=tuple(kept),
-        writer=writer(),
     )
 
 
@@ -293,7 +290,7 @@ async def note(store: Store, *records: CatalogRecord) -> None:
 
 async def note_outcome(store: Store, outcome: Outcome) -> None:
     """Add the close of an attempt whose `outcome` is durable (CATALOG-2)."""
-    await note(store, close_of(outcome, writer()))
+    await note(store, close_of(outcome))
 
 
 @dataclass(slots=True, eq=False)
@@ -312,23 +309,23 @@ class AnnouncementWatch:
         return prefix in self._seen
 
     async def _look(self, prefix: str) -> None:
-        # A summary may cover the next record before this process sees it, so now and then it lists the names.
+        # A summary may cover the next batch before this process sees it, so now and then it lists the names.
         if self._next is None or self._misses >= READS:
-            _, records = await _listed(self.store)
-            newest = records[-1] if records else 0
+            _, there = await _listed(self.store)
+            newest = there[-1] if there else 0
             wanted = max(self._next or 1, newest - WATCHED_MAX)
-            self._next = next((number for number in records if number >= wanted), newest + 1)
+            self._next = next((number for number in there if number >= wanted), newest + 1)
             self._misses = 0
         while prefix not in self._seen:
             try:
-                record = decode_record(await self.store.get(record_key(self._next)), self._next)
+                batch = decode_batch(await self.store.get(batch_key(self._next)), self._next)
             except NotFoundError:
                 self._misses += 1
                 return
             except DamagedError:
                 self._next += 1
                 continue
-            if record.prefix == prefix:
-                await self.store.settle(record_key(self._next))  # its writer may die before it is durable
+            if any(record.prefix == prefix for record in batch.records):
+                await self.store.settle(batch_key(self._next))  # its writer may die before it is durable
                 self._seen = {prefix}
             self._next += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Container
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -14,14 +15,15 @@ from checkpointd.layout.keys import DELETED, OUTCOME, holds_bytes
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.marks import standing_mark
-from checkpointd.store.base import Store
+from checkpointd.store.base import Store, each
 
 log = logging.getLogger("checkpointd")
 
-ADDED_MAX = 64
+ADDED_MAX = 1024
 """If more records are missing, the whole catalog is made again, which takes one object."""
+FORGOTTEN_MAX = 64
+"""The number of attempts that one start forgets, since it looks at the directory of each."""
 
 
 async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) -> None:
@@ -30,21 +32,24 @@ async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) 
     """
     if not known.fault:
         looked = [view for view in views if view.entry is None and view.has_objects and not view.is_void]
-        missing = [(view, await _missing(store, view, known.state.entries.get(view.prefix))) for view in looked]
-        if sum(len(records) for _, records in missing) <= ADDED_MAX:
-            added = [one for view, records in missing if records and await _settles(store, view) for one in records]
+        entries = known.state.entries
+        missing = await each(lambda view: _missing(store, view, entries.get(view.prefix)), looked)
+        if sum(map(len, missing)) <= ADDED_MAX:
+            incomplete = [(view, records) for view, records in zip(looked, missing, strict=True) if records]
+            settled = await each(partial(_settles, store), [view for view, _ in incomplete])
+            added = [one for (_, records), settles in zip(incomplete, settled, strict=True) if settles for one in records]
             await known.append(*added, *await _gone(store, known, {view.tag for view in views}))
             return
     await rebuild(store, known)
 
 
 async def _gone(store: Store, known: CatalogLog, there: Container[str]) -> list[CatalogRecord]:
-    """The records that forget tags which somebody removed by hand, at most ADDED_MAX (CATALOG-7). `there`: tags at the root."""
+    """The records that forget tags which somebody removed by hand, at most FORGOTTEN_MAX (CATALOG-7). `there`: tags at the root."""
     found: list[CatalogRecord] = []
     for tag, prefixes in known.state.by_tag.items():
         if tag in there or not all(known.state.entries[prefix].is_decided for prefix in prefixes):
             continue
-        if found and len(found) + len(prefixes) > ADDED_MAX:
+        if found and len(found) + len(prefixes) > FORGOTTEN_MAX:
             break
         try:
             is_gone = not await store.list(tag)  # a listing of the whole root may be old, or leave out a link
@@ -64,12 +69,11 @@ async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
     # An attempt that was announced may have no objects yet.
     entries = {prefix: entry for prefix, entry in known.state.entries.items() if not entry.is_decided}
     entries |= await known.announced_before(number)
-    for view in sorted(await catalog.look_everywhere(store), key=_order):
-        if view.is_void:
-            continue
+    views = [view for view in sorted(await catalog.look_everywhere(store), key=_order) if not view.is_void]
+    await each(partial(_settle, store), views)
+    for view, entry in zip(views, await each(partial(_entry, store), views), strict=True):
         entries.pop(view.prefix, None)
-        await _settle(store, view)
-        entries[view.prefix] = await _entry(store, view)
+        entries[view.prefix] = entry
     await known.end_again(number, entries)
     log.info("the catalog of %s was made again: %d attempts", store.url, len(entries))
     return len(entries)
@@ -91,7 +95,7 @@ async def _settle(store: Store, view: AttemptView) -> None:
 async def _entry(store: Store, view: AttemptView) -> CatalogEntry:
     entry = CatalogEntry(tag=view.tag, attempt=str(view.attempt))
     if view.outcome is not None:
-        close = close_of(view.outcome, writer())
+        close = close_of(view.outcome)
         entry = msgspec.structs.replace(
             entry, n=close.n, step=close.step, digest=close.digest, size=close.size, outcome=close.outcome
         )
@@ -121,7 +125,7 @@ async def _missing(store: Store, view: AttemptView, entry: CatalogEntry | None) 
         found.append(record_of("intent", tag, attempt))
         entry = CatalogEntry(tag=tag, attempt=str(attempt))
     if view.outcome is not None and not entry.digest:
-        found.append(close_of(view.outcome, writer()))
+        found.append(close_of(view.outcome))
     if truth.removed and (not entry.removed or entry.removing):
         found.append(record_of("removed", tag, attempt, reason=truth.removed, kept=truth.kept))
     if truth.damaged and not entry.damaged:

@@ -34,7 +34,7 @@ from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.workers import answered
-from checkpointd.store.base import Store
+from checkpointd.store.base import Store, each
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.store.writers import Life, is_this_process, life_of, new_writer
 
@@ -301,13 +301,9 @@ async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
 
 async def _leased(store: Store, known: CatalogLog | None) -> list[str]:
     """The undecided attempts with a lease, whether its holder lives or not."""
-    found: list[str] = []
-    for tag, attempt in (await catalog.may_be_undecided(store, known))[0]:
-        prefix = attempt_prefix(tag, attempt)
-        names = {one.name for one in await store.list(prefix)}
-        if LEASE in names and OUTCOME not in names:
-            found.append(prefix)
-    return found
+    prefixes = [attempt_prefix(*one) for one in (await catalog.may_be_undecided(store, known))[0]]
+    names = [{entry.name for entry in entries} for entries in await each(store.list, prefixes)]
+    return [prefix for prefix, there in zip(prefixes, names, strict=True) if LEASE in there and OUTCOME not in there]
 
 
 async def worker_of(store: Store, prefix: str, sight: Sight) -> Lease | None:

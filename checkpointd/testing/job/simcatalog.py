@@ -17,9 +17,9 @@ from checkpointd.errors import CheckpointdError
 from checkpointd.layout.catalog_records import (
     CATALOG,
     CatalogEntry,
-    CatalogRecord,
     CatalogState,
-    decode_record,
+    RecordBatch,
+    decode_batch,
     numbers,
     summary_key,
 )
@@ -40,14 +40,14 @@ class CatalogWatch:
     """The catalog at `root` as the effects on its storage show it."""
 
     root: SimRoot
-    _records: dict[int, CatalogRecord] = field(default_factory=dict)
+    _batches: dict[int, RecordBatch] = field(default_factory=dict)
     _summaries: dict[int, dict[str, CatalogEntry]] = field(default_factory=dict)
     _intents: dict[str, list[str]] = field(default_factory=dict)
-    """The keys of the records that announce an attempt."""
+    """The keys of the batches that announce an attempt."""
     _intent_at: dict[str, float] = field(default_factory=dict)
-    """When the first of these records was put."""
+    """When the first of these batches was put."""
     _announced: set[str] = field(default_factory=set)
-    """The attempts of which such a record was durable when an object came."""
+    """The attempts of which such a batch was durable when an object came."""
 
     def announced_at(self, prefix: str) -> float:
         """When the catalog first announced the attempt; infinite if it never did."""
@@ -58,7 +58,7 @@ class CatalogWatch:
         folder, _, name = change.key.rpartition("/")
         if change.process.startswith(DAMAGER) and change.what in ("replaced", "removed"):
             return ""
-        if folder == CATALOG and name.endswith((".record", ".summary")):
+        if folder == CATALOG and name.endswith((".records", ".summary")):
             return self._touched(change, name)
         if change.what in ("made", "begun"):
             return self._object_put(change.key)
@@ -68,12 +68,12 @@ class CatalogWatch:
         process, what, key = change
         if what in ("replaced", "written"):
             return f"{process} replaced {key}"
-        summaries, records = numbers([name])
+        summaries, batches = numbers([name])
         if what == "removed":
-            return self._removed(key, [n - 1 for n in records] + summaries)
+            return self._removed(key, [n - 1 for n in batches] + summaries)
         if what == "made" and summaries:
             return self._summed_up(key, summaries[0])
-        return self._recorded(key, records[0]) if what == "made" else ""
+        return self._recorded(key, batches[0]) if what == "made" else ""
 
     def _object_put(self, key: str) -> str:
         """CATALOG-1."""
@@ -90,32 +90,33 @@ class CatalogWatch:
 
     def _recorded(self, key: str, number: int) -> str:
         """CATALOG-2."""
-        record = decode_record(self.root.visible(key) or b"", number)
+        batch = decode_batch(self.root.visible(key) or b"", number)
         if number > max(self._summaries, default=0):
-            self._records[number] = record
-        if record.kind == "intent":
-            self._intents.setdefault(record.prefix, []).append(key)
-            self._intent_at.setdefault(record.prefix, self.root.storage.loop.time())
-        if record.kind == "close":
-            outcome = self.root.durable(f"{record.prefix}/{OUTCOME}")
-            if outcome is None or digest(outcome) != record.digest:
-                return f"{key} closes {record.prefix}, whose outcome is not durable, or another one"
+            self._batches[number] = batch
+        for record in batch.records:
+            if record.kind == "intent":
+                self._intents.setdefault(record.prefix, []).append(key)
+                self._intent_at.setdefault(record.prefix, self.root.storage.loop.time())
+            if record.kind == "close":
+                outcome = self.root.durable(f"{record.prefix}/{OUTCOME}")
+                if outcome is None or digest(outcome) != record.digest:
+                    return f"{key} closes {record.prefix}, whose outcome is not durable, or another one"
         return ""
 
     def _summed_up(self, key: str, number: int) -> str:
-        """CATALOG-4: the summary has the state after all records up to its number."""
+        """CATALOG-4: the summary has the state after all batches up to its number."""
         found = CatalogState.read(self.root.visible(key) or b"", number).entries
         before = max((n for n in self._summaries if n < number), default=0)
-        records = [self._records.get(n) for n in range(before + 1, number + 1)]
+        batches = [self._batches.get(n) for n in range(before + 1, number + 1)]
         self._summaries[number] = found
-        if records[-1] is not None and records[-1].kind == "rebuilt":
+        if batches[-1] is not None and batches[-1].records[0].kind == "rebuilt":
             return ""
         state = CatalogState(before, dict(self._summaries.get(before, {})))
-        for record in records:
-            if record is None:
-                return f"{key} covers a record that nobody put"
-            state.apply(record)
-        return "" if _shown(state.entries) == _shown(found) else f"{key} is not the state after the records up to it"
+        for batch in batches:
+            if batch is None:
+                return f"{key} covers a batch that nobody put"
+            state.apply(batch)
+        return "" if _shown(state.entries) == _shown(found) else f"{key} is not the state after the batches up to it"
 
     def _removed(self, key: str, covered: list[int]) -> str:
         """CATALOG-4: a summary that is not the newest covers what goes, and both are durable."""
@@ -135,8 +136,8 @@ def _shown(entries: dict[str, CatalogEntry]) -> list[bytes]:
 async def damage_now_and_then(store: Store, rng: random.Random, ledger_report: Callable[[Exception], None]) -> None:
     """A few times, damage or remove an object of the catalog, as a bad disk or a person does, or make the catalog again.
 
-    An intent is left alone: without it, nobody can know of an attempt that has no objects yet. The newest record is never
-    removed, since nothing shows that there was one.
+    A batch with an intent is left alone: without it, nobody can know of an attempt that has no objects yet. The newest batch
+    is never removed, since nothing shows that there was one.
     """
     for _ in range(ROUNDS):
         await asyncio.sleep(rng.random() * PAUSE_S_MAX)
@@ -155,10 +156,12 @@ async def damage_now_and_then(store: Store, rng: random.Random, ledger_report: C
 async def _damage(store: Store, rng: random.Random) -> None:
     names = [entry.name for entry in await store.list(CATALOG)]
     for name in rng.sample(names, len(names)):
-        _, records = numbers([name])
-        if records and decode_record(await store.get(f"{CATALOG}/{name}"), records[0]).kind == "intent":
+        _, number = numbers([name])
+        if number and any(
+            record.kind == "intent" for record in decode_batch(await store.get(f"{CATALOG}/{name}"), number[0]).records
+        ):
             continue
-        if records and name != max(n for n in names if n.endswith(".record")) and rng.random() < 0.5:
+        if number and name != max(n for n in names if n.endswith(".records")) and rng.random() < 0.5:
             await store.delete(f"{CATALOG}/{name}")
         else:
             await store.put(f"{CATALOG}/{name}", b"{}")

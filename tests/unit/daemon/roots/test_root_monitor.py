@@ -150,7 +150,7 @@ async def test_an_outcome_is_read_once_and_one_that_was_removed_is_noticed(store
 
 
 @pytest.mark.parametrize(
-    ("answer_s", "problem"), [(0.2, None), (3.0, "took longer than 600 s"), (31.0, "has not answered for 30 s")]
+    ("answer_s", "problem"), [(2.0, None), (29.0, "took longer than 600 s"), (31.0, "has not answered for 30 s")]
 )
 def test_monitor_2_a_look_goes_on_while_the_storage_answers(
     answer_s: float, problem: str | None, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
 from checkpointd.errors import DamagedError, NotFoundError, StagingError, StoreError, UnreadableError, UsageError
 from checkpointd.layout import keys
-from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, record_key
+from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, batch_key
 from checkpointd.layout.keys import VERIFIED, AttemptId, chunks_name, mark_name
 from checkpointd.layout.manifest import Deleted, decode
 from checkpointd.pipeline.gc import collect as collecting
@@ -443,18 +443,18 @@ async def test_collect_8_nothing_is_forgotten_without_its_close_in_the_catalog(
     await aborted(store, range(1, 2))
     monkeypatch.setattr(garbage, "ABORTED_KEPT", 0)
     if why == "the close is missing":
-        monkeypatch.setattr(CatalogState, "apply", open_again(CatalogState.apply))
+        monkeypatch.setattr(CatalogState, "_add", open_again(CatalogState._add))
     else:
-        await store.put(record_key(1), b"{}")
+        await store.put(batch_key(1), b"{}")
     await collection(store, Retention(), dry_run=False)
     assert "outcome" in await names(store, FIRST)
 
 
-def open_again(apply: Callable[[CatalogState, CatalogRecord], None]) -> Callable[[CatalogState, CatalogRecord], None]:
+def open_again(add: Callable[[CatalogState, CatalogRecord], None]) -> Callable[[CatalogState, CatalogRecord], None]:
     """A state that misses all closes and removals, as that of a process that reads the catalog before they come."""
 
     def without(self: CatalogState, record: CatalogRecord) -> None:
-        apply(self, msgspec.structs.replace(record, kind="intent") if record.kind in ("close", "removed") else record)
+        add(self, msgspec.structs.replace(record, kind="intent") if record.kind in ("close", "removed") else record)
 
     return without
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpointd.commit import garbage
 from checkpointd.config import LoadConfig
 from checkpointd.errors import StoreError
-from checkpointd.layout.catalog_records import CATALOG, CatalogEntry, decode_record
+from checkpointd.layout.catalog_records import CATALOG, CatalogEntry, decode_batch
 from checkpointd.layout.keys import DELETED, AttemptId, attempt_lease_key, shown_key
 from checkpointd.layout.manifest import BesideFile, Deleted, Shown, encode
 from checkpointd.pipeline.outcome import recover as recovering
@@ -25,6 +26,7 @@ from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, ObjectWriter
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
+from checkpointd.testing import simloop
 from tests.builders import begin_epoch, leave_in_doubt, load_arrays, save_checkpoint
 
 TAG = "global_step1"
@@ -88,7 +90,7 @@ async def test_recover_2_nothing_rests_on_an_outcome_that_cannot_be_made_durable
     await save_checkpoint(store, tag=TAG, world_size=1)
     await store.delete("latest")
     newest = max(entry.name for entry in await store.list(CATALOG))
-    assert decode_record(await store.get(f"{CATALOG}/{newest}"), int(newest.partition(".")[0])).kind == "close"
+    assert decode_batch(await store.get(f"{CATALOG}/{newest}"), int(newest.partition(".")[0])).records[-1].kind == "close"
     await store.delete(f"{CATALOG}/{newest}")
     settle, fails = store.settle, True
 
@@ -145,8 +147,10 @@ async def test_an_attempt_that_the_catalog_does_not_name_is_announced_before_it_
 
     class Watched(MemoryStore):
         async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-            if key.endswith((".record", "/outcome")):
-                put.append(f"{decode_record(data, int(key[-19:-7])).kind} {TAG}" if key.endswith(".record") else key)
+            if key.endswith(".records"):
+                put.extend(f"{record.kind} {record.tag}" for record in decode_batch(data, int(key[-20:-8])).records)
+            elif key.endswith("/outcome"):
+                put.append(key)
             return await super().put_if_absent(key, data, durable=durable)
 
     store = Watched()
@@ -449,3 +453,59 @@ async def test_a_record_that_leads_out_of_its_directory_keeps_no_job_from_starti
     done = await recover(store, (await epochs.take(store, 1)).epoch)
     assert done.checkpoints == 1
     assert "'../x' cannot be a file in the directory above a checkpoint's files" in caplog.text
+
+
+# --- what a start takes ---------------------------------------------------------------------------------------------------------
+
+
+class Distant(MemoryStore):
+    """A store that is far away: each call takes a second of the loop's time."""
+
+    async def list(self, prefix: str) -> list[Entry]:
+        await asyncio.sleep(1)
+        return await super().list(prefix)
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        await asyncio.sleep(1)
+        return await super().get(key, size_max=size_max)
+
+    async def stat(self, key: str) -> int | None:
+        await asyncio.sleep(1)
+        return await super().stat(key)
+
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        await asyncio.sleep(1)
+        return await super().put_if_absent(key, data, durable=durable)
+
+    async def delete(self, key: str, *, durable: bool = True) -> None:
+        await asyncio.sleep(1)
+        await super().delete(key, durable=durable)
+
+
+def recovery_s(in_doubt: int, **left: Any) -> float:
+    """How long a start takes that finds so many attempts in doubt, in seconds of a virtual clock."""
+
+    async def main() -> float:
+        store = MemoryStore()
+        for step in range(in_doubt):
+            await leave_in_doubt(store, tag=f"global_step{step}", step=step, n=step, **left)
+        epoch, clock, distant = await begin_epoch(store), asyncio.get_running_loop().time, Distant()
+        distant.__dict__.update(store.__dict__)
+        began = clock()
+        done = await recover(distant, epoch)
+        assert len(done.decided) == in_doubt
+        assert [outcome.tag for outcome in done.decided] == sorted(outcome.tag for outcome in done.decided)
+        return clock() - began
+
+    return simloop.run(0, main())
+
+
+@pytest.mark.parametrize("voting", [(0, 1), (0,)], ids=["rolled forward", "aborted"])
+def test_a_start_settles_sixteen_attempts_in_little_more_time_than_one(voting: tuple[int, ...]) -> None:
+    """A job that dies behind storage that loses replies leaves hundreds; one after the other, they took minutes."""
+    assert recovery_s(16, voting=voting) < 3 * recovery_s(1, voting=voting)
+
+
+def test_an_attempt_of_many_ranks_is_judged_in_little_more_time_than_one_of_few() -> None:
+    few, many = (recovery_s(1, world_size=ranks, voting=tuple(range(ranks))) for ranks in (2, 16))
+    assert many < 2 * few

@@ -154,7 +154,7 @@ async def test_catalog_7_a_late_record_shows_no_checkpoint(kind: Kind, monkeypat
     old = await catalog.read_outcome(store, "global_step1", AttemptId(1, 0))
     await remove(store, "global_step1/00000001-0")
     await note(store, record_of("forgotten", "global_step1", "00000001-0"))
-    late = close_of(old, writer()) if kind == "close" else record_of(kind, "global_step1", "00000001-0")
+    late = close_of(old) if kind == "close" else record_of(kind, "global_step1", "00000001-0")
     await note(store, late)
     found = [view.prefix for view in await catalog.scan(store)]
     assert found == ["global_step1/00000001-1", "global_step2/00000001-0", "global_step3/00000001-0"]

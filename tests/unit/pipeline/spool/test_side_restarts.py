@@ -9,7 +9,7 @@ import pytest
 from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.errors import SupersededError, UnreadableError
 from checkpointd.pipeline.outcome.outlived import anyhow
-from checkpointd.pipeline.outcome.recover import resolve
+from checkpointd.pipeline.outcome.recover import announced_and_put, judge
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.spool.turns import HOLD_S
 from checkpointd.store.base import Entry
@@ -146,7 +146,8 @@ def test_a_vote_that_stands_is_left_to_the_start_that_has_fenced_it() -> None:
         attempt = node.attempts[0]
         await until(lambda: attempt.phase not in IN_SPOOL)
         assert attempt.phase is Phase.PREPARED
-        await resolve(root, await catalog.view(root, attempt.info.tag, attempt.info.attempt))
+        in_doubt = await catalog.view(root, attempt.info.tag, attempt.info.attempt)
+        await announced_and_put(root, await judge(root, in_doubt))
         await node.over()
         assert attempt.outcome is not None
         assert attempt.outcome.decided_by == -1
