@@ -309,7 +309,7 @@ def superseded(seeds: Sequence[int], storage: Storage = "disk") -> int:
             world.collecting(2, far=True),
             later(0.0, lambda: [world.collecting(2, far=True)]),
             later(2.0, lambda: [world.deleting("step2")]),
-            later(4.0, lambda: world.saving(4)),
+            later(5.0, lambda: world.saving(4)),
         )
         world.sim.power_cut()
         await world.check(4)
@@ -428,7 +428,7 @@ def test_marks_that_are_read_late_are_caught(monkeypatch: Patch) -> None:
     monkeypatch.setattr(catalog, "NEWEST_LOOKED", 20)  # else a collector leaves alone what the catalog says is still needed
     marks_read_late(monkeypatch)
     with pytest.raises(DamagedError, match=r"there is no object 'step1/"):
-        superseded(range(110, 300))  # seed 113 is the first that shows it
+        superseded(range(170, 300))  # seed 174 is the first that shows it
 
 
 @pytest.mark.parametrize("mutate", [swept_before_marking, references_ignored, catalog_believed])

@@ -474,14 +474,12 @@ def swept_all_the_same(patch: Patch) -> None:
 
 def surviving_outcome_not_settled(patch: Patch) -> None:
     """Recovery points `latest` at a commit of a surviving attempt, durable or not."""
-    settled = recover._settled
+    settle = recover._Settling.settle
 
-    async def lax(
-        store: Store, view: catalog.AttemptView, epoch: int, done: recover.Recovery, *, survives: bool
-    ) -> catalog.AttemptView:
-        return view if survives else await settled(store, view, epoch, done, survives=False)
+    async def lax(self: recover._Settling, view: catalog.AttemptView) -> tuple[catalog.AttemptView, Outcome | None]:
+        return (view, None) if view.prefix in self.surviving else await settle(self, view)
 
-    patch.setattr(recover, "_settled", lax)
+    patch.setattr(recover._Settling, "settle", lax)
 
 
 def plan_removed_too_early(patch: Patch) -> None:

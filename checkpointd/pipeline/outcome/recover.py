@@ -114,6 +114,7 @@ async def recover(
         elif loss is not None and accepts_loss:
             done.latest_removed = await _remove_latest(store, done)
         facts = [view.facts for view in views if view.prefix not in surviving and view.tag != keeps]
+        await known.refresh()  # else what was announced just now would be announced again
         await mend_catalog(store, known, [view for view in views if view.attempt.epoch < epoch])
         failed: list[StoreError] = []
         done.swept = len(await collect(store, facts, known=known, failed=failed))
@@ -155,7 +156,7 @@ async def _remove_latest(store: Store, done: Recovery) -> bool:
 @dataclass(slots=True)
 class _Settling:
     """Gives the attempts of epochs before `epoch`, except the `surviving` ones, durable outcomes. A job that died behind slow
-    storage may leave hundreds in doubt, so several are settled at once.
+    storage may leave hundreds in doubt, so several are settled at once, and all their closes are put later, by `mend_catalog`.
     """
 
     store: Store
@@ -172,7 +173,7 @@ class _Settling:
             if attempt.state == "in-doubt":
                 if attempt.prefix in self.surviving:
                     return attempt, None
-                outcome = await announced_and_put(self.store, await judge(self.store, attempt, self._checking))
+                outcome = await _announced_and_put(self.store, await judge(self.store, attempt, self._checking))
                 return await catalog.view(self.store, attempt.tag, attempt.attempt), outcome
             if OUTCOME in attempt.sizes:  # of others, a record tells the outcome, and came later (CATALOG-2)
                 # The writer may have died before the outcome was durable, and `latest` depends on it from now on.
@@ -187,16 +188,23 @@ class _Settling:
 
 
 async def announced_and_put(store: Store, draft: Draft) -> Outcome:
-    """Put the outcome of `draft` for an attempt that was left in doubt, unless there is one. Returns the one that counts.
+    """Put the outcome of `draft` for an attempt that was left in doubt, unless there is one, and then its close. Returns the
+    outcome that counts.
+    """
+    outcome = await _announced_and_put(store, draft)
+    await note_outcome(store, outcome)
+    return outcome
+
+
+async def _announced_and_put(store: Store, draft: Draft) -> Outcome:
+    """The same without the close.
 
     The attempt is announced first: its lease may have come before its announcement, and one that was seen may not be durable
     (CATALOG-1).
     """
     decided = draft.outcome
     await CatalogLog(store).append(record_of("intent", decided.tag, decided.attempt, n=decided.order[1], step=decided.step))
-    outcome = await put_outcome(store, draft)
-    await note_outcome(store, outcome)
-    return outcome
+    return await put_outcome(store, draft)
 
 
 async def judge(store: Store, attempt: AttemptView, checking: asyncio.Lock | None = None) -> Draft:

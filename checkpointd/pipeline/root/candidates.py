@@ -147,14 +147,19 @@ async def _look(store: Store, tried: Collection[str] = (), *, everything: bool =
     if lost is not None and await catalog.readable_latest(store) != pointer:
         # `latest` has moved on, and the checkpoint that it named was removed since.
         return await _look(store, tried, everything=everything)
-    named = [attempt for attempt in attempts if attempt.tag == pointer]
-    is_removed = lost is not None and (_is_replaced(named, found) or await removed_by_hand(store, named))
+    is_removed = lost is not None and pointer is not None and await _is_removed(store, pointer, found)
     if lost is not None and is_removed:
         other.append(lost)
     elif lost is not None:
         over.append(Passed(lost, None))
     there = Candidates(found, tuple(known), tuple(over), tuple(other))
     return _CatalogLook(there, str(lost or ""), None if is_removed else lost)
+
+
+async def _is_removed(store: Store, tag: str, newest_first: Sequence[Checkpoint]) -> bool:
+    """Whether what `latest` names, at `tag`, was removed on purpose, or has a mark while a newer checkpoint is there."""
+    named = await catalog.attempts_of(store, tag)  # the catalog may know of the removal, and not yet of the outcome
+    return _is_replaced(named, newest_first) or await removed_by_hand(store, named)
 
 
 def _is_replaced(named: Sequence[AttemptView], newest_first: Sequence[Checkpoint]) -> bool:

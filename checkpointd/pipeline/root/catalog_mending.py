@@ -44,7 +44,7 @@ async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) 
 
 
 async def _gone(store: Store, known: CatalogLog, there: Container[str]) -> list[CatalogRecord]:
-    """The records that forget tags which somebody removed by hand, at most FORGOTTEN_MAX (CATALOG-7). `there`: tags at the root."""
+    """The records that forget tags which somebody removed by hand, at most FORGOTTEN_MAX. `there`: tags at the root."""
     found: list[CatalogRecord] = []
     for tag, prefixes in known.state.by_tag.items():
         if tag in there or not all(known.state.entries[prefix].is_decided for prefix in prefixes):

@@ -17,6 +17,7 @@ from checkpointd.errors import CheckpointdError
 from checkpointd.layout.catalog_records import (
     CATALOG,
     CatalogEntry,
+    CatalogRecord,
     CatalogState,
     RecordBatch,
     decode_batch,
@@ -48,6 +49,10 @@ class CatalogWatch:
     """When the first of these batches was put."""
     _announced: set[str] = field(default_factory=set)
     """The attempts of which such a batch was durable when an object came."""
+    _closed: dict[str, str] = field(default_factory=dict)
+    """The digest of the outcome that was durable when a close came. A writer that was stopped may put the close again when the
+    attempt has been forgotten (CATALOG-7).
+    """
 
     def announced_at(self, prefix: str) -> float:
         """When the catalog first announced the attempt; infinite if it never did."""
@@ -97,11 +102,16 @@ class CatalogWatch:
             if record.kind == "intent":
                 self._intents.setdefault(record.prefix, []).append(key)
                 self._intent_at.setdefault(record.prefix, self.root.storage.loop.time())
-            if record.kind == "close":
-                outcome = self.root.durable(f"{record.prefix}/{OUTCOME}")
-                if outcome is None or digest(outcome) != record.digest:
-                    return f"{key} closes {record.prefix}, whose outcome is not durable, or another one"
+            if record.kind == "close" and not self._is_outcome(record):
+                return f"{key} closes {record.prefix}, whose outcome is not durable, or another one"
         return ""
+
+    def _is_outcome(self, close: CatalogRecord) -> bool:
+        """Whether the outcome of `close` is durable, or was when an earlier close came."""
+        outcome = self.root.durable(f"{close.prefix}/{OUTCOME}")
+        if outcome is not None and digest(outcome) == close.digest:
+            self._closed[close.prefix] = close.digest
+        return self._closed.get(close.prefix) == close.digest
 
     def _summed_up(self, key: str, number: int) -> str:
         """CATALOG-4: the summary has the state after all batches up to its number."""

@@ -455,7 +455,7 @@ async def test_a_record_that_leads_out_of_its_directory_keeps_no_job_from_starti
     assert "'../x' cannot be a file in the directory above a checkpoint's files" in caplog.text
 
 
-# --- what a start takes ---------------------------------------------------------------------------------------------------------
+# --- what a start takes -------------------------------------------------------------------------------------------------------
 
 
 class Distant(MemoryStore):

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.layout.catalog_records import CatalogEntry
-from checkpointd.layout.keys import DELETED, LATEST
+from checkpointd.layout.catalog_records import CATALOG, CatalogEntry, close_of
+from checkpointd.layout.keys import DELETED, LATEST, AttemptId
 from checkpointd.layout.manifest import Deleted, encode
 from checkpointd.pipeline.root import candidates as choices
+from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import candidates, listed, lost_newest
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
@@ -85,3 +86,19 @@ async def test_candidate_1_a_removed_checkpoint_that_latest_names_is_a_loss_only
     assert len(told) == 1
     assert untold == ()
     assert (await lost_newest(store, now()) is None) == (removed == 1)
+
+
+async def test_candidate_1_it_is_no_loss_if_the_catalog_knows_of_the_removal_and_not_of_the_outcome() -> None:
+    """A collector removes a checkpoint before its coordinator puts the close (found by simulation)."""
+    store = MemoryStore()
+    await saves(store, True, True, True)
+    closes = [close_of(await catalog.read_outcome(store, f"tag{n}", AttemptId(1, 0))) for n in (0, 2)]
+    for entry in await store.list(CATALOG):
+        await store.delete(f"{CATALOG}/{entry.name}")
+    await note(store, *(record_of("intent", f"tag{n}", "00000001-0", n=n) for n in range(3)), *closes)
+    await remove(store, "tag1/00000001-0")
+    await note(store, record_of("removed", "tag1", "00000001-0", reason="the test"))
+    await store.put(LATEST, b"tag1\n")
+    found = await candidates(store, now())
+    assert (found.checkpoints[0].tag, found.passed_over) == ("tag2", ())
+    assert await lost_newest(store, now()) is None
