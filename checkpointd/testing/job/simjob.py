@@ -171,10 +171,10 @@ class SimJob:
     # --- incarnations ------------------------------------------------------------------------------------------
 
     async def _until_done(self) -> None:
-        follower = SecondJob()
+        follower, name = SecondJob(), self.schedule.job.name
         for _ in range(INCARNATIONS_MAX):
-            stranger = follower.who != "same"
-            config = replace(self.schedule.job, name="stranger" if stranger else self.schedule.job.name)
+            name = name if follower.who == "same" else "stranger"  # a stranger's launcher starts the stranger again
+            config = replace(self.schedule.job, name=name)
             incarnation = self._start(config, take_over=follower.who == "usurper")
             await self._ended(incarnation)
             if not incarnation.interrupted.done():
