@@ -300,13 +300,16 @@ class AnnouncementWatch:
     store: Store
     _next: int | None = None
     _seen: set[str] = field(default_factory=set)
+    """The attempts of the last batch that was looked for."""
     _misses: int = 0
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def has_announced(self, prefix: str) -> bool:
         """Whether a durable record announces the attempt `prefix` (`<tag>/<attempt>`), as far as this look shows."""
-        if prefix not in self._seen:
-            await self._look(prefix)
-        return prefix in self._seen
+        async with self._turn:  # of two attempts that look at once, one would skip a batch
+            if prefix not in self._seen:
+                await self._look(prefix)
+            return prefix in self._seen
 
     async def _look(self, prefix: str) -> None:
         # A summary may cover the next batch before this process sees it, so now and then it lists the names.
@@ -325,7 +328,8 @@ class AnnouncementWatch:
             except DamagedError:
                 self._next += 1
                 continue
-            if any(record.prefix == prefix for record in batch.records):
+            named = {record.prefix for record in batch.records}
+            if prefix in named:
                 await self.store.settle(batch_key(self._next))  # its writer may die before it is durable
-                self._seen = {prefix}
+                self._seen = named
             self._next += 1

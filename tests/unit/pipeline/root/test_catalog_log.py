@@ -10,7 +10,7 @@ from checkpointd.errors import StoreError
 from checkpointd.layout.catalog_records import CATALOG, CatalogRecord, batch_key, summary_key
 from checkpointd.pipeline.root import catalog_log
 from checkpointd.pipeline.root.catalog_log import AnnouncementWatch, CatalogLog, note, record_of
-from checkpointd.store.base import Store
+from checkpointd.store.base import SMALL_BYTES_MAX, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.passing import PassingStore
 from tests.builders import save_checkpoint
@@ -66,6 +66,10 @@ class Slow(MemoryStore):
         if number in self.fails:
             raise StoreError(f"put {number} failed")
         return await super().put_if_absent(key, data)
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        await asyncio.sleep(0)
+        return await super().get(key, size_max=size_max)
 
 
 async def test_catalog_3_of_processes_that_race_each_gets_a_number() -> None:
@@ -209,6 +213,21 @@ async def test_a_rank_finds_the_announcement_at_the_end() -> None:
     await CatalogLog(store).append(intent(40))
     looks = [await watch.has_announced(prefix(40)) for _ in range(2 * catalog_log.READS)]
     assert looks[-1]
+
+
+async def test_a_rank_finds_all_announcements_of_a_batch() -> None:
+    store = MemoryStore()
+    watch = AnnouncementWatch(store)
+    await CatalogLog(store).append(intent(1), intent(2))
+    assert [await watch.has_announced(prefix(step)) for step in (2, 1)] == [True, True]
+
+
+async def test_ranks_of_several_attempts_that_look_at_once_skip_no_batch() -> None:
+    store = Slow()
+    watch = AnnouncementWatch(store)
+    for step in (1, 2):
+        await CatalogLog(store).append(intent(step))
+    assert await asyncio.gather(*(watch.has_announced(prefix(step)) for step in (1, 2))) == [True, True]
 
 
 async def test_a_catalog_that_was_removed_begins_again() -> None:
