@@ -21,7 +21,7 @@ CATALOG = f"{SERVICE}/catalog"
 SUMMARY_BYTES_MAX = 1 << 30
 """The largest summary: a few hundred bytes for each attempt, so millions of attempts."""
 BATCH_BYTES_MAX = 1 << 18
-"""Larger batches of records are cut. JSON with indents takes up to four times as much, which is small enough for one read."""
+"""Larger batches of records are cut. JSON with indents takes a few times as much, which is small enough for one read."""
 _NAME = re.compile(r"(\d{12})\.(records|summary)\Z", re.ASCII)
 
 _OUTCOMES = msgspec.json.Decoder(Outcome)
@@ -288,4 +288,6 @@ def _fault(found: RecordBatch | CatalogSummary, number: int, named: Sequence[Cat
             if isinstance(one, CatalogRecord) and one.kind == "rebuilt":
                 continue
             return f"names an attempt {one.tag!r}/{one.attempt!r}, which cannot be"
+        if isinstance(one, CatalogRecord) and one.kind == "close" and not bytes(one.outcome):
+            return f"closes {one.prefix} without its outcome"
     return None

@@ -110,11 +110,14 @@ def test_names_have_one_spelling() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"attempt": "1-0"}, {"tag": "../elsewhere"}, {"tag": ".checkpointd"}], ids=lambda c: next(iter(c))
+    "change",
+    [{"attempt": "1-0"}, {"tag": "../elsewhere"}, {"tag": ".checkpointd"}, {"kind": "close", "digest": "0" * 32}],
+    ids=lambda c: next(iter(c)),
 )
 def test_what_no_writer_puts_is_damage(change: dict[str, object]) -> None:
+    put = msgspec.structs.replace(record("intent"), **change)
     with pytest.raises(DamagedError):
-        decode_batch(encode_batch(batch(record("intent"), record("intent", **change))), 1)
+        decode_batch(encode_batch(batch(record("intent"), put)), 1)
 
 
 def test_a_batch_of_another_number_is_damage() -> None:
