@@ -51,7 +51,7 @@ from checkpointd.store.patient import Patience, PatientStore
 log = logging.getLogger("checkpointd")
 
 COMPACT_EVERY = 64
-"""A start puts a summary of the catalog after this many records, since the processes of its job read the rest next."""
+"""A start puts a summary of the catalog after this many batches, since the processes of its job read the rest next."""
 
 
 @dataclass(slots=True)
@@ -211,7 +211,7 @@ async def judge(store: Store, attempt: AttemptView, checking: asyncio.Lock | Non
     """The outcome of an attempt that gets no more votes. Writes nothing. Raises UnreadableError if votes or indexes cannot be
     read now.
 
-    `checking` is held while the plans of all ranks are in memory, so that judging many attempts takes the memory of one.
+    `checking` is held while the plans of all ranks are in memory, so of many attempts the plans of one are there at a time.
     """
     # An abort cannot be taken back, so several looks must agree that an object is missing.
     store = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
@@ -248,19 +248,23 @@ async def _checked_storage(store: Store, attempt: AttemptView, ballot: Ballot) -
     """
     votes = {rank: vote for rank, vote in sorted(ballot.votes.items()) if vote is not None}
     names, numbering = TensorNumbers(), asyncio.Lock()
+    stored, faults = dict[int, NumberedPlan](), dict[int, Decision]()
 
-    async def stored_by(vote: Vote) -> NumberedPlan | Decision:
+    async def check(vote: Vote) -> None:
+        if faults:
+            return  # one is enough, and others may take as long to find
         try:
             index = await _checked_index(store, attempt.prefix, vote)
         except (NotFoundError, DamagedError) as error:
-            return decisions.unshared(f"rank {vote.rank} voted yes, but {error}")
+            faults[vote.rank] = decisions.unshared(f"rank {vote.rank} voted yes, but {error}")
+            return
         async with numbering:  # `names` is not made for several threads
-            return await aside(len(index.tensors), NumberedPlan.of, index, names)
+            stored[vote.rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
 
-    found = await each(stored_by, [*votes.values()])
-    stored = {rank: plan for rank, plan in zip(votes, found, strict=True) if not isinstance(plan, Decision)}
-    if fault := next((plan for plan in found if isinstance(plan, Decision)), None):
-        return fault
+    await each(check, [*votes.values()])
+    if faults:
+        return faults[min(faults)]
+    stored = dict(sorted(stored.items()))
     checked = await check_together(stored, names, sum(vote.tensors for vote in votes.values()))
     if isinstance(checked, Decision):
         return checked

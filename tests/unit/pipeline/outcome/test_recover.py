@@ -509,3 +509,21 @@ def test_a_start_settles_sixteen_attempts_in_little_more_time_than_one(voting: t
 def test_an_attempt_of_many_ranks_is_judged_in_little_more_time_than_one_of_few() -> None:
     few, many = (recovery_s(1, world_size=ranks, voting=tuple(range(ranks))) for ranks in (2, 16))
     assert many < 2 * few
+
+
+def test_an_attempt_that_lost_the_shards_of_many_ranks_is_aborted_as_soon_as_one_that_lost_one() -> None:
+    """A missing object is looked for again for seconds, and one is enough for the abort."""
+
+    async def aborted_s(lost: int) -> float:
+        store, clock = MemoryStore(), asyncio.get_running_loop().time
+        await leave_in_doubt(store, world_size=64, voting=tuple(range(64)))
+        for rank in range(lost):
+            await store.delete(f"{PREFIX}/{rank:05d}.index")
+        [view] = await catalog.attempts_of(store, TAG)
+        began = clock()
+        decided = (await judge(store, view)).outcome
+        assert decided.error is not None
+        assert "rank 0 voted yes, but" in decided.error.message
+        return clock() - began
+
+    assert 0 < simloop.run(0, aborted_s(64)) < 2 * simloop.run(0, aborted_s(1))
