@@ -24,6 +24,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -302,8 +303,13 @@ async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
 async def _leased(store: Store, known: CatalogLog | None) -> list[str]:
     """The undecided attempts with a lease, whether its holder lives or not."""
     prefixes = [attempt_prefix(*one) for one in (await catalog.may_be_undecided(store, known))[0]]
-    names = [{entry.name for entry in entries} for entries in await each(store.list, prefixes)]
-    return [prefix for prefix, there in zip(prefixes, names, strict=True) if LEASE in there and OUTCOME not in there]
+    are_leased = await each(partial(_is_leased, store), prefixes)
+    return [prefix for prefix, is_leased in zip(prefixes, are_leased, strict=True) if is_leased]
+
+
+async def _is_leased(store: Store, prefix: str) -> bool:
+    names = {entry.name for entry in await store.list(prefix)}
+    return LEASE in names and OUTCOME not in names
 
 
 async def worker_of(store: Store, prefix: str, sight: Sight) -> Lease | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from checkpointd.layout.manifest import Lease, decode, encode
 from checkpointd.pipeline.root import epochs, leases
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
+from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
@@ -324,6 +326,34 @@ def test_a_lease_that_is_being_put_does_not_come_back_after_its_release() -> Non
 
 
 # --- attempts -----------------------------------------------------------------------------------------------------------
+
+
+class Large(MemoryStore):
+    """Attempts with many objects. Notes how many bytes of memory are in use at each listing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_use: list[int] = []
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self.in_use.append(tracemalloc.get_traced_memory()[0])
+        if not prefix.startswith("t"):
+            return await super().list(prefix)
+        return [Entry(f"{prefix[1:3]}-{n:03d}.chunks", 1, is_prefix=False) for n in range(1000)]
+
+
+def test_a_look_at_many_attempts_takes_the_memory_of_a_few() -> None:
+    """If the catalog is damaged, all attempts of a root are looked at."""
+
+    async def work() -> None:
+        store = Large()
+        await note(store, *(record_of("intent", f"t{n:02d}", "00000001-0", n=n) for n in range(80)))
+        tracemalloc.start()
+        assert await attempts_at_work(store) == ()
+        tracemalloc.stop()
+        assert max(store.in_use) < 1_000_000, "the names of one attempt take 100,000 bytes"
+
+    simulated(work)
 
 
 def test_an_attempt_survives_while_its_lease_is_renewed() -> None:
