@@ -53,8 +53,7 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.marks import condemn, references
 from checkpointd.pipeline.root.tag_directories import hide
-from checkpointd.pipeline.workers import run_workers
-from checkpointd.store.base import Entry, Store
+from checkpointd.store.base import Entry, Store, each
 
 log = logging.getLogger("checkpointd")
 
@@ -201,7 +200,7 @@ async def _sweep_each(sweeps: Sequence[Callable[[], Awaitable[Removal]]], errors
         with _noted(errors):
             removed[place] = await sweeps[place]()
 
-    await run_workers([partial(sweep, place) for place in range(len(sweeps))], SWEEPS)
+    await each(sweep, range(len(sweeps)), SWEEPS)
     return [removed[place] for place in sorted(removed)]
 
 
@@ -275,7 +274,7 @@ async def _forget(store: Store, spent: Sequence[AttemptFacts], known: CatalogLog
             await remove_records(store, facts.prefix)
             forgotten.append(facts)
 
-    await run_workers([partial(forget, facts) for facts in spent], SWEEPS)
+    await each(forget, spent, SWEEPS)
     await note(store, *(record_of("forgotten", facts.tag, facts.attempt) for facts in forgotten))
 
 

@@ -4,6 +4,8 @@ pipeline/gc/collect.py; crashes are simulated.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -381,6 +383,32 @@ async def test_collect_8_older_aborted_attempts_are_forgotten_and_the_catalog_fo
     known = CatalogLog(store)
     await known.refresh()
     assert [entry.tag for entry in known.state.entries.values()] == ["global_step5", "global_step6"]
+
+
+async def test_a_removal_that_is_cancelled_begins_nothing_more() -> None:
+    """Who closes a Checkpointer waits for it."""
+
+    class Slow(MemoryStore):
+        begun = 0
+
+        async def delete(self, key: str, *, durable: bool = True) -> None:
+            self.begun += 1
+            await asyncio.sleep(0)
+            await super().delete(key, durable=durable)
+
+    store = Slow()
+    await aborted(store, range(1, 3))
+    for step, n in itertools.product((1, 2), range(100)):
+        await store.put(f"global_step{step}/00000001-0/{chunks_name(0, n)}", b"put late")
+    before = store.begun
+    removal = asyncio.create_task(collection(store, Retention(), dry_run=False))
+    while store.begun == before:
+        await asyncio.sleep(0)
+    begun = store.begun
+    removal.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await removal
+    assert store.begun == begun
 
 
 class Stubborn(MemoryStore):
