@@ -127,7 +127,7 @@ class Mirroring:
         """The attempts at the mirror that are not as its catalog says, as far as a whole look, or a copy, has found out."""
         self._seen: BothRoots | None = None
         self._at: tuple[int, str] | None = None
-        """The record of the origin's catalog up to which nothing is left to do, and its fault."""
+        """The batch of the origin's catalog up to which nothing is left to do, and its fault."""
 
     # --- beginning and end ----------------------------------------------------------------------------------------
 
