@@ -55,7 +55,8 @@ from checkpointd.pipeline.root.identity import user
 from checkpointd.pipeline.root.leases import ANSWER_S, LENGTH_S
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.workers import stopped
-from checkpointd.store.base import Store
+from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
+from checkpointd.store.passing import PassingStore
 from checkpointd.store.showing import plain_files_of
 
 log = logging.getLogger("checkpointd")
@@ -114,6 +115,24 @@ Decides: TypeAlias = Callable[[Collection[str], float, Callable[[], Awaitable[No
 
 async def decides_nothing(prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
     """Leave the attempts of older epochs alone."""
+
+
+class _InTurn(PassingStore):
+    """`store` for one look, which makes one call at a time. A file system has few threads, and each call that hangs keeps one
+    (TIDY-4).
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._turn = asyncio.Lock()
+
+    async def list(self, prefix: str) -> list[Entry]:
+        async with self._turn:
+            return await super().list(prefix)
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        async with self._turn:
+            return await super().get(key, size_max=size_max)
 
 
 class Tidier:
@@ -485,9 +504,10 @@ class Tidier:
         self._led.discard(prefix)
 
     async def _views(self, scope: str) -> list[AttemptView]:
+        store = self._store if self._store.capabilities.at_once > 1 else _InTurn(self._store)
         if scope:
-            return await catalog.attempts_of(self._store, scope)
-        return await catalog.scan(self._store, self.known)
+            return await catalog.attempts_of(store, scope)
+        return await catalog.scan(store, self.known)
 
     async def _remove(self, scope: str) -> None:
         """Remove dead attempts in `scope`, and note what is left there.

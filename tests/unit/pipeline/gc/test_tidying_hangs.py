@@ -22,8 +22,10 @@ from checkpointd.pipeline.read.verify import CheckpointVerdict
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd.waits import to_the_end
+from tests.builders import save_checkpoint
 from tests.saving_jobs import PERSIST, TIMEOUT_S, Disk, Job, run
 
 
@@ -114,6 +116,35 @@ def test_tidy_4_a_storage_that_does_not_answer_a_look_costs_space_and_no_save_an
         if rank == 0:
             with pytest.raises(ClosedError):
                 await saved("later", 9)
+
+    run(0, main)
+
+
+def test_tidy_4_a_look_keeps_one_thread_of_a_storage_of_which_many_directories_do_not_answer() -> None:
+    """As where the directories of some tags lie on a metadata server that is away. A file system has four threads for looks."""
+    hanging: set[str] = set()
+
+    class PartlyAway(Disk):
+        is_away = False
+
+        async def list(self, prefix: str) -> list[Entry]:
+            if self.is_away and prefix.startswith("away"):
+                hanging.add(prefix)
+                await asyncio.sleep(30 * TIMEOUT_S)
+            return await super().list(prefix)
+
+    async def main(rng: random.Random) -> None:
+        loop, disk = asyncio.get_running_loop(), PartlyAway(rng)
+        for n in range(8):
+            await save_checkpoint(disk, tag=f"away{n}", step=n, world_size=1)
+        commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention(keep_last=1))
+        tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
+        disk.is_away = True
+        info = AttemptInfo(tag="here", attempt=AttemptId(2, 0), rank=0, world_size=1, step=9, n=0)
+        tidier.expect(info)
+        await tidier.room_for(info, loop.time() + TIMEOUT_S, 1 << 30)
+        assert 0 < len(hanging) <= tidying.LOOKS_MAX
+        await tidier.close()
 
     run(0, main)
 
