@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Container
-from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -84,12 +83,18 @@ def _order(view: AttemptView) -> tuple[int, int, int]:
     return view.attempt.epoch, n, view.attempt.k
 
 
-async def _settle(store: Store, view: AttemptView) -> None:
-    """Make durable what the catalog will say of the attempt (CATALOG-2): it may have been decided or marked only now."""
+async def _settle(store: Store, view: AttemptView) -> bool:
+    """Make durable what the catalog will say of the attempt (CATALOG-2): it may have been decided or marked only now. Returns
+    False if it has been forgotten meanwhile.
+    """
+    is_there = True
     for name in (OUTCOME, DELETED):
         if name in view.sizes:
-            with suppress(NotFoundError):
+            try:
                 await store.settle(f"{view.prefix}/{name}")
+            except NotFoundError:
+                is_there = False
+    return is_there
 
 
 async def _entry(store: Store, view: AttemptView) -> CatalogEntry:
@@ -110,11 +115,10 @@ async def _entry(store: Store, view: AttemptView) -> CatalogEntry:
 async def _settles(store: Store, view: AttemptView) -> bool:
     """Make the attempt's outcome and mark durable. Returns whether that could be done."""
     try:
-        await _settle(store, view)
+        return await _settle(store, view)
     except StoreError as error:
         log.error("the catalog goes without what is new at %s, which may not be durable: %s", view.prefix, error)
         return False
-    return True
 
 
 async def _missing(store: Store, view: AttemptView, entry: CatalogEntry | None) -> list[CatalogRecord]:

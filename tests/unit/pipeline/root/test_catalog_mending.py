@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from checkpointd.errors import StagingError
 from checkpointd.layout.catalog_records import CATALOG, CatalogRecord, CatalogState, Kind, close_of
 from checkpointd.layout.keys import DELETED, AttemptId
 from checkpointd.layout.manifest import Deleted, encode
+from checkpointd.pipeline.gc.collect import remove_records
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, catalog_mending, epochs
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
@@ -158,6 +160,28 @@ async def test_catalog_7_a_late_record_shows_no_checkpoint(kind: Kind, monkeypat
     await note(store, late)
     found = [view.prefix for view in await catalog.scan(store)]
     assert found == ["global_step1/00000001-1", "global_step2/00000001-0", "global_step3/00000001-0"]
+
+
+async def test_catalog_2_what_is_forgotten_while_a_start_looks_is_not_added_again() -> None:
+    """Another start, or `gc`, may go on beside it."""
+
+    class Forgetting(MemoryStore):
+        forgets = False
+
+        async def settle(self, key: str) -> None:
+            if key == "global_step4/00000001-0/outcome" and self.forgets:
+                self.forgets = False
+                await remove_records(self, "global_step4/00000001-0")
+                await note(self, record_of("forgotten", "global_step4", "00000001-0"))
+            await super().settle(key)
+
+    store = Forgetting()
+    await several(store)
+    await save_checkpoint(store, tag="global_step4", step=4, world_size=1, failing={0: StagingError("torn")})
+    store.forgets = True
+    state = await started(store)
+    assert not store.forgets
+    assert "global_step4/00000001-0" not in state.entries
 
 
 async def test_catalog_1_an_attempt_announced_while_the_catalog_is_made_again_stays() -> None:
