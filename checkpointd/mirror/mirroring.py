@@ -15,7 +15,8 @@ Invariants
       epoch there, and stops when a newer one begins.
   MIRROR-6  A checkpoint that is damaged, unreadable or removed at the origin is named, and holds up no other.
   MIRROR-7  Checkpoints at the mirror are removed only by its rules and by the collection's own (READBACK-3), and none to whose
-      objects a commit of the origin refers that is not mirrored yet.
+      objects a commit of the origin refers that is not mirrored yet. One that is damaged, and that the rules would keep if it
+      were whole, stays as long as it may be healed, unless a new checkpoint finds no room.
   MIRROR-8  A checkpoint that a record at the mirror calls damaged, or whose outcome is damaged there, is copied again from the
       same attempt of the origin, object by object, where that has it whole (MIRRORCOPY-5). It counts as whole again only once
       all of it was read back from the mirror. If it cannot be healed, each run names it. If an outcome is gone there that the
@@ -26,22 +27,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-
-import msgspec
 
 from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.catalog_records import CatalogEntry
-from checkpointd.layout.keys import OUTCOME, VERIFIED
+from checkpointd.layout.keys import OUTCOME
 from checkpointd.layout.manifest import Outcome
 from checkpointd.mirror import bare_holders
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
 from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News, RemovalNews
-from checkpointd.mirror.planning import Agenda, missing, outcomes_of, planned, spared
+from checkpointd.mirror.planning import (
+    Agenda,
+    as_healed,
+    as_unread,
+    damaged_of,
+    given_up,
+    has_proof,
+    missing,
+    outcomes_of,
+    planned,
+    spared,
+)
 from checkpointd.mirror.provenance import (
     Lineage,
     check_apart,
@@ -224,7 +234,7 @@ class Mirroring:
         going: set[str] = set()
         if wanted:
             stay = [view for view in ours if view.state == "committed"]
-            coming = [_as_unread(view) for view in wanted if view.prefix not in self._tried]
+            coming = [as_unread(view) for view in wanted if view.prefix not in self._tried]
             choice = await chosen_by(self.mirror, [*stay, *coming], self.config.rules)
             going = {facts.prefix for facts, _ in choice.going}
         agenda = planned(
@@ -270,7 +280,7 @@ class Mirroring:
             try:
                 is_copied = await self._copy(due[0], seen, len(due) - 1)
             except StoreFullError:
-                if not await self._make_room(await self._see()):
+                if not await self._make_room(await self._see(), is_full=True):
                     raise
                 is_copied = False  # the rules have made room
             copied += is_copied
@@ -283,9 +293,9 @@ class Mirroring:
             await self._make_room(await self._see())  # what waited for something whole may go; reading takes long
         return copied
 
-    async def _make_room(self, seen: BothRoots) -> bool:
-        """Apply the rules. Returns whether anything was removed."""
-        return await reserve.on_full_disk(self.mirror, partial(self._retire, seen))
+    async def _make_room(self, seen: BothRoots, *, is_full: bool = False) -> bool:
+        """Apply the rules. `is_full`: what is damaged does not wait to be healed. Returns whether anything was removed."""
+        return await reserve.on_full_disk(self.mirror, partial(self._retire, seen, is_full=is_full))
 
     async def _follow_starts(self) -> None:
         """See that the origin is there and is the same root, and record its new starts."""
@@ -299,9 +309,9 @@ class Mirroring:
 
     def try_again(self) -> None:
         """Try checkpoints again that could not be read or healed, or that the mirror or a record stood in the way of."""
-        self._tried = {prefix: self._tried[prefix] for prefix in _lost(self._tried) - self._recorded}
-        lost = {prefix for prefix, kind in self._not_healed.items() if kind in ("damaged", "blocked")}  # all of it was read
-        self._not_healed = {prefix: self._not_healed[prefix] for prefix in lost - self._recorded}
+        self._tried = {prefix: self._tried[prefix] for prefix in given_up(self._tried) - self._recorded}
+        stays = {prefix for prefix, kind in self._not_healed.items() if kind in ("damaged", "blocked")}  # all of it was read
+        self._not_healed = {prefix: self._not_healed[prefix] for prefix in stays - self._recorded}
         self._recorded.clear()
 
     @property
@@ -348,7 +358,7 @@ class Mirroring:
         self, checkpoint: Checkpoint, seen: BothRoots, proof: Checkpoint | None, *, heals: bool = False
     ) -> CheckpointCopy:
         had, known = self._had(), outcomes_of(seen.theirs)
-        coming = {view.prefix for view in seen.theirs if view.state == "committed"} - _lost(self._tried)
+        coming = {view.prefix for view in seen.theirs if view.state == "committed"} - given_up(self._tried)
         return CheckpointCopy(
             self.origin, self.mirror, checkpoint, self._held, proof, known, self._on_bytes, heals, had, coming
         )
@@ -395,11 +405,8 @@ class Mirroring:
     async def _heal(self, seen: BothRoots) -> bool:
         """Copy again what is damaged at the mirror, oldest first, or say why not (MIRROR-8). Returns whether that was tried."""
         there = {view.prefix: view for view in seen.theirs}
-        damaged = {one.prefix for one in catalog.checkpoints_of(seen.ours) if one.read_back == "damaged"}
-        damaged |= {view.prefix for view in seen.ours if view.state == "unreadable" and view.read_back == "damaged"}
-        views = [view for view in seen.ours if view.prefix in damaged or view.state == "damaged"]
         orders = {view.prefix: view.order or (0, 0) for view in seen.theirs}
-        due = [view for view in views if view.prefix not in self._not_healed]
+        due = [view for view in damaged_of(seen.ours) if view.prefix not in self._not_healed]
         for view in sorted(due, key=lambda view: orders.get(view.prefix, (0, 0))):
             says = view.damage or f"a record at {self.mirror.url} says that it is damaged"
             try:
@@ -436,16 +443,18 @@ class Mirroring:
 
     # --- the rules of the mirror ------------------------------------------------------------------------------------
 
-    async def _retire(self, seen: BothRoots) -> bool:
+    async def _retire(self, seen: BothRoots, *, is_full: bool) -> bool:
         """Remove what no rule keeps at the mirror, and leftovers (MIRROR-7). Returns whether anything was removed."""
         choice = await chosen_by(self.mirror, seen.ours, self.config.rules)
-        if choice.surplus or (choice.going and not _has_proof(seen.ours, {facts.prefix for facts, _ in choice.going})):
+        if choice.surplus or (choice.going and not has_proof(seen.ours, {facts.prefix for facts, _ in choice.going})):
             # Jobs read back what they save; here, only the newest that is to take the place of older ones is.
             await self._prove(seen.ours)
             seen.ours = await self._ours()
             choice = await chosen_by(self.mirror, seen.ours, self.config.rules)
         views = seen.ours
         stays = spared(seen.agenda.due, seen.theirs, views)
+        if not is_full:
+            stays |= await self._to_be_healed(seen)
         going = [dead for dead in choice.going if dead[0].prefix not in stays]
         failed: list[StoreError] = []
         await self._held.check()
@@ -463,6 +472,16 @@ class Mirroring:
         if retired:
             self._tell(RemovalNews(retired=retired, freed_bytes=sum(one.freed_bytes for one in removed)))
         return bool(removed)
+
+    async def _to_be_healed(self, seen: BothRoots) -> set[str]:
+        """The damaged checkpoints that may be healed yet, and that the rules would keep if they were whole, by prefix."""
+        there = {view.prefix for view in seen.theirs if view.state == "committed"} - given_up(self._not_healed)
+        found = {view.prefix for view in damaged_of(seen.ours)} & there
+        if not found:
+            return found
+        healed = [as_healed(view) if view.prefix in found else view for view in seen.ours]
+        choice = await chosen_by(self.mirror, healed, self.config.rules)
+        return found - {facts.prefix for facts, _ in choice.going}
 
     async def _prove(self, views: Sequence[AttemptView]) -> None:
         """Read the newest checkpoint back from the mirror, unless that was done."""
@@ -550,23 +569,6 @@ def _outcome_in(entry: CatalogEntry) -> Outcome | None:
         return entry.decoded
     except DamagedError:
         return None
-
-
-def _lost(tried: Mapping[str, Kind]) -> set[str]:
-    """Those of the attempts `tried` that are not tried again."""
-    return {prefix for prefix, kind in tried.items() if kind in ("damaged", "removed")}
-
-
-def _as_unread(view: AttemptView) -> AttemptView:
-    """The attempt of the origin as the mirror would have it: nobody has read it back there."""
-    if view.entry is not None:
-        return replace(view, entry=msgspec.structs.replace(view.entry, verified=False))
-    return replace(view, sizes={name: size for name, size in view.sizes.items() if name != VERIFIED})
-
-
-def _has_proof(views: Sequence[AttemptView], going: set[str]) -> bool:
-    """Whether a checkpoint that stays is recorded as read back whole."""
-    return any(v.state == "committed" and v.read_back == "whole" and v.prefix not in going for v in views)
 
 
 async def run_once(mirroring: Mirroring, news: list[News]) -> MirrorReport:

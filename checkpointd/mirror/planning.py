@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import msgspec
+
 from checkpointd.commit.facts import Order
+from checkpointd.layout.keys import DAMAGED, VERIFIED
 from checkpointd.layout.manifest import Outcome
 from checkpointd.mirror.news import Kind
 from checkpointd.pipeline.root import catalog
@@ -77,3 +80,34 @@ def spared(due: Iterable[Checkpoint], theirs: Iterable[AttemptView], ours: Itera
     if any(view.state == "in-doubt" for view in theirs):
         found |= {checkpoint.prefix for checkpoint in catalog.commits_of(ours)[:SPARED]}
     return found
+
+
+def damaged_of(ours: Sequence[AttemptView]) -> list[AttemptView]:
+    """The attempts at the mirror that are to be healed: a record says that they are damaged, or their outcome is."""
+    damaged = {one.prefix for one in catalog.checkpoints_of(ours) if one.read_back == "damaged"}
+    damaged |= {view.prefix for view in ours if view.state == "unreadable" and view.read_back == "damaged"}
+    return [view for view in ours if view.prefix in damaged or view.state == "damaged"]
+
+
+def given_up(tried: Mapping[str, Kind]) -> set[str]:
+    """Those of the attempts `tried` that are not tried again."""
+    return {prefix for prefix, kind in tried.items() if kind in ("damaged", "removed")}
+
+
+def as_unread(view: AttemptView) -> AttemptView:
+    """The attempt of the origin as the mirror would have it: nobody has read it back there."""
+    if view.entry is not None:
+        return replace(view, entry=msgspec.structs.replace(view.entry, verified=False))
+    return replace(view, sizes={name: size for name, size in view.sizes.items() if name != VERIFIED})
+
+
+def as_healed(view: AttemptView) -> AttemptView:
+    """The attempt as it will be at the mirror if it is healed, before it was read back."""
+    if view.entry is not None:
+        return replace(view, entry=msgspec.structs.replace(view.entry, verified=False, damaged=False))
+    return replace(view, sizes={name: size for name, size in view.sizes.items() if name not in (VERIFIED, DAMAGED)})
+
+
+def has_proof(views: Iterable[AttemptView], going: Collection[str]) -> bool:
+    """Whether a checkpoint that stays is recorded as read back whole."""
+    return any(v.state == "committed" and v.read_back == "whole" and v.prefix not in going for v in views)

@@ -38,7 +38,7 @@ from tests.unit.mirror.origins import (
     told,
     whole_ones,
 )
-from tests.unit.mirror.stores import Breaking, Damaging, Unreadable, Watched, attempt, flip
+from tests.unit.mirror.stores import Breaking, Damaging, Small, Unreadable, Watched, attempt, flip
 
 CHUNKS = f"{TAG.format(1)}/00000-0.chunks"
 
@@ -442,6 +442,45 @@ def test_a_newer_checkpoint_does_not_rely_on_what_the_one_before_it_shows_to_be_
         await save(origin, 3)
         await deletion(origin, "global_step2", force=True, dry_run=False)
         assert kinds(await mirrored(origin, mirror)) == {"global_step3": "mirrored", "global_step2": "damaged-here"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("keep_last", [2, 3])
+def test_rules_remove_no_damaged_checkpoint_that_they_would_keep_once_it_is_healed(keep_last: int) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3, 4, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        flip(mirror, f"{TAG.format(3)}/00000-0.chunks")
+        await found_damaged(mirror, 3)
+        rules = Retention(keep_last=keep_last)
+        report = await mirrored(Unreadable(origin, f"{TAG.format(3)}/00000-0.chunks"), mirror, rules=rules)
+        assert kinds(report) == {"global_step3": "damaged-here"}
+        assert "global_step3" in await tags_of(mirror)  # it may be healed later
+        assert kinds(await mirrored(origin, mirror, rules=rules)) == {"global_step3": "healed"}
+        assert await tags_of(mirror) == ["global_step4", "global_step3", "global_step2"][:keep_last]
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("why", ["no room", "the origin does not have it"])
+def test_a_damaged_checkpoint_goes_by_the_rules_if_a_new_one_finds_no_room_or_it_cannot_be_healed(why: str) -> None:
+    async def main() -> None:
+        rules = Retention(keep_last=2)
+        origin, mirror = await origin_with(1, 2, 3, dedup=False), Small(MemoryStore("mirror"))
+        await mirrored(origin, mirror, rules=rules)
+        flip(mirror.inner, f"{TAG.format(2)}/00000-0.chunks")
+        await found_damaged(mirror, 2)
+        if why == "no room":
+            await save(origin, 4, dedup=False)
+            mirror.room = mirror.used + 8192  # for the records of the run
+        else:
+            await deletion(origin, "global_step2", force=True, dry_run=False)
+        assert (await mirrored(origin, mirror, rules=rules)).retired == ("global_step2",)
+        left = ["global_step4", "global_step3"] if why == "no room" else ["global_step3", "global_step1"]
+        assert await tags_of(mirror) == left
         await check_whole(mirror, origin)
 
     simulated(main())
