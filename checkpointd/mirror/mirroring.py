@@ -39,7 +39,7 @@ from checkpointd.layout.manifest import Outcome
 from checkpointd.mirror import bare_holders
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
-from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News, RemovalNews
+from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News, RemovalNews, news_of
 from checkpointd.mirror.planning import (
     Agenda,
     as_healed,
@@ -48,6 +48,7 @@ from checkpointd.mirror.planning import (
     given_up,
     has_proof,
     missing,
+    newest_for_latest,
     outcomes_of,
     planned,
     spared,
@@ -65,6 +66,7 @@ from checkpointd.mirror.provenance import (
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.gc.retire import chosen_by
 from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.read.verify import CheckpointVerdict
 from checkpointd.pipeline.root import catalog, reserve
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog
@@ -132,6 +134,8 @@ class Mirroring:
         """The attempts that are damaged at the mirror and could not be healed, with the reason."""
         self._recorded: set[str] = set()
         """Those that a record at the origin calls damaged, or whose outcome is: a look shows whether that is still so."""
+        self._unread: set[str] = set()
+        """Those at the mirror that could not be read back."""
         self._said: set[str] = set()
         self._hurt: set[str] = set()
         """The attempts at the mirror that are not as its catalog says, as far as a whole look, or a copy, has found out."""
@@ -182,11 +186,11 @@ class Mirroring:
 
     async def _end_commits(self, views: Sequence[AttemptView]) -> None:
         """Make outcomes durable that are new, mend the catalog, and move `latest`: a commit may have failed half-way. `latest`
-        stays if the newest checkpoint is damaged.
+        stays if the newest checkpoint is damaged, or is yet to be read back first.
         """
         await mend(self.mirror, self._our_log, views)
-        newest = next((one for one in catalog.commits_of(views) if one.outcome.save_latest), None)
-        if newest is None or newest.read_back != "damaged":
+        newest = newest_for_latest(views)
+        if newest is None or newest.read_back == "whole" or (newest.read_back == "no" and not self.config.verify):
             await move_latest_to_newest(self.mirror, self._our_log)
 
     # --- looking ----------------------------------------------------------------------------------------------------
@@ -289,6 +293,10 @@ class Mirroring:
                 seen = await self._see()
         if not copied:
             await self._make_room(seen)
+        if self.config.verify and await self._prove(
+            newest_for_latest(seen.ours)
+        ):  # a run may have ended, or failed, before it was
+            seen = await self._see()
         if await self._heal(seen):
             await self._make_room(await self._see())  # what waited for something whole may go; reading takes long
         return copied
@@ -313,6 +321,7 @@ class Mirroring:
         stays = {prefix for prefix, kind in self._not_healed.items() if kind in ("damaged", "blocked")}  # all of it was read
         self._not_healed = {prefix: self._not_healed[prefix] for prefix in stays - self._recorded}
         self._recorded.clear()
+        self._unread.clear()
 
     @property
     def has_origin_begun(self) -> bool:
@@ -347,11 +356,11 @@ class Mirroring:
         verdict = await read_back(self.mirror, checkpoint) if self.config.verify else None
         if checkpoint.outcome.save_latest and (verdict is None or verdict.whole):
             await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
-        news = _news(checkpoint, "mirrored", copied=amount.copied, found=amount.found, verified=verdict is not None)
-        if verdict is None or verdict.whole:
-            self._tell(news)
-        elif not verdict.damage:  # what is damaged is healed, or named, once the others are copied
-            self._say(checkpoint, "damaged-here", verdict.unreadable[0].message)
+        if verdict is None or not verdict.damage:  # what is damaged is healed, or named, once the others are copied
+            verified = verdict is not None and verdict.whole
+            self._tell(news_of(checkpoint, "mirrored", copied=amount.copied, found=amount.found, verified=verified))
+        if verdict is not None:
+            self._say_unread(checkpoint, verdict)
         return True
 
     def _copy_of(
@@ -439,7 +448,7 @@ class Mirroring:
         if checkpoint.outcome.save_latest:
             await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
         self._said.discard(_said("damaged-here", view.prefix))
-        self._tell(_news(checkpoint, "healed", copied=amount.copied, found=amount.found, verified=True))
+        self._tell(news_of(checkpoint, "healed", copied=amount.copied, found=amount.found, verified=True))
 
     # --- the rules of the mirror ------------------------------------------------------------------------------------
 
@@ -448,7 +457,7 @@ class Mirroring:
         choice = await chosen_by(self.mirror, seen.ours, self.config.rules)
         if choice.surplus or (choice.going and not has_proof(seen.ours, {facts.prefix for facts, _ in choice.going})):
             # Jobs read back what they save; here, only the newest that is to take the place of older ones is.
-            await self._prove(seen.ours)
+            await self._prove(next(iter(catalog.commits_of(seen.ours)), None))
             seen.ours = await self._ours()
             choice = await chosen_by(self.mirror, seen.ours, self.config.rules)
         views = seen.ours
@@ -483,14 +492,15 @@ class Mirroring:
         choice = await chosen_by(self.mirror, healed, self.config.rules)
         return found - {facts.prefix for facts, _ in choice.going}
 
-    async def _prove(self, views: Sequence[AttemptView]) -> None:
-        """Read the newest checkpoint back from the mirror, unless that was done."""
-        newest = next(iter(catalog.commits_of(views)), None)
-        if newest is None or newest.read_back != "no":
-            return
+    async def _prove(self, newest: Checkpoint | None) -> bool:
+        """Read a checkpoint back from the mirror, unless that was done or tried. Returns whether its result is new."""
+        if newest is None or newest.read_back != "no" or newest.prefix in self._unread:
+            return False
         verdict = await read_back(self.mirror, newest)
-        if verdict.unreadable and not verdict.damage:
-            self._say(newest, "damaged-here", verdict.unreadable[0].message)
+        if self.config.verify and verdict.whole and newest.outcome.save_latest:
+            await move_latest(self.mirror, newest.tag, newest.outcome.order)
+        self._say_unread(newest, verdict)
+        return newest.prefix not in self._unread
 
     # --- news -------------------------------------------------------------------------------------------------------
 
@@ -518,7 +528,14 @@ class Mirroring:
     def _say(self, checkpoint: Checkpoint, kind: Kind, why: str) -> None:
         if _said(kind, checkpoint.prefix) not in self._said:
             self._said.add(_said(kind, checkpoint.prefix))
-            self._tell(_news(checkpoint, kind, why=why))
+            self._tell(news_of(checkpoint, kind, why=why))
+
+    def _say_unread(self, checkpoint: Checkpoint, verdict: CheckpointVerdict) -> None:
+        """Tell of a checkpoint that could not be read back. That proves no damage."""
+        if verdict.unreadable and not verdict.damage:
+            self._unread.add(checkpoint.prefix)
+            why = verdict.unreadable[0].message
+            self._say(checkpoint, "unreadable", f"it cannot be read back at {self.mirror.url} now: {why}")
 
     def _say_view(self, view: AttemptView, why: str) -> None:
         """Tell of an attempt that is damaged at the mirror, once."""
@@ -530,21 +547,6 @@ class Mirroring:
 
 def _said(kind: Kind, prefix: str) -> str:
     return f"{kind} {prefix}"
-
-
-def _news(
-    checkpoint: Checkpoint, kind: Kind, *, copied: int = 0, found: int = 0, verified: bool = False, why: str = ""
-) -> CheckpointNews:
-    return CheckpointNews(
-        kind=kind,
-        tag=checkpoint.tag,
-        attempt=str(checkpoint.attempt),
-        step=checkpoint.outcome.step,
-        copied_bytes=copied,
-        found_bytes=found,
-        verified=verified,
-        why=why,
-    )
 
 
 def _nbytes(checkpoint: Checkpoint) -> int:

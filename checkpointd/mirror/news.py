@@ -7,11 +7,12 @@ from typing import Literal
 import msgspec
 
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.root.catalog import Checkpoint
 
 Kind = Literal["mirrored", "left-out", "removed", "damaged", "unreadable", "blocked", "damaged-here", "healed"]
 """`left-out`: the rules of the mirror would remove it again. `removed`: it was removed at the origin while it was copied.
-`damaged`, `unreadable`: at the origin. `blocked`: the mirror has what stands in its way. `damaged-here`: at the mirror.
-`healed`: it was damaged at the mirror, and is whole again.
+`damaged`: at the origin. `unreadable`: at the origin, or at the mirror when it was to be read back. `blocked`: the mirror has
+what stands in its way. `damaged-here`: at the mirror. `healed`: it was damaged at the mirror, and is whole again.
 """
 
 
@@ -28,6 +29,21 @@ class CheckpointNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     verified: bool = False
     """Whether all of it was read back from the mirror and found whole."""
     why: str = ""
+
+
+def news_of(
+    checkpoint: Checkpoint, kind: Kind, *, copied: int = 0, found: int = 0, verified: bool = False, why: str = ""
+) -> CheckpointNews:
+    return CheckpointNews(
+        kind=kind,
+        tag=checkpoint.tag,
+        attempt=str(checkpoint.attempt),
+        step=checkpoint.outcome.step,
+        copied_bytes=copied,
+        found_bytes=found,
+        verified=verified,
+        why=why,
+    )
 
 
 class RemovalNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

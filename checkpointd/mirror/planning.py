@@ -82,6 +82,11 @@ def spared(due: Iterable[Checkpoint], theirs: Iterable[AttemptView], ours: Itera
     return found
 
 
+def newest_for_latest(ours: Iterable[AttemptView]) -> Checkpoint | None:
+    """The newest checkpoint whose save asked for `latest`."""
+    return next((one for one in catalog.commits_of(ours) if one.outcome.save_latest), None)
+
+
 def damaged_of(ours: Sequence[AttemptView]) -> list[AttemptView]:
     """The attempts at the mirror that are to be healed: a record says that they are damaged, or their outcome is."""
     damaged = {one.prefix for one in catalog.checkpoints_of(ours) if one.read_back == "damaged"}

@@ -215,6 +215,10 @@ class Unreadable(PassingStore):
         self._check(key)
         return await super().get(key, size_max=size_max)
 
+    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
+        self._check(key)
+        await super().get_range(key, offset, out)
+
     async def get_parts(self, key: str, offset: int, parts: Any, then: Any) -> Any:
         self._check(key)
         return await super().get_parts(key, offset, parts, then)

@@ -10,7 +10,7 @@ from checkpointd.admin.gc import deletion
 from checkpointd.admin.recovery import recovery
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, StoreError
-from checkpointd.layout.keys import DAMAGED, OUTCOME
+from checkpointd.layout.keys import DAMAGED, LATEST, OUTCOME, VERIFIED
 from checkpointd.layout.manifest import Damaged, encode
 from checkpointd.mirror.mirroring import error_of
 from checkpointd.pipeline.read.index import read_index
@@ -30,7 +30,7 @@ from tests.unit.mirror.origins import (
     tags_of,
     whole_ones,
 )
-from tests.unit.mirror.stores import Flipping, Lagging, Meanwhile, Refusing, Unreadable, Watched, attempt, flip
+from tests.unit.mirror.stores import Damaging, Flipping, Lagging, Meanwhile, Refusing, Unreadable, Watched, attempt, flip
 
 
 def test_a_damaged_checkpoint_is_named_and_the_others_go_on() -> None:
@@ -219,3 +219,45 @@ class Unlisted(Unreadable):
     async def list(self, prefix: str) -> list[Entry]:
         self._check(prefix)
         return await super().list(prefix)
+
+
+@pytest.mark.parametrize("by", ["--verify", "rules"])
+def test_what_cannot_be_read_back_at_the_mirror_now_is_not_called_damaged_and_is_read_by_the_next_run(by: str) -> None:
+    """A storage that fails proves nothing (READBACK-2). With `verify`, `latest` waits for a checkpoint that is whole."""
+
+    async def main() -> None:
+        config: dict[str, object] = {"verify": True} if by == "--verify" else {"rules": Retention(keep_last=1)}
+        origin, mirror = await origin_with(1, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror, **config)
+        await save(origin, 2, dedup=False)
+        failing = Unreadable(mirror, f"{TAG.format(2)}/00000-0.chunks")
+        report = await mirrored(origin, failing, **config)
+        assert [one.kind for one in report.checkpoints] == ["mirrored", "unreadable"]
+        assert mirror.url in report.checkpoints[1].why
+        assert (error_of(report), report.retired) == (StoreError, ())
+        again = await mirrored(origin, failing, **config)
+        assert (kinds(again), error_of(again)) == ({"global_step2": "unreadable"}, StoreError)
+        assert again.latest == ("global_step1" if by == "--verify" else "global_step2")
+        report = await mirrored(origin, mirror, **config)
+        assert (report.checkpoints, report.latest) == ((), "global_step2")
+        assert await mirror.stat(f"{TAG.format(2)}/{VERIFIED}") is not None
+        assert report.retired == (() if by == "--verify" else ("global_step1",))
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["the origin has it", "the origin does not have it"])
+def test_with_verify_latest_waits_for_a_checkpoint_that_an_interrupted_run_has_not_read_back(is_there: bool) -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1, dedup=False), MemoryStore("mirror")
+        await mirrored(origin, mirror, verify=True)
+        await save(origin, 2, dedup=False)
+        await mirrored(origin, Damaging(mirror, f"{TAG.format(2)}/00000-0.chunks"))
+        await mirror.put(LATEST, b"global_step1\n")  # as if a run with `verify` had ended after the commit
+        if not is_there:
+            await deletion(origin, "global_step2", force=True, dry_run=False)
+        report = await mirrored(origin, mirror, verify=True)
+        assert kinds(report) == {"global_step2": "healed" if is_there else "damaged-here"}
+        assert report.latest == ("global_step2" if is_there else "global_step1")
+
+    simulated(main())
