@@ -15,6 +15,18 @@ Kind = Literal["mirrored", "left-out", "removed", "damaged", "unreadable", "bloc
 what stands in its way. `damaged-here`: at the mirror. `healed`: it was damaged at the mirror, and is whole again.
 """
 
+WORDS: dict[Kind, str] = {
+    "mirrored": "mirrored",
+    "left-out": "left out",
+    "removed": "removed meanwhile",
+    "damaged": "damaged",
+    "unreadable": "unreadable",
+    "blocked": "not possible",
+    "damaged-here": "damaged at the mirror",
+    "healed": "healed",
+}
+"""The kinds as people read them, after the tag."""
+
 
 class CheckpointNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One checkpoint: what became of it at the mirror. Bytes are those of chunks objects."""

@@ -17,7 +17,7 @@ from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import MirrorConfig
-from checkpointd.mirror.news import MirrorProgress, News, RemovalNews
+from checkpointd.mirror.news import WORDS, MirrorProgress, News, RemovalNews
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -86,13 +86,9 @@ def _opened(place: str, *, read_only: bool) -> Store:
 def _log(news: News) -> None:
     if isinstance(news, RemovalNews):
         log.info("the rules of the mirror removed %s there", ", ".join(news.retired))
-    elif news.kind == "mirrored":
-        log.info("%s was mirrored: %d bytes copied, %d were there", news.tag, news.copied_bytes, news.found_bytes)
+    elif news.kind in ("mirrored", "healed"):
+        words = "%s %s: %d bytes copied, %d were there"
+        log.info(words, news.tag, WORDS[news.kind], news.copied_bytes, news.found_bytes)
     else:
-        log.log(
-            logging.INFO if news.kind in ("left-out", "removed") else logging.ERROR,
-            "%s was not mirrored (%s): %s",
-            news.tag,
-            news.kind,
-            news.why,
-        )
+        level = logging.INFO if news.kind in ("left-out", "removed") else logging.ERROR
+        log.log(level, "%s %s: %s", news.tag, WORDS[news.kind], news.why)

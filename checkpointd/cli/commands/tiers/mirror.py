@@ -24,7 +24,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError, UsageError
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of, run_once
-from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News
+from checkpointd.mirror.news import WORDS, CheckpointNews, Kind, MirrorReport, News
 from checkpointd.phrases import byte_count
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store import open_store
@@ -33,16 +33,6 @@ from checkpointd.store.base import Store
 T = TypeVar("T")
 
 TAGS_CHARACTERS = 100
-WORDS: dict[Kind, str] = {
-    "mirrored": "mirrored",
-    "left-out": "left out",
-    "removed": "removed meanwhile",
-    "damaged": "damaged",
-    "unreadable": "unreadable",
-    "blocked": "not possible",
-    "damaged-here": "damaged at the mirror",
-    "healed": "healed",
-}
 MOODS: dict[Kind, Mood] = {
     "mirrored": "good",
     "left-out": "quiet",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -20,11 +21,13 @@ from checkpointd.daemon.query import StatusClient
 from checkpointd.daemon.tiers import mirrors as mirrors_module
 from checkpointd.daemon.tiers.mirrors import Mirrors
 from checkpointd.errors import UsageError
+from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.passing import PassingStore
 from checkpointd.store.posix.store import PosixStore
 from tests.unit.daemon.conftest import until
-from tests.unit.mirror.origins import check_whole, save, tags_of
+from tests.unit.mirror.origins import TAG, check_whole, mirrored, save, tags_of
 
 
 async def saved(root: Path, *steps: int) -> None:
@@ -50,6 +53,25 @@ async def test_each_mirror_follows_its_origin(tmp_path: Path) -> None:
         async with PosixStore(tmp_path / f"{name}-mirror") as mirror:
             assert await tags_of(mirror) == tags
             await check_whole(mirror)
+
+
+async def test_the_log_tells_of_what_was_healed_and_calls_it_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await saved(tmp_path / "a", 1)
+    async with PosixStore(tmp_path / "a") as origin, PosixStore(tmp_path / "a-mirror") as mirror:
+        await mirrored(origin, mirror)
+        await mirror.put(f"{TAG.format(1)}/00000-0.chunks", b"")
+        assert not (await read_back(mirror, await catalog.find(mirror, "global_step1"))).whole
+    caplog.clear()
+    caplog.set_level(logging.INFO, "checkpointd")
+    mirrors = Mirrors([setting(tmp_path)])
+    task = asyncio.create_task(mirrors.run())
+    await until(lambda: mirrors.progress[0].state == "in step")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert any(record.getMessage().startswith("global_step1 healed: ") for record in caplog.records)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_mirrortask_1_one_that_cannot_go_on_ends_none_of_the_others(tmp_path: Path) -> None:
