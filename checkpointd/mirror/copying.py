@@ -463,7 +463,7 @@ class _Proved:
             return
         try:
             index: Index = await read_index(self._copy.mirror, checkpoint, self._rank)
-        except DamagedError as error:
+        except (DamagedError, UnreadableError) as error:
             log.warning("%s at the mirror proves nothing: %s", checkpoint.prefix, error)
             return
         for named, pieces in zip(index.objects, pieces_by_object(index), strict=True):

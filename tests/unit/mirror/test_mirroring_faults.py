@@ -145,6 +145,20 @@ def test_an_unreadable_checkpoint_is_left_for_later_and_the_others_go_on() -> No
     simulated(main())
 
 
+def test_an_index_that_cannot_be_read_at_the_mirror_holds_up_no_newer_checkpoint() -> None:
+    """As when part of a disk is broken. What newer ones need of older objects is read and compared then."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await save(origin, 3)
+        failing = Unreadable(mirror, f"{TAG.format(2)}/00000.index")
+        assert kinds(await mirrored(origin, failing)) == {"global_step3": "mirrored"}
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
 def test_a_checkpoint_that_is_removed_while_it_is_copied_is_left_out() -> None:
     async def main() -> None:
         for calls in itertools.count(1):
