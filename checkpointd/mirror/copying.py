@@ -305,7 +305,7 @@ class CheckpointCopy:
                 self.amount.found += needed
                 return
             replaces = self.heals or named.held_by in self._commits or (not named.held_by and self.prefix in self.had)
-            replaces = replaces or (bool(named.held_by) and await bare_holders.is_needed(self.mirror, key))
+            replaces = replaces or await bare_holders.is_needed(self.mirror, key)
             await self.hold.check()
             if replaces:
                 await self._replace(key, named.size, pieces)
