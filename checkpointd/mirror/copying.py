@@ -333,10 +333,14 @@ class CheckpointCopy:
             raise LeftOut("blocked", f"{blocked}a part that others need there is damaged at {self.origin.url}") from error
 
     async def _may_be_whole(self, key: str, piece: StoredPiece) -> bool:
+        """Whether the mirror may have this piece. Two reads must agree that it is wrong, since a bit may flip on the way."""
         try:
-            return await is_whole(self.mirror, key, [piece], lambda _: None)
+            for _ in range(2):
+                if await is_whole(self.mirror, key, [piece], lambda _: None):
+                    return True
         except UnreadableError:
             return True
+        return False
 
     async def _settled_whole(self, key: str, pieces: Sequence[StoredPiece]) -> bool:
         """Whether the object is whole at the mirror, and durable from now on: who copied it may have died before it was."""

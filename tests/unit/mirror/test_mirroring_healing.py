@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import pytest
 
@@ -40,6 +41,7 @@ from tests.unit.mirror.origins import (
 )
 from tests.unit.mirror.stores import Breaking, Damaging, Small, Unreadable, Watched, attempt, flip
 
+T = TypeVar("T")
 CHUNKS = f"{TAG.format(1)}/00000-0.chunks"
 
 
@@ -283,6 +285,45 @@ def test_no_part_goes_that_another_checkpoint_has_at_the_mirror_alone() -> None:
         assert contents(mirror)[CHUNKS] == before
 
     simulated(main())
+
+
+def test_one_read_that_shows_wrong_bytes_gives_up_no_part_that_the_mirror_alone_has() -> None:
+    """READBACK-2: a bit that flips on the way proves nothing."""
+
+    async def main() -> None:
+        origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        at = await place_of(origin, 1, "moving")
+        flip(origin, CHUNKS, at)
+        flip(mirror, CHUNKS, await place_of(mirror, 1, "frozen"))
+        await found_damaged(mirror, 3)
+        before, flipping = contents(mirror)[CHUNKS], FlippingOnce(mirror, at)
+        assert kinds(await mirrored(origin, flipping)) == {"global_step3": "damaged-here"}
+        assert flipping.has_flipped
+        assert contents(mirror)[CHUNKS] == before
+
+    simulated(main())
+
+
+class FlippingOnce(PassingStore):
+    """The first read of CHUNKS from byte `at` on has a wrong bit."""
+
+    def __init__(self, store: Store, at: int) -> None:
+        super().__init__(store)
+        self._at, self.has_flipped = at, False
+
+    @property
+    def uncached(self) -> Store:
+        return self
+
+    async def get_parts(self, key: str, offset: int, parts: Sequence[memoryview], then: Callable[[], T]) -> T:
+        def wrong() -> T:
+            if (key, offset, self.has_flipped) == (CHUNKS, self._at, False):
+                self.has_flipped = True
+                parts[0][0] ^= 1
+            return then()
+
+        return await super().get_parts(key, offset, parts, wrong)
 
 
 def test_a_part_that_is_damaged_at_both_does_not_keep_the_others_from_being_healed() -> None:
