@@ -9,23 +9,28 @@ Nothing here writes.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import msgspec
+
 from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, FencedError, NotFoundError, RootGoneError, UsageError
 from checkpointd.layout.keys import MIRROR, SERVICE, epoch_key, epoch_of
-from checkpointd.layout.manifest import STARTS_MAX, Epoch, Mirrored, Outcome, decode
+from checkpointd.layout.manifest import STARTS_MAX, VERSION, Epoch, Header, Mirrored, Outcome, decode
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root import epochs
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.identity import identity_of
+
+log = logging.getLogger("checkpointd")
 
 NAMED = 3
 """The most checkpoints that a refusal names."""
@@ -82,10 +87,21 @@ async def looked_again(origin: Store, known: Lineage) -> Lineage:
 
 
 async def read_record(store: Store) -> Mirrored | None:
-    """The record of the mirror `store`; None if it is none. Raises DamagedError if its bytes are wrong."""
+    """The record of the mirror `store`; None if it is none, or if the record is damaged. The epochs and the commits tell then
+    whether all that lies there came from the origin, and a run puts the record again. Raises FormatError if another release
+    wrote it.
+    """
     try:
-        return decode(await store.get(MIRROR), Mirrored, MIRROR)
+        data = await store.get(MIRROR)
     except NotFoundError:
+        return None
+    try:
+        return decode(data, Mirrored, MIRROR)
+    except DamagedError as error:
+        with suppress(msgspec.DecodeError):
+            if msgspec.json.decode(data, type=Header).version != VERSION:
+                raise
+        log.error("%s (at %s)", error, store.url)
         return None
 
 

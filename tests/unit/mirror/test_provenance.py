@@ -11,8 +11,9 @@ import pytest
 
 from checkpointd.admin.recovery import recovery
 from checkpointd.commit.retention import Retention
-from checkpointd.errors import FencedError, RootGoneError, RootInUseError, UsageError
+from checkpointd.errors import FencedError, FormatError, RootGoneError, RootInUseError, UsageError
 from checkpointd.layout.keys import LEASES, MIRROR, SERVICE
+from checkpointd.layout.manifest import VERSION, Mirrored, decode
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.provenance import check_apart
 from checkpointd.pipeline.root import catalog, epochs, leases
@@ -22,6 +23,7 @@ from checkpointd.store.memory import MemoryStore
 from checkpointd.store.passing import PassingStore
 from checkpointd.store.posix.store import PosixStore
 from tests.unit.mirror.origins import check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of
+from tests.unit.mirror.stores import flip
 
 ELSEWHERE = "node7.0123456789ab.4026531836.17.99.cafecafe"
 
@@ -117,6 +119,41 @@ def test_a_job_that_goes_on_at_the_mirror_ends_the_mirroring_for_good() -> None:
         for _ in range(20):
             await recovery(mirror)
         await refused(origin, mirror, UsageError, "is another checkpoint than|does not know")
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("which", ["mirror", "origin"])
+def test_a_damaged_record_of_a_mirror_is_put_again_and_lets_no_more_be_mirrored_than_before(which: str) -> None:
+    """The origin has such a record if it is a mirror itself, or if it was healed."""
+
+    async def main() -> None:
+        first, mirror = await origin_with(1, 2), MemoryStore("mirror")
+        origin = first if which == "mirror" else MemoryStore("middle")
+        if origin is not first:
+            await mirrored(first, origin)
+        await mirrored(origin, mirror)
+        await save(first, 3, epoch=2)
+        if origin is not first:
+            await mirrored(first, origin)
+        flip(mirror if which == "mirror" else origin, MIRROR)
+        assert kinds(await mirrored(origin, mirror)) == {"global_step3": "mirrored"}
+        assert decode(await mirror.get(MIRROR), Mirrored, MIRROR).reached == (2, 3)
+        await check_whole(mirror, origin)
+        flip(mirror, MIRROR)
+        await refused(await origin_with(7), mirror, UsageError, "does not know|another root|another checkpoint")
+        await save(mirror, 4, epoch=await epochs.newest(mirror) + 1)
+        await refused(origin, mirror, UsageError, "is the root of another run")
+
+    simulated(main())
+
+
+def test_a_record_of_another_release_is_no_damaged_one() -> None:
+    async def main() -> None:
+        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        await mirrored(origin, mirror)
+        await mirror.put(MIRROR, (await mirror.get(MIRROR)).replace(f'"version": {VERSION}'.encode(), b'"version": 999'))
+        await refused(origin, mirror, FormatError, "format version 999")
 
     simulated(main())
 
