@@ -65,6 +65,7 @@ from checkpointd.mirror.provenance import (
 )
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.gc.retire import chosen_by
+from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict
 from checkpointd.pipeline.root import catalog, reserve
@@ -183,6 +184,7 @@ class Mirroring:
         await self._held.follow(self._held.record)
         await self._end_commits(views)
         await self.mirror.sweep()
+        await abort_dead_uploads(self.mirror, self._our_log)
 
     async def _end_commits(self, views: Sequence[AttemptView]) -> None:
         """Make outcomes durable that are new, mend the catalog, and move `latest`: a commit may have failed half-way. `latest`
@@ -477,8 +479,7 @@ class Mirroring:
         if failed:
             raise failed[0]
         gone = {(one.tag, one.attempt) for one in removed}
-        retired = tuple(facts.tag for facts, _ in going if (facts.tag, str(facts.attempt)) in gone)
-        if retired:
+        if retired := tuple(facts.tag for facts, _ in going if (facts.tag, str(facts.attempt)) in gone):
             self._tell(RemovalNews(retired=retired, freed_bytes=sum(one.freed_bytes for one in removed)))
         return bool(removed)
 
@@ -489,8 +490,7 @@ class Mirroring:
         if not found:
             return found
         healed = [as_healed(view) if view.prefix in found else view for view in seen.ours]
-        choice = await chosen_by(self.mirror, healed, self.config.rules)
-        return found - {facts.prefix for facts, _ in choice.going}
+        return found - {facts.prefix for facts, _ in (await chosen_by(self.mirror, healed, self.config.rules)).going}
 
     async def _prove(self, newest: Checkpoint | None) -> bool:
         """Read a checkpoint back from the mirror, unless that was done or tried. Returns whether its result is new."""

@@ -1,7 +1,8 @@
 """Aborts the uploads of killed writers.
 
 Invariant: an upload goes only if its attempt is decided or removed. Nothing that such an attempt still uploads can become part
-of a checkpoint, so a writer that is alive all the same loses nothing.
+of a checkpoint, so a writer that is alive all the same loses nothing. The exception is a mirror that copies an object again for
+a checkpoint that is there: its run fails, the checkpoint has what it had, and the next run begins the object anew.
 """
 
 from __future__ import annotations

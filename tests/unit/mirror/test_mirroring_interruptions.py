@@ -16,6 +16,9 @@ from checkpointd.mirror.news import News
 from checkpointd.pipeline.root import epochs, reserve
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.objects.multipart import PART_BYTES_MIN
+from checkpointd.store.objects.store import ObjectStore
+from checkpointd.testing.simbucket import SimBucket, SimClient
 from tests.unit.mirror.origins import TAG, check_whole, kinds, mirrored, origin_with, save, simulated, tags_of, told
 from tests.unit.mirror.stores import Breaking, Damaging, Refusing, Small, Watched, attempt, flip, origin_of
 
@@ -59,6 +62,22 @@ def test_objects_that_are_whole_are_not_copied_again() -> None:
         report = await mirrored(origin, watched)
         assert (kinds(report), report.checkpoints[0].copied_bytes) == ({"global_step2": "mirrored"}, 0)
         assert watched.opened == []
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_run_aborts_the_upload_of_an_earlier_one_that_was_killed_while_it_healed() -> None:
+    """No listing shows the upload, and its parts are charged."""
+
+    async def main() -> None:
+        origin, bucket, key = await origin_with(1), SimBucket(), f"{TAG.format(1)}/00000-0.chunks"
+        mirror, killed = ObjectStore(SimClient(bucket)), ObjectStore(SimClient(bucket))
+        await mirrored(origin, mirror)
+        await (await killed.open_replacement(key)).write_at(0, bytes(PART_BYTES_MIN))
+        assert [upload.key for upload in await mirror.unfinished_uploads()] == [key]
+        await mirrored(origin, mirror)
+        assert await mirror.unfinished_uploads() == []
         await check_whole(mirror, origin)
 
     simulated(main())
