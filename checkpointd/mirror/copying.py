@@ -5,7 +5,7 @@ Invariants
       needs is durable there: its own objects, and the objects of older attempts that its indexes name.
   MIRRORCOPY-2  Each piece of an object that an index names was compared with its digest: when it was copied, when it was found
       at the mirror and read there, or for an earlier checkpoint of the mirror that names the same piece. Earlier ones prove
-      nothing about what is healed, nor while the newest one is damaged.
+      nothing about what is healed, nor about objects of attempts that a damaged checkpoint of the mirror needs.
   MIRRORCOPY-3  Indexes come first. So collections at the mirror keep the objects of older attempts that they name, and once all
       objects are there, the copy checks that no earlier mark condemned one (as DEDUP-3 for a save).
   MIRRORCOPY-4  An object at the mirror is removed to be copied again only if its attempt has no commit there, nor had one by
@@ -116,7 +116,8 @@ class CheckpointCopy:
     knows, by attempt. `on_bytes` is called with the bytes of chunks objects that were copied or compared.
 
     `heals`: the mirror has the checkpoint already, and something of it is damaged there. `had`: the checkpoints of the mirror
-    as its catalog says. `coming`: those of the origin that the mirror may get, if it does not have them.
+    as its catalog says. `coming`: those of the origin that the mirror may get, if it does not have them. `doubted`: attempts of
+    whose objects at the mirror one may be damaged.
     """
 
     origin: Store
@@ -129,6 +130,7 @@ class CheckpointCopy:
     heals: bool = False
     had: Container[str] = ()
     coming: Container[str] = ()
+    doubted: Container[str] = ()
     amount: Amount = field(default_factory=Amount)
     _needed: dict[str, set[str]] = field(default_factory=dict)
     """The names of the objects of each holder that the checkpoint needs."""
@@ -446,15 +448,12 @@ class _Proved:
         self._read: set[str] = set()
 
     async def covers(self, holder: str, key: str, pieces: Sequence[StoredPiece]) -> bool:
-        """Whether all `pieces` of the object `key` of `holder` were compared before. What is damaged by now proves nothing, and
-        while the newest checkpoint is, nothing does: it may be damaged in an object of this holder.
+        """Whether all `pieces` of the object `key` of `holder` were compared before. That proves nothing while an object of the
+        holder may be damaged: what was whole then may be wrong now.
         """
-        proof = self._copy.proof
-        if proof is not None and proof.read_back == "damaged":
+        if holder in self._copy.doubted:
             return False
-        for checkpoint in (proof, self._copy._commits.get(holder)):
-            if checkpoint is None or checkpoint.read_back == "damaged":
-                continue
+        for checkpoint in filter(None, (self._copy.proof, self._copy._commits.get(holder))):
             if checkpoint.prefix not in self._read:
                 self._read.add(checkpoint.prefix)
                 await self._learn(checkpoint)

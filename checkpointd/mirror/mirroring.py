@@ -45,9 +45,11 @@ from checkpointd.mirror.planning import (
     as_healed,
     as_unread,
     damaged_of,
+    doubted,
     given_up,
     has_proof,
     missing,
+    nbytes_of,
     newest_for_latest,
     outcomes_of,
     planned,
@@ -342,7 +344,7 @@ class Mirroring:
 
     async def _copy(self, checkpoint: Checkpoint, seen: BothRoots, behind: int) -> bool:
         """Copy one checkpoint. Returns whether that was possible; the news says why not."""
-        self._on_copy(checkpoint, _nbytes(checkpoint), behind)
+        self._on_copy(checkpoint, nbytes_of(checkpoint), behind)
         proof = next(iter(catalog.commits_of(seen.ours)), None)
         copy = self._copy_of(checkpoint, seen, proof)
         try:
@@ -370,8 +372,9 @@ class Mirroring:
     ) -> CheckpointCopy:
         had, known = self._had(), outcomes_of(seen.theirs)
         coming = {view.prefix for view in seen.theirs if view.state == "committed"} - given_up(self._tried)
+        doubts = doubted(seen.ours, known)
         return CheckpointCopy(
-            self.origin, self.mirror, checkpoint, self._held, proof, known, self._on_bytes, heals, had, coming
+            self.origin, self.mirror, checkpoint, self._held, proof, known, self._on_bytes, heals, had, coming, doubts
         )
 
     def _had(self) -> set[str]:
@@ -442,11 +445,13 @@ class Mirroring:
             raise LeftOut("removed", f"{self.origin.url} does not have it any more")
         checkpoint = Checkpoint(there.tag, there.attempt, there.outcome)
         await self._check_record(checkpoint)
-        self._on_copy(checkpoint, _nbytes(checkpoint), 0)
+        self._on_copy(checkpoint, nbytes_of(checkpoint), 0)
         amount = await self._copy_of(checkpoint, seen, None, heals=True).run()
         verdict = await read_back(self.mirror, checkpoint)
-        if not verdict.whole:
-            raise LeftOut("blocked", f"it was copied again in vain: {(verdict.damage or verdict.unreadable)[0].message}")
+        if verdict.damage:
+            raise LeftOut("blocked", f"it was copied again in vain: {verdict.damage[0].message}")
+        if verdict.unreadable:
+            raise LeftOut("unreadable", f"it was copied again, and cannot be read back now: {verdict.unreadable[0].message}")
         if checkpoint.outcome.save_latest:
             await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
         self._said.discard(_said("damaged-here", view.prefix))
@@ -547,11 +552,6 @@ class Mirroring:
 
 def _said(kind: Kind, prefix: str) -> str:
     return f"{kind} {prefix}"
-
-
-def _nbytes(checkpoint: Checkpoint) -> int:
-    cost = checkpoint.outcome.cost
-    return cost.stored_bytes if cost is not None else 0
 
 
 def _is_as_recorded(view: AttemptView, known: Mapping[str, CatalogEntry]) -> bool:

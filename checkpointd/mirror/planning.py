@@ -94,6 +94,23 @@ def damaged_of(ours: Sequence[AttemptView]) -> list[AttemptView]:
     return [view for view in ours if view.prefix in damaged or view.state == "damaged"]
 
 
+def doubted(ours: Sequence[AttemptView], known: Mapping[str, Outcome]) -> set[str]:
+    """The attempts of whose objects at the mirror one may be damaged: those to which a damaged checkpoint refers, and itself.
+    `known`: the commits that the origin knows, by attempt.
+    """
+    found: set[str] = set()
+    for view in damaged_of(ours):
+        outcome = view.outcome or known.get(view.prefix)
+        found |= {view.prefix, *(outcome.holders if outcome is not None else ())}
+    return found
+
+
+def nbytes_of(checkpoint: Checkpoint) -> int:
+    """The stored bytes of a checkpoint."""
+    cost = checkpoint.outcome.cost
+    return cost.stored_bytes if cost is not None else 0
+
+
 def given_up(tried: Mapping[str, Kind]) -> set[str]:
     """Those of the attempts `tried` that are not tried again."""
     return {prefix for prefix, kind in tried.items() if kind in ("damaged", "removed")}

@@ -150,19 +150,20 @@ def test_an_older_checkpoint_whose_record_alone_tells_is_healed_too() -> None:
     simulated(main())
 
 
-def test_a_copy_of_a_new_checkpoint_heals_what_it_needs() -> None:
+@pytest.mark.parametrize("damaged", [1, 2, 3])
+def test_a_copy_of_a_new_checkpoint_heals_what_it_needs(damaged: int) -> None:
     """MIRRORCOPY-2: what is known to be damaged proves nothing about an object."""
 
     async def main() -> None:
-        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
         await mirrored(origin, mirror)
         flip(mirror, CHUNKS, await place_of(origin, 1, "frozen"))
-        await found_damaged(mirror, 1)
-        await save(origin, 2)
+        await found_damaged(mirror, damaged)
+        await save(origin, 4)
         watched = Watched(mirror)
-        assert kinds(await mirrored(origin, watched)) == {"global_step2": "mirrored", "global_step1": "healed"}
+        assert kinds(await mirrored(origin, watched)) == {"global_step4": "mirrored", f"global_step{damaged}": "healed"}
         assert watched.replaced == [CHUNKS]
-        assert watched.puts.index(CHUNKS) < watched.puts.index(f"{TAG.format(2)}/{OUTCOME}")
+        assert watched.puts.index(CHUNKS) < watched.puts.index(f"{TAG.format(4)}/{OUTCOME}")
         await check_whole(mirror, origin)
 
     simulated(main())
