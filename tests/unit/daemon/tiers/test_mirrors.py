@@ -216,7 +216,7 @@ def test_a_daemon_keeps_a_mirror_beside_its_saves(tmp_path: Path, sandbox: str) 
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 0, said
-        assert "global_step1 was mirrored" in said
+        assert "global_step1 mirrored: " in said
     finally:
         process.kill()
         process.communicate()
