@@ -17,7 +17,7 @@
   uploads-stand        Nobody aborts the upload of another process whose attempt is still to be decided, unless a newer epoch
                        fences it. After a start, no older attempt has an unfinished upload.
   outlived             No recovery aborts an attempt whose lease a living process held, and which the catalog announced, when
-                       that start began.
+                       that start began, unless the start before it has fenced the attempt.
   left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
   always-starts        A start waits at most the length of one lease for another job.
   always-ends          An attempt ends in a final phase, soon after its deadline. It may stay in doubt only if a fault hindered
@@ -109,6 +109,8 @@ class Ledger:
     _living: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Processes that have begun a job and not ended it: the name and the epoch of the job."""
     _newest_epoch: int = 0
+    _epoch_before: int = 0
+    """The newest epoch before that."""
     _at_work: dict[str, tuple[str, float]] = field(default_factory=dict)
     """The process that put the lease of an attempt, and the time."""
     _catalog: CatalogWatch = field(init=False)
@@ -310,6 +312,9 @@ class Ledger:
         worker, since = self._at_work.get(prefix, ("", 0.0))
         began, _ = self._starting.get(process, (0.0, False))
         since = max(since, self._catalog.announced_at(prefix))
+        attempt = AttemptId.parse(prefix.rpartition("/")[2])
+        if attempt is not None and self._survives_in.get(prefix, attempt.epoch) < self._epoch_before:
+            return  # an older start has fenced it
         if worker in self._alive() and since < began and not self.excuses(worker) and not self.excuses(process):
             raise InvariantError("outlived", f"{process} aborted {prefix}, at which {worker} was at work")
 
@@ -331,7 +336,7 @@ class Ledger:
         epoch = decode(self.root.visible(key) or b"", Epoch, key)
         if epoch.epoch > self._newest_epoch:  # one that comes late is fenced from its beginning, and fences nobody
             self._check_left_alone(epoch, process)
-            self._newest_epoch = epoch.epoch
+            self._newest_epoch, self._epoch_before = epoch.epoch, self._newest_epoch
         self._survives_in.update(dict.fromkeys(epoch.surviving, epoch.epoch))
 
     def _recovery_acts(self, change: ObjectChange) -> None:
