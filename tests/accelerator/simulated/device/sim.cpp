@@ -23,6 +23,12 @@
 
 #include "memory.h"
 
+extern "C" {  // of Python, whose headers nothing else here needs
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
+
 namespace sim {
 namespace {
 
@@ -105,7 +111,10 @@ void sync_device(DeviceIndex d) {
 struct PinnedMemory final : c10::Allocator {
   static void free(void* p) {
     if (!p) return;
+    // Python's collector may free it on any thread, and the holder of the schedule, for whom that thread waits, needs the GIL.
+    void* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
     for (DeviceIndex d = 0; d < DEVICES; ++d) sync_device(d);  // a real one waits for the copies that use it; this one for all
+    if (python) PyEval_RestoreThread(python);
     host_unregister((int64_t)p);
     ::free(p);
   }
