@@ -297,9 +297,8 @@ class Mirroring:
                 seen = await self._see()
         if not copied:
             await self._make_room(seen)
-        if self.config.verify and await self._prove(
-            newest_for_latest(seen.ours)
-        ):  # a run may have ended, or failed, before it was
+        # A run may have ended, or failed, before the newest one was read back.
+        if self.config.verify and await self._prove(newest_for_latest(seen.ours)):
             seen = await self._see()
         if await self._heal(seen):
             await self._make_room(await self._see())  # what waited for something whole may go; reading takes long
