@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import obstore
 from obstore import exceptions
-from obstore.store import AzureStore, GCSStore, S3Store
+from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 from typing_extensions import Buffer
 
 from checkpointd import waits
@@ -80,6 +80,7 @@ def _rest() -> None:
     until, pause = time.monotonic() + _REST_S, threading.Event()
     while any(request.done() for request in list(_under_way)) and time.monotonic() < until:
         pause.wait(0.001)
+        MemoryStore()  # any call into the client lets it drop what its threads, which had no GIL, could not
 
 
 class RemoteBucket(Bucket):
