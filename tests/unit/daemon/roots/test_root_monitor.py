@@ -1,6 +1,4 @@
-"""Looks at roots, and INDOUBT-1 to INDOUBT-3 of daemon/roots/in_doubt.py: what a daemon that was restarted alone
-decides, and what it leaves.
-"""
+"""What a look at a root shows, and MONITOR-1 and MONITOR-2: what a root that fails, hangs or is gone does to the others."""
 
 from __future__ import annotations
 
@@ -9,83 +7,28 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import msgspec
 import pytest
 
-from checkpointd.config import LoadConfig, ServeConfig
 from checkpointd.daemon import served_roots as roots_module
 from checkpointd.daemon.hub import Hub, RootScan
 from checkpointd.daemon.hub_status import standing
 from checkpointd.daemon.process.logs import PERIOD_S, SAID_MAX, Rationed
 from checkpointd.daemon.roots import root_monitor as monitor_module
-from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import CHECKPOINTS_MAX, RootScanner
 from checkpointd.errors import StoreError, UnreadableError
-from checkpointd.layout.keys import attempt_lease_key, epoch_key
-from checkpointd.layout.manifest import Lease, encode
-from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, epochs
-from checkpointd.pipeline.root.identity import writer
-from checkpointd.store import writers
+from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
-from tests.builders import Save, begin_epoch, leave_in_doubt, save_checkpoint
-from tests.job_elsewhere import ELSEWHERE
+from tests.builders import leave_in_doubt, save_checkpoint
 from tests.unit.daemon.conftest import until
-
-TAG = "global_step1"
-PREFIX = f"{TAG}/00000001-0"
-NEVER_S = 1e9
-AT_ONCE = MonitorPace(busy_s=NEVER_S, idle_s=NEVER_S, patience_s=0.0, grace_s=0.0)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "run").mkdir()
-    return tmp_path / "run"
-
-
-@pytest.fixture
-async def hub(tmp_path: Path, root: Path) -> AsyncIterator[Hub]:
-    hub = Hub(ServeConfig(socket=str(tmp_path / "socket"), roots=(str(tmp_path),)))
-    yield hub
-    await hub.roots.close()
-
-
-@pytest.fixture
-def store(hub: Hub, root: Path) -> Store:
-    return hub.roots.store(str(root))
-
-
-@pytest.fixture
-def dead_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever took an epoch was on this machine, and is dead."""
-    monkeypatch.setattr(writers, "is_alive", lambda _: False)
-
-
-async def look(hub: Hub, root: Path, care: MonitorPace = AT_ONCE) -> RootScan:
-    await RootMonitor(hub, care).look(str(root))
-    return hub.root_scans[str(root)]
-
-
-async def ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def state(store: Store, tag: str = TAG) -> str:
-    [view] = await catalog.attempts_of(store, tag)
-    return view.state
-
+from tests.unit.daemon.roots.conftest import AT_ONCE, TAG, ended, look
 
 # --- looks -------------------------------------------------------------------------------------------------------------
 
@@ -338,210 +281,6 @@ async def test_a_defect_is_a_problem_and_ends_nothing(hub: Hub, root: Path, monk
     found = await look(hub, root)
     assert found.problem is not None
     assert "who would have thought" in found.problem.message
-
-
-# --- what is in doubt ----------------------------------------------------------------------------------------------------
-
-
-async def test_indoubt_1_votes_of_all_ranks_are_rolled_forward(
-    hub: Hub, root: Path, store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Though the job lives: its coordinator was a daemon that is gone."""
-    await leave_in_doubt(store, world_size=3, voting=(0, 1, 2))
-    found = await look(hub, root)
-    assert [c.tag for c in found.checkpoints] == [TAG]
-    assert found.latest == TAG
-    checkpoint = await catalog.find(store, TAG)
-    assert (checkpoint.outcome.decided_by, checkpoint.outcome.order) == (-1, (1, 1))
-    assert (await verify(store, checkpoint, LoadConfig())).whole
-    assert f"{PREFIX} was left in doubt; committed: every rank had voted yes" in caplog.text
-
-
-async def test_indoubt_1_latest_moves_only_where_the_save_asked_for_it(hub: Hub, root: Path, store: Store) -> None:
-    await leave_in_doubt(store, save_latest=False)
-    assert (await look(hub, root)).latest is None
-    assert await state(store) == "committed"
-
-
-async def test_indoubt_1_a_coordinator_that_lives_is_given_its_time(hub: Hub, root: Path, store: Store) -> None:
-    await leave_in_doubt(store)
-    await look(hub, root, MonitorPace(patience_s=NEVER_S, grace_s=0.0))
-    assert await state(store) == "in-doubt"
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_1_what_a_newer_epoch_is_to_decide_is_left_to_it(hub: Hub, root: Path, store: Store) -> None:
-    await leave_in_doubt(store)
-    await begin_epoch(store)
-    await look(hub, root)
-    assert await state(store) == "in-doubt"
-
-
-@pytest.mark.usefixtures("dead_job")
-@pytest.mark.parametrize(("voting", "after"), [((0, 1), "committed"), ((1,), "aborted")])
-async def test_indoubt_1_a_surviving_attempt_is_decided_like_its_own(
-    hub: Hub, root: Path, store: Store, voting: tuple[int, ...], after: str
-) -> None:
-    await leave_in_doubt(store, voting=voting)
-    await epochs.take(store, 2, [PREFIX])
-    await look(hub, root)
-    assert await state(store) == after
-
-
-async def test_indoubt_1_nothing_that_a_new_job_may_be_loading_is_removed(hub: Hub, root: Path, store: Store) -> None:
-    await save_checkpoint(store, n=1)
-    await leave_in_doubt(store, k=1, n=2)
-    await epochs.take(store, 2, [f"{TAG}/00000001-1"])
-    await look(hub, root)
-    assert [view.state for view in await catalog.attempts_of(store, TAG)] == ["committed", "committed"]
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_2_a_vote_that_nobody_can_give_any_more_aborts_and_the_bulk_goes(
-    hub: Hub, root: Path, store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    await leave_in_doubt(store, voting=(0,))
-    await look(hub, root)
-    [view] = await catalog.attempts_of(store, TAG)
-    assert sorted(view.sizes) == ["00000.vote", "outcome"]
-    assert view.outcome is not None
-    assert (view.outcome.outcome, view.outcome.ranks, view.outcome.decided_by) == ("abort", (1,), -1)
-    assert f"{PREFIX} was left in doubt; aborted: the job ended before the attempt was decided" in caplog.text
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_2_objects_without_any_vote_are_decided_too(hub: Hub, root: Path, store: Store) -> None:
-    save = await leave_in_doubt(store, voting=())
-    await store.put(save.info(0).key("00000-0.chunks"), b"begun")
-    await look(hub, root)
-    assert await state(store) == "aborted"
-
-
-async def test_indoubt_2_while_the_job_lives_its_attempt_is_only_watched(
-    hub: Hub, root: Path, store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    await leave_in_doubt(store, voting=(0,))
-    monitor = RootMonitor(hub, AT_ONCE)
-    for _ in range(3):
-        await monitor.look(str(root))
-    assert await state(store) == "in-doubt"
-    assert caplog.text.count(f"{PREFIX} is in doubt: its job (process ") == 1
-    assert "lives, and decides it" in caplog.text
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_2_a_job_that_cannot_be_seen_from_here_is_not_taken_for_dead(
-    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(writers, "is_within_sight", lambda _: False)
-    await leave_in_doubt(store, voting=(0,))
-    await look(hub, root)
-    assert await state(store) == "in-doubt"
-    assert "cannot be seen from here" in caplog.text
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_2_until_the_grace_is_over_a_dead_jobs_attempt_is_watched(hub: Hub, root: Path, store: Store) -> None:
-    await leave_in_doubt(store, voting=(0,))
-    await look(hub, root, MonitorPace(patience_s=0.0, grace_s=NEVER_S))
-    assert await state(store) == "in-doubt"
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_2_ranks_that_had_longer_to_vote_are_waited_for_longer(hub: Hub, root: Path, store: Store) -> None:
-    await leave_in_doubt(store, voting=(0,))
-    record = await epochs.read(store, 1)
-    await store.put(epoch_key(1), encode(msgspec.structs.replace(record, commit_timeout_s=NEVER_S)))
-    await look(hub, root)
-    assert await state(store) == "in-doubt"
-    await store.put(epoch_key(1), encode(record))
-    await look(hub, root)
-    assert await state(store) == "aborted"
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_2_what_another_daemon_works_at_is_left_to_it(store: Store) -> None:
-    """A renewal of its lease is a change, and one that can be seen from here to have ended says nothing."""
-    await leave_in_doubt(store, voting=(0,))
-    doubts, key = InDoubtAttempts(grace_s=600.0, patience_s=5.0), attempt_lease_key(PREFIX)
-
-    async def settled(now: float, process: str, count: int) -> list[str]:
-        await store.put(key, encode(Lease(process=process, count=count, length_s=30.0, writer=writer())))
-        found = await doubts.settle(store, await catalog.attempts_of(store, TAG), set(), now)
-        return [outcome.outcome for outcome in found]
-
-    for now, count in ((100.0, 1), (600.0, 2), (1100.0, 3), (1600.0, 3)):
-        assert await settled(now, ELSEWHERE, count) == []
-    assert await settled(1700.0, ELSEWHERE, 3) == ["abort"]
-
-
-async def test_indoubt_2_a_lease_that_this_process_could_not_remove_says_nothing(
-    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await leave_in_doubt(store, voting=(0,))
-    lease = Lease(process=writers.new_writer(), count=1, length_s=30.0, writer=writer())
-    await store.put(attempt_lease_key(PREFIX), encode(lease))
-    monkeypatch.setattr(writers, "is_alive", lambda process: process == lease.process)
-    await look(hub, root)
-    assert await state(store) == "aborted"
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_2_the_grace_begins_anew_with_every_change(store: Store) -> None:
-    save, doubts = await leave_in_doubt(store, voting=(0,), world_size=3), InDoubtAttempts(grace_s=600.0, patience_s=5.0)
-
-    async def settled(now: float) -> list[str]:
-        found = await doubts.settle(store, await catalog.attempts_of(store, TAG), set(), now)
-        return [outcome.outcome for outcome in found]
-
-    assert await settled(100.0) == []
-    assert await settled(699.0) == []
-    await save.vote(1)
-    assert await settled(701.0) == []
-    assert await settled(1300.0) == []
-    assert doubts.any
-    assert await settled(1301.0) == ["abort"]
-    assert await doubts.settle(store, [], set(), 1302.0) == []
-    assert not doubts.any
-
-
-@pytest.mark.usefixtures("dead_job")
-@pytest.mark.parametrize("voting", [(0, 1), (0,), ()])
-async def test_indoubt_3_what_a_job_works_at_is_left_alone(
-    hub: Hub, root: Path, store: Store, voting: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save: Save = await leave_in_doubt(store, voting=voting)
-    await store.put(save.info(0).key("00000-2.chunks"), b"being written")
-    monkeypatch.setattr(hub.jobs.__class__, "at", lambda *_: [SimpleNamespace(info=save.info(1))])
-    await look(hub, root)
-    assert await state(store) == "in-doubt"
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_3_an_attempt_whose_job_ends_during_a_look_is_left_to_the_next_one(
-    hub: Hub, root: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save: Save = await leave_in_doubt(store)
-    working, scan = [SimpleNamespace(info=save.info(1))], RootScanner.look
-
-    async def looking(*given: Any) -> Any:
-        found = await scan(*given)
-        working.clear()
-        return found
-
-    monkeypatch.setattr(hub.jobs.__class__, "at", lambda *_: list(working))
-    monkeypatch.setattr(RootScanner, "look", looking)
-    await look(hub, root)
-    assert await state(store) == "in-doubt"
-    assert "in doubt" not in caplog.text
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_a_daemon_that_leaves_decides_nothing(hub: Hub, root: Path, store: Store) -> None:
-    await leave_in_doubt(store)
-    hub.leaving = True
-    await look(hub, root)
-    assert await state(store) == "in-doubt"
 
 
 # --- all roots -----------------------------------------------------------------------------------------------------------
