@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install -c constraints.txt
 READY := $(VENV)/ready-$(firstword $(shell cat pyproject.toml constraints.txt | cksum))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch lint type bench bench-quick generate docs setup clean
+.PHONY: help demo test test-torch integrations lint type bench bench-quick generate docs setup clean
 
 help: ## What can be done here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +34,20 @@ test-torch: setup ## The tests of the client and of devices with another torch: 
 	test -d $(OTHER)/lib/python3*/site-packages/torch || $(OTHER)/bin/python -m pip install -q "torch==$(TORCH)"
 	echo "import site; site.addsitedir('$(CURDIR)/$(wildcard $(VENV)/lib/python3*/site-packages)')" > "$$(echo $(OTHER)/lib/python3*/site-packages)/over.pth"
 	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" tests/unit/client tests/accelerator $(ARGS)
+
+# The frameworks, over the packages of .venv: half a gigabyte that no other verb needs.
+FRAMEWORKS := .venv-integrations
+WITH_FRAMEWORKS := $(FRAMEWORKS)/ready-$(firstword $(shell cat pyproject.toml constraints.txt constraints-integrations.txt | cksum))
+
+integrations: setup $(WITH_FRAMEWORKS) ## All tests with torchtitan, Hugging Face, Lightning, Ray, torchao and torchdata (narrow it: ARGS="-k ray")
+	$(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --nightly tests/integrations $(ARGS)
+
+$(WITH_FRAMEWORKS): $(READY)
+	test -x $(FRAMEWORKS)/bin/python || $(BIN)/python -m venv $(FRAMEWORKS)
+	echo "import site; site.addsitedir('$(CURDIR)/$(wildcard $(VENV)/lib/python3*/site-packages)')" > "$$(echo $(FRAMEWORKS)/lib/python3*/site-packages)/over.pth"
+	$(FRAMEWORKS)/bin/python -m pip install -q -c constraints.txt -c constraints-integrations.txt --no-build-isolation -e '.[huggingface,lightning,ray,torchtitan,integrations]'
+	@rm -f $(FRAMEWORKS)/ready-*
+	@touch $@
 
 lint: setup ## ruff: rules and formatting
 	$(BIN)/python -m ruff check .

@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--simulated-device", action="store_true", help="collect the tests that make it this process's device")
     parser.addoption("--require-compiler", action="store_true", help="fail where the simulated device cannot be built")
     parser.addoption("--damage-stride", type=int, default=17, help="each so manieth damage to an object (default: 17)")
+    parser.addoption("--nightly", action="store_true", help="also the tests marked nightly")
     parser.addoption("--power-cuts", type=int, default=4, help="power cuts under a saving job (default: 4)")
 
 
@@ -86,6 +87,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if timeout and timeout.args and timeout.args[0] > float(item.config.getini("faulthandler_timeout")):
         # The net of pyproject.toml, which ends the process, must come after the test's own timeout.
         faulthandler.dump_traceback_later(timeout.args[0] + 60, exit=True, file=sys.__stderr__)
+    if item.get_closest_marker("nightly") and not item.config.getoption("--nightly"):
+        pytest.skip("takes long: make integrations runs it")
     if item.get_closest_marker("root") and os.geteuid() != 0:
         pytest.skip(f"needs root; this is user id {os.geteuid()}")
     if item.get_closest_marker("gpu"):
