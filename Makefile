@@ -45,7 +45,7 @@ integrations: setup $(WITH_FRAMEWORKS) ## All tests with torchtitan, Hugging Fac
 $(WITH_FRAMEWORKS): $(READY)
 	test -x $(FRAMEWORKS)/bin/python || $(BIN)/python -m venv $(FRAMEWORKS)
 	echo "import site; site.addsitedir('$(CURDIR)/$(wildcard $(VENV)/lib/python3*/site-packages)')" > "$$(echo $(FRAMEWORKS)/lib/python3*/site-packages)/over.pth"
-	$(FRAMEWORKS)/bin/python -m pip install -q -c constraints.txt -c constraints-integrations.txt --no-build-isolation -e '.[huggingface,lightning,ray,torchtitan,integrations]'
+	$(FRAMEWORKS)/bin/python -m pip install -q -c constraints-integrations.txt --no-build-isolation -e '.[huggingface,lightning,ray,torchtitan,integrations]'
 	@rm -f $(FRAMEWORKS)/ready-*
 	@touch $@
 
