@@ -43,6 +43,7 @@ autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "pyarrow", "ray", "torchdata", "torchtitan"]  # not installed where the site is built
 python_maximum_signature_line_length = 90
 
 # --- how it looks --------------------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ LAYERS = {
     "checkpointd_client.selftest": 41,
     "checkpointd_client.integrations.conversion": 41,
     "checkpointd_client.integrations.dcp": 42,
+    "checkpointd_client.integrations.ray": 42,
     "checkpointd_client.integrations.deepspeed.offline": 42,
     "checkpointd_client.integrations.deepspeed.huggingface": 42,
     "checkpointd_client.integrations.deepspeed": 43,
@@ -112,7 +113,11 @@ DEEPSPEED = "client/checkpointd_client/integrations/deepspeed/"
 DEVICES = "client/checkpointd_client/devices.py"
 EXTRAS = {"testing": "test", "daemon": "serve"}
 """The extra whose dependencies a part of the service may import."""
-EXTRAS_OF_ROOMS = {DEEPSPEED: "deepspeed", "checkpointd/store/objects/": "s3"}
+EXTRAS_OF_ROOMS = {
+    DEEPSPEED: "deepspeed",
+    "client/checkpointd_client/integrations/ray/": "ray",
+    "checkpointd/store/objects/": "s3",
+}
 """The same for single rooms."""
 # What a pure package may import from outside; of the service: `errors` and its own kind.
 PURE_MODULES = {
@@ -573,6 +578,7 @@ def test_unit_tests_stand_where_their_modules_do() -> None:
 
 
 ROOMS_TESTED_ELSEWHERE = {
+    "client/checkpointd_client/integrations/ray": ("tests/integrations/ray/test_checkpointer.py",),
     "checkpointd/admin": ("tests/unit/cli/commands/test_gc.py", "tests/unit/cli/commands/test_recover.py"),
     "checkpointd/testing": (
         "tests/contract/test_suite.py",

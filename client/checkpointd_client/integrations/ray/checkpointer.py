@@ -1,0 +1,172 @@
+"""RayCheckpointer: a Checkpointer in Ray Train's training function, which reports each save to Ray when it has ended.
+
+Invariants
+  RAY-1  Ray registers a save only when it has ended on all ranks, and what it registers can be loaded: the checkpoint, or, if
+      the save failed, the newest one before it. A save that fails does not end training.
+  RAY-2  A checkpoint whose reference Ray has removed is removed at the root once a newer one that stays was read back. No other
+      one is removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from ray import train
+from ray.train import CheckpointUploadMode
+
+from checkpointd.errors import CheckpointdError, UsageError
+from checkpointd.waits import Waiting
+from checkpointd_client.checkpointer import Checkpointer
+from checkpointd_client.integrations.ray import reference
+from checkpointd_client.integrations.ray.reference import OF_THE_RUN, Reference
+from checkpointd_client.integrations.ray.storage import root_of
+from checkpointd_client.saves.handle import SaveHandle
+
+log = logging.getLogger("checkpointd")
+
+
+class RayCheckpointer(Checkpointer):
+    """A Checkpointer for the training function of a `TorchTrainer`. Make it on every worker.
+
+    `root`: a directory or bucket that every worker sees. None: `checkpointd` in the run's directory in Ray's storage path.
+    `options`: those of `Checkpointer`. `job` is the run's name, so a restart by Ray takes the root over.
+
+    Ray's `CheckpointConfig` (`num_to_keep`, `checkpoint_score_attribute`) decides which checkpoints stay. Raises what
+    `Checkpointer` raises, and UsageError outside a training function, or for a storage path that needs `root`.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        try:
+            context = train.get_context()
+            self._storage = context.get_storage()
+        except Exception as error:
+            raise UsageError(
+                f"RayCheckpointer works in the training function of Ray Train's TorchTrainer ({error}). In another process, "
+                "open_reported(result.checkpoint) reads a checkpoint"
+            ) from error
+        self._is_of_the_run = root is None
+        if root is None:
+            root = root_of(self._storage.storage_filesystem, self._storage.experiment_fs_path)
+        super().__init__(root, **{"job": context.get_experiment_name(), **options})
+        self._reporting: set[threading.Event] = set()
+        self._seen: dict[str, str | None] = {}
+        """The references that are there, with their tags."""
+        self._dropped: set[str | None] = set()
+        """The tags whose references Ray has removed."""
+        self._newest: tuple[str, int] | None = None
+        newest = self.list()
+        if newest:
+            self._newest = newest[0].tag, newest[0].step
+
+    def report(
+        self,
+        metrics: dict[str, Any],
+        step: int | None = None,
+        state: Mapping[str, object] | None = None,
+        *,
+        tag: str | None = None,
+        client_state: Mapping[str, object] | None = None,
+        required: bool = False,
+        checkpoint_dir_name: str | None = None,
+        validation: Any = False,
+    ) -> SaveHandle | None:
+        """Save `state`, and report it to Ray with `metrics` when it has committed. Returns at once, as `save()` does.
+
+        Call it on every worker, as `ray.train.report`. Without `state`, it reports `metrics` alone, and returns None.
+        `tag`, `client_state` and `required` are those of `save()`, `checkpoint_dir_name` and `validation` those of Ray. If the
+        save fails, the log says so, and the reported checkpoint is the newest one before it. Raises what `save()` raises.
+        """
+        if (step is None) != (state is None):
+            raise UsageError(
+                "report(metrics, step, state) saves, and report(metrics) does not: give both step and state, or none"
+            )
+        if step is None or state is None:
+            train.report(metrics, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+            return None
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        handle = self.save(step, state, tag=tag, client_state=client_state, metrics=numbers, required=required)
+        if handle.phase == "skipped":
+            train.report(metrics, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+            return handle
+        done = threading.Event()
+        self._reporting.add(done)
+        train.report(
+            metrics,
+            checkpoint=train.Checkpoint(self._storage.experiment_fs_path, self._storage.storage_filesystem),
+            checkpoint_dir_name=checkpoint_dir_name,
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=False,
+            checkpoint_upload_fn=partial(self._upload, handle, done),
+            validation=validation,
+        )
+        return handle
+
+    def close(self) -> None:
+        """Wait until Ray knows how each save ended, then close as a Checkpointer does."""
+        self._finish_reports()
+        super().close()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._finish_reports()
+        super().__exit__(kind, error, trace)
+
+    def _finish_reports(self) -> None:
+        for done in list(self._reporting):
+            Waiting(lambda: "a save has not been reported to Ray: Ray's thread for uploads is still at it").until(
+                done.wait, None
+            )
+
+    # --- on the thread on which Ray uploads --------------------------------------------------------------------------
+
+    def _upload(self, handle: SaveHandle, done: threading.Event, _: Any, name: str) -> Any:
+        """Wait for the save, and write the reference `name`. Ray calls it for one report after another."""
+        try:
+            directory = self._storage.build_checkpoint_path_from_name(name)
+            handle.ended_within(None)
+            error = handle.exception()
+            if error is None:
+                self._newest = handle.tag, handle.step
+            if self.status().rank == 0:
+                self._refer(handle, error, directory)
+            return train.Checkpoint(directory, self._storage.storage_filesystem)
+        finally:
+            self._reporting.discard(done)
+            done.set()
+
+    def _refer(self, handle: SaveHandle, error: BaseException | None, directory: str) -> None:
+        root = OF_THE_RUN if self._is_of_the_run else self.status().root
+        if error is None:
+            found = Reference(root, handle.tag, handle.attempt, handle.step)
+        else:
+            tag, step = self._newest or (None, None)
+            found = Reference(root, tag, None, step, str(error))
+            log.error("%s failed; Ray gets %s in its place: %s", handle.tag, tag or "a reference to no checkpoint", error)
+        found.write(self._storage.storage_filesystem, directory)
+        if error is None:
+            try:
+                self._remove_dropped(handle.tag)
+            except (CheckpointdError, OSError) as fault:
+                log.warning("checkpoints that Ray has removed stay at %s for now: %s", self.status().root, fault)
+
+    def _remove_dropped(self, reported: str) -> None:
+        """Of the checkpoints older than the `reported` one, remove those whose references Ray has removed (RAY-2)."""
+        storage, before = self._storage, set(self._seen.values())
+        self._seen = reference.tags(storage.storage_filesystem, storage.experiment_fs_path, self._seen)
+        named = set(self._seen.values())
+        self._dropped = (self._dropped | before) - named
+        is_older = is_safe = False
+        for checkpoint in self.list():
+            # The run's own root has only its own checkpoints: one without a reference was never reported, or was dropped while
+            # no worker ran.
+            is_dropped = checkpoint.tag in self._dropped or (self._is_of_the_run and checkpoint.tag not in named)
+            if is_older and is_safe and is_dropped:
+                self.delete(checkpoint.tag)
+            is_older |= checkpoint.tag == reported
+            is_safe |= checkpoint.verified and not is_dropped
