@@ -19,13 +19,17 @@ from checkpointd.errors import NotFoundError, StoreFullError, UsageError
 from checkpointd_client.checkpointer import core_of
 from checkpointd_client.integrations.ray import RayCheckpointer, open_reported
 from checkpointd_client.integrations.ray.storage import root_of
+from tests.servers.fixtures import Place, root_at
+from tests.servers.s3_requests import REGION
+
+Patch = pytest.MonkeyPatch
 
 
 class Storage:
     """What a worker's context says of the storage of its run."""
 
-    def __init__(self, experiment: Path) -> None:
-        self.storage_filesystem = fs.LocalFileSystem()
+    def __init__(self, experiment: Path | str, filesystem: fs.FileSystem | None = None) -> None:
+        self.storage_filesystem = filesystem or fs.LocalFileSystem()
         self.experiment_fs_path = str(experiment)
 
     def build_checkpoint_path_from_name(self, name: str) -> str:
@@ -59,7 +63,7 @@ class Worker:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+def worker(tmp_path: Path, monkeypatch: Patch) -> Iterator[Worker]:
     worker = Worker(tmp_path / "run1")
     (tmp_path / "run1").mkdir()
     monkeypatch.setattr(train, "get_context", lambda: worker)
@@ -104,7 +108,7 @@ def test_step_without_state_is_refused(worker: Worker) -> None:
 
 
 def test_a_failed_save_reports_the_newest_one_before_it(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    worker: Worker, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RayCheckpointer() as ckpt:
         ckpt.report({}, 1, state(1.0))
@@ -119,7 +123,7 @@ def test_a_failed_save_reports_the_newest_one_before_it(
         assert value_of(worker.upload()[-1]) == 3.0
 
 
-def test_a_failed_first_save_reports_that_there_is_none(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_first_save_reports_that_there_is_none(worker: Worker, monkeypatch: Patch) -> None:
     with RayCheckpointer() as ckpt, monkeypatch.context() as failing:
         failing.setattr(core_of(ckpt)._store.__class__, "open_writer", full)
         ckpt.report({}, 1, state(1.0))
@@ -173,6 +177,20 @@ def test_a_run_that_was_moved_refers_to_its_own_checkpoints(worker: Worker, tmp_
         (checkpoint,) = worker.upload()
     (tmp_path / "run1").rename(tmp_path / "moved")
     assert value_of(train.Checkpoint(checkpoint.path.replace("/run1/", "/moved/"))) == 1.0
+
+
+def test_a_run_in_a_bucket_has_its_root_beside_its_references(worker: Worker, moto_place: Place, monkeypatch: Patch) -> None:
+    root_at(moto_place, monkeypatch)  # the credentials
+    storage, uri = moto_place.server.endpoint.removeprefix("http://"), f"{moto_place.bucket}/ray"
+    filesystem, path = fs.FileSystem.from_uri(f"s3://{uri}?scheme=http&endpoint_override={storage}&region={REGION}")
+    worker.storage = Storage(f"{path}/run1", filesystem)
+    with RayCheckpointer() as ckpt:
+        ckpt.report({}, 1, state(1.0))
+        ckpt.report({}, 2, state(2.0))
+        first, second = worker.upload()
+    assert (value_of(first), value_of(second)) == (1.0, 2.0)
+    names = {entry.base_name for entry in filesystem.get_file_info(fs.FileSelector(f"{path}/run1"))}
+    assert names == {"checkpointd", "checkpoint_00", "checkpoint_01"}
 
 
 def test_another_checkpoint_is_named_as_such(tmp_path: Path) -> None:
