@@ -361,6 +361,15 @@ def described(node: Any, tensors: dict[str, tuple[str, list[int], bytes]]) -> An
         dtype, shape, data = tensors[rest[0]]
         as_bytes = dtype == "uint8" and rest[1] != "|u1"
         return {"array": rest[1], "shape": shape[:-1] if as_bytes else shape, "hex": data.hex()}
+    if kind == "E":
+        return {"member": f"{rest[0]}.{rest[1]}", "name": rest[2], "value": described(rest[3], tensors)}
+    if kind == "Q":
+        return {"deque": [described(item, tensors) for item in rest[1]], "maxlen": rest[2]}
+    if kind == "U":
+        items = [[name, described(item, tensors)] for name, item in zip(rest[4], rest[1], strict=True)]
+        return {"namedtuple": f"{rest[2]}.{rest[3]}", "items": items}
+    if kind == "V":
+        return {"library": rest[0], "parts": [described(part, tensors) for part in rest[1]]}
     if kind == "D":
         return {"mapping": rest[0], "items": [[described(k, tensors), described(v, tensors)] for k, v in rest[1]]}
     if kind == "L":

@@ -85,6 +85,7 @@ LAYERS = {
     "checkpointd_client.devices": 30,
     "checkpointd_client.ranks": 31,
     "checkpointd_client.sharding": 31,
+    "checkpointd_client.capture.plain": 31,
     "checkpointd_client.capture": 32,
     "checkpointd_client.staging": 33,
     "checkpointd_client.export": 33,

@@ -1,14 +1,14 @@
 """The state tree: the structure of the user's state, with tensors replaced by references to their FQNs.
 
-Plain `None`, bool, int (64 bits), float and str stand for themselves; everything else is a tagged node. No node can name a
-class or a function, so decoding a tree never runs code.
+Plain `None`, bool, int (64 bits), float and str stand for themselves; everything else is a tagged node. Only enum members and
+named tuples name a class, and no node names a function. Decoding a tree imports nothing and never runs code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -92,10 +92,17 @@ class Complex(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, t
 
 
 class Dict(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="D"):
-    """A mapping with its order of keys. `kind` is its class: dict, OrderedDict, defaultdict (loads as dict) or Counter."""
+    """A mapping with its order of keys. `kind` is its class: dict, OrderedDict, defaultdict (loads as dict) or Counter.
 
-    kind: Literal["dict", "OrderedDict", "Counter"]
+    A SimpleNamespace and an argparse.Namespace are mappings of their attributes (NAMESPACES).
+    """
+
+    kind: Literal["dict", "OrderedDict", "Counter", "SimpleNamespace", "Namespace"]
     items: tuple[tuple[Node, Node], ...]
+
+
+NAMESPACES: Final = ("SimpleNamespace", "Namespace")
+"""The kinds of Dict whose keys are attributes."""
 
 
 class Sequence(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="L"):
@@ -103,11 +110,61 @@ class Sequence(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, 
     items: tuple[Node, ...]
 
 
-class TorchName(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="Y"):
-    """A torch dtype, by its name without `torch.`, or a device, as `str(device)` writes it."""
+class Deque(Sequence, frozen=True, array_like=True, forbid_unknown_fields=True, tag="Q"):
+    kind: Literal["deque"]  # type: ignore[assignment]  # no other sequence has it
+    items: tuple[Node, ...]
+    maxlen: int | None = None
 
-    kind: Literal["dtype", "device"]
+
+class NamedTuple(Sequence, frozen=True, array_like=True, forbid_unknown_fields=True, tag="U"):
+    """A named tuple of the class `qualname` of `module`, whose fields have the names `fields`."""
+
+    kind: Literal["namedtuple"]  # type: ignore[assignment]  # no other sequence has it
+    items: tuple[Node, ...]
+    module: str = ""
+    qualname: str = ""
+    fields: tuple[str, ...] = ()
+
+
+class Member(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="E"):
+    """A member of the enum class `qualname` of `module`, with its value. A combination of flags may have no name."""
+
+    module: str
+    qualname: str
+    name: str | None
+    value: Node
+
+
+class TorchName(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="Y"):
+    """A torch dtype, layout or memory format by its name without `torch.`, or a device, as `str(device)` writes it."""
+
+    kind: Literal["dtype", "device", "layout", "memory_format"]
     name: str
+
+
+class LibraryValue(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="V"):
+    """A value of a class of Python's library. The kind is the name of the class; docs/FORMAT.md has the parts of each."""
+
+    kind: Literal[
+        "PurePosixPath",
+        "PosixPath",
+        "PureWindowsPath",
+        "date",
+        "time",
+        "datetime",
+        "timedelta",
+        "timezone",
+        "ZoneInfo",
+        "UUID",
+        "Decimal",
+        "Fraction",
+        "slice",
+        "range",
+        "bytearray",
+        "BytesIO",
+        "StringIO",
+    ]
+    parts: tuple[Node, ...]
 
 
 class StoredFileNode(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -149,7 +206,11 @@ Node: TypeAlias = (
     | Complex
     | Dict
     | Sequence
+    | Deque
+    | NamedTuple
+    | Member
     | TorchName
+    | LibraryValue
     | None
 )
 
@@ -185,8 +246,16 @@ def _is_flat_enough(root: Node) -> bool:
 
 
 def children(node: Node) -> Iterable[Node]:
-    """The nodes directly below `node`: the elements of a sequence, the keys and values of a mapping."""
-    return chain.from_iterable(node.items) if isinstance(node, Dict) else elements(node)
+    """The nodes directly below `node`: the elements of a sequence, the keys and values of a mapping, the parts of a value."""
+    match node:
+        case Dict():
+            return chain.from_iterable(node.items)
+        case LibraryValue():
+            return node.parts
+        case Member():
+            return (node.value,)
+        case _:
+            return elements(node)
 
 
 def items(node: Node) -> tuple[tuple[Node, Node], ...]:
@@ -197,6 +266,22 @@ def items(node: Node) -> tuple[tuple[Node, Node], ...]:
 def elements(node: Node) -> tuple[Node, ...]:
     """The elements of a sequence; empty for any other node."""
     return node.items if isinstance(node, Sequence) else ()
+
+
+def with_elements(node: Sequence, made: Iterable[Node]) -> Sequence:
+    """A sequence that differs from `node` only in its elements."""
+    return msgspec.structs.replace(node, items=tuple(made))
+
+
+def kind_of(node: Dict | Sequence) -> tuple[object, ...]:
+    """All that a container says beside what it holds; equal for containers of one kind."""
+    match node:
+        case Deque():
+            return node.kind, node.maxlen
+        case NamedTuple():
+            return node.kind, node.module, node.qualname, node.fields
+        case _:
+            return (node.kind,)
 
 
 def files_of(data: bytes, key: str = "") -> FilesNode | None:

@@ -46,8 +46,10 @@ def _is_plain(node: tree.Sequence) -> bool:
 
 
 def kind_of(node: Node) -> str:
-    if isinstance(node, tree.Dict | tree.Sequence | tree.TorchName):
+    if isinstance(node, tree.Dict | tree.Sequence | tree.TorchName | tree.LibraryValue):
         return node.kind
+    if isinstance(node, tree.Member):
+        return "enum"
     if isinstance(node, tree.NumpyScalar):
         return node.dtype
     if isinstance(node, tree.BigInt):
@@ -58,6 +60,13 @@ def kind_of(node: Node) -> str:
 def text_of(node: Node) -> str:
     """A plain value as Python writes it, and a string without quotes."""
     match node:
+        case tree.NamedTuple():
+            inner = ", ".join(f"{name}={text_of(item)}" for name, item in zip(node.fields, node.items, strict=False))
+            return f"{node.module}.{node.qualname}({inner})"
+        case tree.Member():
+            return f"{node.module}.{node.qualname}.{node.name} = {text_of(node.value)}"
+        case tree.LibraryValue(kind, parts):
+            return _value_text(kind, tuple(map(text_of, parts)))
         case tree.Sequence():
             inner = ", ".join(text_of(item) for item in node.items)
             return f"({inner})" if node.kind == "tuple" else f"[{inner}]"
@@ -75,3 +84,21 @@ def text_of(node: Node) -> str:
             return node.fqn
         case _:
             return str(node)
+
+
+def _value_text(kind: str, parts: tuple[str, ...]) -> str:
+    match kind, parts:
+        case _, (text,):
+            return text
+        case (("datetime" | "time"), (text, fold, zone)):
+            return " ".join((text, *(() if zone == "None" else (zone,)), *(() if fold == "0" else (f"fold={fold}",))))
+        case "timezone", (offset, "None"):
+            return offset
+        case "timedelta", (days, seconds, microseconds):
+            return f"{days} d {seconds} s {microseconds} us"
+        case "UUID", (text, "unknown"):
+            return text
+        case "Fraction", (numerator, denominator):
+            return f"{numerator}/{denominator}"
+        case _:
+            return f"({', '.join(parts)})"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from checkpointd.commit.retention import Retention
     from checkpointd.config import SpoolConfig
+    from checkpointd_client.capture.plain.classes import StoredMember
     from checkpointd_client.capture.rng import RngState
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate
@@ -32,6 +33,7 @@ __all__ = [
     "SpoolConfig",
     "StateDict",
     "Status",
+    "StoredMember",
     "Timings",
     "consolidate",
     "open_checkpoint",
@@ -49,6 +51,7 @@ _HOMES = {
     "SpoolConfig": "checkpointer",
     "StateDict": "export.state_dict",
     "Status": "saves.status",
+    "StoredMember": "capture.plain.classes",
     "Timings": "saves.handle",
     "consolidate": "export.consolidate",
     "open_checkpoint": "reader",

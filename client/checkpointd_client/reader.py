@@ -185,7 +185,8 @@ class OpenCheckpoint:
     def client_state(self) -> dict[str, object]:
         """The client_state that save() was given: the values that were equal on all ranks. It is read at the first access.
 
-        In a process group with the number of ranks that saved it, this rank's own. Raises UnsafeObjectError for a value that
+        In a process group with the number of ranks that saved it, this rank's own. Needs no class of the job's: a member of an
+        enum that is not imported is a `StoredMember`, such a named tuple a dict. Raises UnsafeObjectError for a value that
         was stored as a pickle, DamagedError, NotFoundError, StoreError.
         """
         if self._client_state is None:
@@ -341,7 +342,7 @@ class OpenCheckpoint:
     def _read_client_state(self) -> dict[str, object]:
         def fill(source: StoredSource) -> Restoration:
             content = part_of(source.content(), (), client_state=True)
-            restoration = prepare({}, content, LoadOptions(strict=False, unpickle=self._unpickle))
+            restoration = prepare({}, content, LoadOptions(strict=False, unpickle=self._unpickle, stand_in=True))
             source.fill(restoration.targets, content)
             return restoration
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
+import enum
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from io import BytesIO, StringIO
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import torch
@@ -16,10 +27,30 @@ _MAPPINGS: dict[type, str] = {collections.OrderedDict: "OrderedDict", collection
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", torch.Size: "Size", set: "set", frozenset: "frozenset"}
 
 
+_LIBRARY: dict[type, Callable[[Any], Iterable[object]]] = {
+    **dict.fromkeys((PosixPath, PurePosixPath, PureWindowsPath), lambda path: [str(path)]),
+    date: lambda day: [f"{day:%Y-%m-%d}"],
+    time: lambda clock: [str(clock.replace(tzinfo=None)), clock.fold, clock.tzinfo],
+    datetime: lambda moment: [str(moment.replace(tzinfo=None)).replace(" ", "T"), moment.fold, moment.tzinfo],
+    timedelta: lambda span: [span.days, span.seconds, span.microseconds],
+    timezone: lambda zone: [zone.utcoffset(None), None if str(zone) == str(timezone(zone.utcoffset(None))) else str(zone)],
+    ZoneInfo: lambda zone: [zone.key],
+    UUID: lambda name: [str(name), name.is_safe.name],
+    Decimal: lambda number: [str(number)],
+    Fraction: lambda number: [number.numerator, number.denominator],
+    slice: lambda cut: [cut.start, cut.stop, cut.step],
+    range: lambda numbers: [numbers.start, numbers.stop, numbers.step],
+    bytearray: lambda data: [bytes(data)],
+    BytesIO: lambda file: [file.getvalue(), file.tell()],
+    StringIO: lambda file: [file.getvalue(), "", file.tell()],
+}
+"""The parts of a value, as docs/FORMAT.md tells them. Here a StringIO has `newline=""`, which only it knows itself."""
+
+
 def describe(value: object) -> Described:
     """`value` as JSON; modules and optimizers are described by their state_dict. TypeError for what no state can hold."""
-    if value is None or isinstance(value, bool | str):
-        return value
+    if value is None or type(value) in (bool, str):
+        return value  # type: ignore[return-value]  # one of the two
     if isinstance(value, torch.nn.Module):
         return describe(value.state_dict(keep_vars=True))
     if isinstance(value, torch.optim.Optimizer):
@@ -30,6 +61,21 @@ def describe(value: object) -> Described:
         return {"array": value.dtype.str, "shape": [*value.shape], "hex": value.tobytes().hex()}
     if isinstance(value, np.generic):
         return {"scalar": value.dtype.str, "hex": value.tobytes().hex()}
+    if isinstance(value, enum.Enum):
+        cls = type(value)
+        return {"member": f"{cls.__module__}.{cls.__qualname__}", "name": value.name, "value": describe(value.value)}
+    if isinstance(value, SimpleNamespace | argparse.Namespace):
+        return mapping(type(value).__name__, ((describe(k), describe(v)) for k, v in vars(value).items()))
+    if isinstance(value, collections.deque):
+        return {"deque": [describe(item) for item in value], "maxlen": value.maxlen}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        cls = type(value)
+        return {
+            "namedtuple": f"{cls.__module__}.{cls.__qualname__}",
+            "items": [[k, describe(v)] for k, v in value._asdict().items()],
+        }
+    if type(value) in _LIBRARY:
+        return {"library": type(value).__name__, "parts": [describe(part) for part in _LIBRARY[type(value)](value)]}
     if isinstance(value, dict):
         return mapping(_MAPPINGS.get(type(value), "dict"), ((describe(k), describe(v)) for k, v in value.items()))
     if type(value) in _SEQUENCES:
@@ -47,7 +93,7 @@ def plain(value: object) -> Described:
         return {"complex": np.complex128(value).tobytes().hex()}
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
-    if isinstance(value, torch.dtype | torch.device):
+    if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
         return {"torch": type(value).__name__, "name": str(value).removeprefix("torch.")}
     raise TypeError(f"{value!r}")
 

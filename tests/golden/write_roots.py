@@ -10,12 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import difflib
+import io
 import json
+import re
 import subprocess
 import sys
-from datetime import UTC, datetime
-from pathlib import Path
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from http import HTTPStatus
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
+from uuid import UUID, SafeUUID
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import torch
@@ -85,12 +93,34 @@ def values() -> dict[object, object]:
             "empty": {},
         },
         "sequences": [[1, [2]], (3, (4,)), {5, "six"}, frozenset({7}), torch.Size([8, 9]), [], ()],
-        "torch names": [torch.bfloat16, torch.device("cpu"), torch.device("cuda", 3)],
+        "torch names": [torch.bfloat16, torch.device("cpu"), torch.device("cuda", 3), torch.sparse_coo, torch.channels_last],
+        "named": [HTTPStatus.OK, SafeUUID.safe, re.RegexFlag(0), re.ASCII | re.MULTILINE, difflib.Match(1, 2, 3)],
+        "deques": [collections.deque([1, "two"]), collections.deque([3], maxlen=4)],
+        "namespaces": [SimpleNamespace(a=1, b=SimpleNamespace()), argparse.Namespace(lr=0.5)],
+        "library": library(),
+        HTTPStatus.NOT_FOUND: "a member of an enum as a key",
+        date(2026, 1, 1): "a date as a key",
         1: "one",
         -2.5: "a float as key",
         None: "none as key",
         ("a", (1, None)): "a tuple as key",
     }
+
+
+def library() -> list[object]:
+    """A value of every class of Python's library that a state tree knows."""
+    noon, east = datetime(2026, 1, 1, 12, 30, 15, 7), timezone(timedelta(hours=5, minutes=45))
+    buffer, text = io.BytesIO(b"bytes"), io.StringIO("text\r\n", newline="")
+    buffer.seek(2)
+    text.seek(3)
+    return [
+        *(Path("/a/b"), PurePosixPath("c"), PureWindowsPath("C:\\d")),
+        *(noon, noon.replace(tzinfo=UTC), noon.replace(tzinfo=east), noon.replace(tzinfo=ZoneInfo("Europe/Berlin"), fold=1)),
+        *(noon.date(), noon.time(), noon.time().replace(tzinfo=UTC), timedelta(-1, 2, 3)),
+        *(UTC, east, timezone(timedelta(seconds=-1), "before"), ZoneInfo("UTC")),
+        *(UUID(int=5), UUID(int=6, is_safe=SafeUUID.unsafe), Decimal("1.10"), Decimal("sNaN"), Fraction(-1, 3)),
+        *(slice(1, None, 2**70), range(0, 10, 3), bytearray(b"mutable"), buffer, text),
+    ]
 
 
 def tensors() -> dict[str, object]:

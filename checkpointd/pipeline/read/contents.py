@@ -120,7 +120,7 @@ class _Contents:
         if isinstance(node, tree.Tensor | tree.Array):
             return type(node).__name__, identity(node.fqn, self._own, self._aliases, self._shared)
         if isinstance(node, tree.Sequence):
-            return node.kind, [self._print(child) for child in node.items]
+            return tree.kind_of(node), [self._print(child) for child in node.items]
         return tree.encode(node)
 
 

@@ -15,7 +15,9 @@ from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client.capture import objects, optimizer_layout, optimizers
 from checkpointd_client.capture.modules import Modules
-from checkpointd_client.capture.scalars import SCALAR_TYPES, encode, key_node, key_text, refused, type_name
+from checkpointd_client.capture.plain import classes
+from checkpointd_client.capture.plain.containers import NAMESPACES
+from checkpointd_client.capture.scalars import encode, is_scalar, key_node, key_text, refused, type_name
 from checkpointd_client.capture.state_dicts import HandedOut
 from checkpointd_client.capture.tensors import array_tensor, refusal
 from checkpointd_client.sharding import fsdp1
@@ -166,13 +168,33 @@ class Flattener:
         self._path.discard(id(value))
         return node
 
+    def _namespace(self, value: Any, fqn: str) -> tree.Node:
+        if objects.is_object(value):  # it has functions state_dict and load_state_dict
+            return self._other(value, fqn)
+        self._enter(value, fqn)
+        node = tree.Dict(NAMESPACES[type(value)], self._pairs(vars(value).items(), fqn))
+        self._path.discard(id(value))
+        return node
+
     def _sequence(self, value: Iterable[object], fqn: str) -> tree.Node:
         self._enter(value, fqn)
         nodes: list[tree.Node] = []
         for i, child in enumerate(value):  # no comprehension and no helper: each level should take little of Python's stack
             nodes.append(_HANDLERS.get(type(child), Flattener._other)(self, child, f"{fqn}.{i}"))
         self._path.discard(id(value))
-        return tree.Sequence(SEQUENCE_KINDS[type(value)], tuple(nodes))
+        kind = SEQUENCE_KINDS.get(type(value))
+        return self._named_or_deque(value, tuple(nodes), fqn) if kind is None else tree.Sequence(kind, tuple(nodes))
+
+    @staticmethod
+    def _named_or_deque(value: Any, nodes: tuple[tree.Node, ...], fqn: str) -> tree.Node:
+        if type(value) is collections.deque:
+            return tree.Deque("deque", nodes, value.maxlen)
+        if getattr(value, "__dict__", None):
+            raise StateError(
+                f"{fqn}: a {type_name(value)} has attributes beside its fields ({', '.join(vars(value))}), which would be "
+                "lost: store a dict of both"
+            )
+        return tree.NamedTuple("namedtuple", nodes, *classes.named(type(value), fqn), type(value)._fields)
 
     def _enter(self, value: object, fqn: str) -> None:
         """Refuse a container that contains itself, or is nested too deeply."""
@@ -194,7 +216,7 @@ class Flattener:
         return tuple(items)
 
     def _other(self, value: Any, fqn: str) -> tree.Node:
-        if type(value) in SCALAR_TYPES or isinstance(value, np.generic):
+        if is_scalar(value):
             return encode(value, fqn)
         if is_dtensor(value):
             _HANDLERS[type(value)] = Flattener._sharded  # the next value of this type comes there directly
@@ -202,6 +224,8 @@ class Flattener:
         if isinstance(value, torch.Tensor):
             raise StateError(f"{fqn}: {refusal(value)}")
         if not objects.is_object(value):
+            if classes.is_namedtuple(value):
+                return self._sequence(value, fqn)
             raise refused(value, fqn)
         if not self._objects_allowed:
             raise StateError(f"{fqn}: {type_name(value)} in client_state, which holds plain values: put it into the state")
@@ -297,5 +321,6 @@ _HANDLERS: dict[type, Callable[[Flattener, Any, str], tree.Node]] = {
     HandedOut: Flattener._handed_out,
     np.ndarray: Flattener._array,
     **dict.fromkeys(DICT_KINDS, Flattener._dict),
-    **dict.fromkeys(SEQUENCE_KINDS, Flattener._sequence),
+    **dict.fromkeys((*SEQUENCE_KINDS, collections.deque), Flattener._sequence),
+    **dict.fromkeys(NAMESPACES, Flattener._namespace),
 }

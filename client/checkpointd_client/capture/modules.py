@@ -15,6 +15,8 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd_client.capture import objects
+from checkpointd_client.capture.plain.containers import pairs_in
+from checkpointd_client.capture.scalars import key_text
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import (
     FlatShard,
@@ -127,13 +129,12 @@ def state_module(wrapped: nn.Module, fqn: str) -> StateModule:
 
 
 def modules_in(value: object, fqn: str, depth: int = 0) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in nested dicts, lists and tuples, with their FQNs."""
+    """The modules in nested containers, with their FQNs."""
     if isinstance(value, nn.Module):
         yield fqn, value
-    elif depth < _DEPTH_MAX and isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, child in items:
-            yield from modules_in(child, f"{fqn}.{key}" if fqn else str(key), depth + 1)
+    elif depth < _DEPTH_MAX:
+        for key, child in pairs_in(value):
+            yield from modules_in(child, f"{fqn}.{key_text(key)}" if fqn else key_text(key), depth + 1)
 
 
 _DEPTH_MAX = 8

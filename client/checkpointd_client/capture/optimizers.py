@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from checkpointd_client.capture import objects
+from checkpointd_client.capture.plain.containers import pairs_in
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import FlatShard
 from checkpointd_client.sharding.fsdp1 import Shards
@@ -59,8 +60,7 @@ def owners_of(state: Mapping[Hashable, Any], numbers: Mapping[Hashable, Any]) ->
 
 
 def _note(value: Any, parameter: Any, found: dict[int, Any]) -> None:
-    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for child in children:
+    for _, child in pairs_in(value):
         found[id(child)] = parameter
         if not isinstance(child, torch.Tensor | FlatShard | str | bytes | int | float | None):
             _note(child, parameter, found)

@@ -145,7 +145,7 @@ def _places(node: tree.Node, path: tuple[object, ...]) -> Iterator[tuple[tuple[o
         yield path, node
     elif isinstance(node, tree.Dict):
         for key, child in node.items:
-            yield from _places(child, (*path, decode_key(key)))
+            yield from _places(child, (*path, decode_key(key, stand_in=True)))
     elif isinstance(node, tree.Sequence):
         for i, child in enumerate(node.items):
             yield from _places(child, (*path, i))
@@ -311,7 +311,7 @@ def _mark(node: tree.Node, overlaps: Mapping[str, tree.Overlap]) -> tree.Node:
             return msgspec.structs.replace(node, overlap=overlaps[fqn])
         case tree.Dict(kind, items):
             return tree.Dict(kind, tuple((key, _mark(child, overlaps)) for key, child in items))
-        case tree.Sequence(kind, items):
-            return tree.Sequence(kind, tuple(_mark(child, overlaps) for child in items))
+        case tree.Sequence(_, items):
+            return tree.with_elements(node, (_mark(child, overlaps) for child in items))
         case _:
             return node

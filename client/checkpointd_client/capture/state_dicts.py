@@ -17,6 +17,7 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd_client.capture import objects
+from checkpointd_client.capture.plain.containers import is_container, pairs_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +28,7 @@ class HandedOut:
 
 
 def refused(state: object) -> StateError | None:
-    """The error that names the first such dict in the dicts, lists and tuples of `state`; None if there is none."""
+    """The error that names the first such dict in the containers of `state`; None if there is none."""
     for path, value in _dicts(state, (), set()):
         error = _refused(value, path)
         if error is not None:
@@ -35,14 +36,13 @@ def refused(state: object) -> StateError | None:
     return None
 
 
-def _dicts(value: object, path: tuple[object, ...], seen: set[int]) -> Iterator[tuple[tuple[object, ...], Mapping[Any, Any]]]:
-    if not isinstance(value, Mapping | list | tuple) or objects.is_object(value) or id(value) in seen:
+def _dicts(value: Any, path: tuple[object, ...], seen: set[int]) -> Iterator[tuple[tuple[object, ...], Mapping[Any, Any]]]:
+    if not is_container(value) or objects.is_object(value) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Mapping):
         yield path, value
-    children = list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
-    for key, child in children:
+    for key, child in list(pairs_in(value)):
         if not isinstance(child, torch.Tensor):
             yield from _dicts(child, (*path, key), seen)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from checkpointd.errors import StateError
 from checkpointd_client.capture import objects
+from checkpointd_client.capture.plain.containers import pairs_in
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.sharding.dtensor import is_dtensor
 
@@ -69,5 +70,4 @@ def _asked(live: object, fqn: str) -> HandedOutState:
 
 
 def _holds_dtensors(value: object) -> bool:
-    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return is_dtensor(value) or any(map(_holds_dtensors, children))
+    return is_dtensor(value) or any(_holds_dtensors(child) for _, child in pairs_in(value))

@@ -59,9 +59,9 @@ class Merging:
         made: tree.Node | _Different = _DIFFERENT
         if fqn in self.differing:
             pass
-        elif isinstance(first, tree.Dict) and all(isinstance(n, tree.Dict) and n.kind == first.kind for n in nodes):
+        elif isinstance(first, tree.Dict) and _of_kind(first, nodes):
             made = self._dict(first, having, fqn)
-        elif isinstance(first, tree.Sequence) and all(isinstance(n, tree.Sequence) and n.kind == first.kind for n in nodes):
+        elif isinstance(first, tree.Sequence) and _of_kind(first, nodes):
             made = self._sequence(first, having, fqn)
         elif isinstance(first, tree.Tensor | tree.Array) and all(type(n) is type(first) for n in nodes):
             made = self._tensor(first, having)
@@ -83,7 +83,7 @@ class Merging:
                 children.setdefault(tree.encode(key), (key, []))[1].append((ranks, child))
         kept: list[tuple[tree.Node, tree.Node]] = []
         for key, found in children.values():
-            text = key_text(decode_key(key))
+            text = key_text(decode_key(key, stand_in=True))
             path = f"{fqn}.{text}" if fqn else text
             made = self._any(found, path)
             if isinstance(made, _Different):
@@ -98,7 +98,7 @@ class Merging:
         lists = [list(tree.elements(node)) for _, node in having]
         if fqn.endswith(_GROUPS) and all(_is_named(group) for groups in lists for group in groups):
             made_groups = self._groups([(ranks, groups) for (ranks, _), groups in zip(having, lists, strict=True)])
-            return _DIFFERENT if made_groups is None else tree.Sequence(first.kind, made_groups)
+            return _DIFFERENT if made_groups is None else tree.with_elements(first, made_groups)
         if len({len(items) for items in lists}) != 1:
             return _DIFFERENT
         before = len(self.left)
@@ -109,7 +109,7 @@ class Merging:
         if any(isinstance(item, _Different) for item in made) or len(self.left) > before:
             del self.left[before:]  # a list is left as a whole
             return _DIFFERENT
-        return tree.Sequence(first.kind, tuple(item for item in made if not isinstance(item, _Different)))
+        return tree.with_elements(first, (item for item in made if not isinstance(item, _Different)))
 
     def _groups(self, having: Sequence[tuple[Ranks, Sequence[tree.Node]]]) -> tuple[tree.Node, ...] | None:
         """Merge the param groups of an optimizer by the names of their parameters, since ranks may hold different layers.
@@ -139,7 +139,7 @@ class Merging:
             items = ((key, child) for key, child in node.items if key not in (_PARAMS, _PARAM_NAMES))
             return node.kind, frozenset((tree.encode(key), self._print(rank, child)) for key, child in items)
         if isinstance(node, tree.Sequence):
-            return node.kind, tuple(self._print(rank, child) for child in node.items)
+            return tree.kind_of(node), tuple(self._print(rank, child) for child in node.items)
         return self.identity(rank, node.fqn) if isinstance(node, tree.Tensor | tree.Array) else tree.encode(node)
 
     def _tensor(self, first: tree.Tensor | tree.Array, having: Having) -> tree.Node | _Different:
@@ -190,7 +190,7 @@ class _Group:
         kept = (item for item in node.items if self._is_whole or item[0] != _PARAM_NAMES)
         params = dict(node.items)[_PARAMS]
         assert isinstance(params, tree.Sequence)  # _is_named looked
-        names = tree.Sequence(params.kind, tuple(self.names))
+        names = tree.with_elements(params, self.names)
         return tree.Dict(node.kind, tuple((key, names if key == _PARAMS else child) for key, child in kept))
 
 
@@ -241,6 +241,12 @@ class _Groups:
             used.update(_tensors(part[1]))
             nodes[id(group)] = part[0], group.made(part[1])
         return [nodes[id(group)] for group in sorted(found, key=lambda group: group.position)]
+
+
+def _of_kind(first: tree.Dict | tree.Sequence, nodes: Sequence[tree.Node]) -> bool:
+    """Whether all of `nodes` are containers of the kind of `first`."""
+    kind = tree.kind_of(first)
+    return all(isinstance(node, tree.Dict | tree.Sequence) and tree.kind_of(node) == kind for node in nodes)
 
 
 def _is_named(group: tree.Node) -> bool:

@@ -96,7 +96,8 @@ class LoadOptions:
     `strict`: every difference is an error; otherwise all that fits is loaded. `cast`: floating-point tensors may have another
     floating dtype, and are converted. `unpickle`: pickled objects in client_state may run their code. `verify_first`: all bytes
     are read and verified before any object is touched, and then read again to fill them. `share_reads`: ranks that read the
-    same share the reading when they fill.
+    same share the reading when they fill. `stand_in`: values whose class this process does not have get a stand-in
+    (`building.value_of`).
     """
 
     strict: bool = True
@@ -104,6 +105,7 @@ class LoadOptions:
     unpickle: bool = False
     verify_first: bool = False
     share_reads: bool = False
+    stand_in: bool = False
 
 
 def _unknown(_one: str, _two: str) -> bool:
@@ -126,8 +128,8 @@ def prepare(
     tied now count as one tensor if they are `equal`.
 
     Raises UnsafeObjectError for pickled objects in client_state, unless `options.unpickle` is set; FormatError for a tree that
-    contradicts itself; StateError for an object that cannot be loaded into, such as one on the meta device, and for a dict that
-    was passed instead of the object that it came from.
+    contradicts itself; StateError for an object that cannot be loaded into, such as one on the meta device, for a dict that
+    was passed instead of the object that it came from, and for a value whose class is not imported here.
     """
     try:
         return _prepare(state, content, options, equal=equal, answers=answers)
@@ -169,6 +171,7 @@ def _prepare(
     elif (refused := state_dicts.refused(state)) is not None:
         raise refused
     match = Matcher(stored, content, Modules(state), cast=options.cast, equal=equal, answers=answers)
+    match.stand_in = options.stand_in
     match.mapping(state, stored.state, "")
     if faults is not None:  # a TargetChooser leaves out what it does not want
         match.unexpected.clear()
@@ -227,7 +230,7 @@ def _paths(node: tree.Node, fqn: str) -> Iterator[str]:
     """All places below `node`, and the place of the state of every parameter of an optimizer."""
     pairs: Iterable[tuple[object, tree.Node]] = ()
     if isinstance(node, tree.Dict):
-        pairs = ((key_text(key), child) for key, child in Stored.children(node))
+        pairs = ((key_text(key), child) for key, child in Stored.children(node, stand_in=True))
     elif isinstance(node, tree.Sequence):
         pairs = enumerate(node.items)
         optimizer, _, place = fqn.partition(".param_groups.")

@@ -45,9 +45,9 @@ class Stored:
         self.client_state: tree.Dict | None = parts["client_state"]
 
     @staticmethod
-    def children(node: tree.Node) -> Iterator[tuple[Hashable, tree.Node]]:
-        """The items of a stored dict with their keys as Python values; none for any other node."""
-        return ((decode_key(key), child) for key, child in tree.items(node))
+    def children(node: tree.Node, *, stand_in: bool = False) -> Iterator[tuple[Hashable, tree.Node]]:
+        """The items of a stored dict with their keys as `decode_key` gives them; none for any other node."""
+        return ((decode_key(key, stand_in=stand_in), child) for key, child in tree.items(node))
 
     def find(self, fqn: object) -> StridedView | None:
         """The place of the tensor at `fqn`; None if no such tensor is stored."""
@@ -73,7 +73,7 @@ class Stored:
 
 def by_name(node: tree.Node) -> dict[str, tree.Node]:
     """The items of a stored dict with their keys as strings; none for any other node."""
-    return {str(key): child for key, child in Stored.children(node)}
+    return {str(key): child for key, child in Stored.children(node, stand_in=True)}
 
 
 def tensors_by_name(node: tree.Node) -> dict[str, tree.Tensor]:

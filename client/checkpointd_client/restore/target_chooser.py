@@ -47,8 +47,8 @@ def described(stored: Stored) -> Described:
 
     def leaf(node: tree.Node) -> object:
         if not isinstance(node, tree.Tensor | tree.Array):
-            return scalars.decode(node)
+            return scalars.decode(node, stand_in=True)
         place = stored.place(node.fqn)
         return StoredTensor(place.dtype, place.shape)
 
-    return {key: value_of(child, leaf) for key, child in stored.children(stored.state)}
+    return {key: value_of(child, leaf) for key, child in stored.children(stored.state, stand_in=True)}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import gc
 import logging
 import math
 import os
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,13 +26,14 @@ from checkpointd.errors import (
     MismatchError,
     NotFoundError,
     PartlyLoadedError,
+    StateError,
     UnreadableError,
     UsageError,
 )
 from checkpointd.store import open_store
 from checkpointd.store.base import Entry
 from checkpointd.store.posix.store import PosixStore
-from checkpointd_client import Checkpointer, RngState, open_checkpoint
+from checkpointd_client import Checkpointer, RngState, StoredMember, open_checkpoint
 from checkpointd_client.errors import UnsafeObjectError
 from checkpointd_client.restore.store_source import StoredSource
 from tests.builders import break_file, objects
@@ -167,13 +170,45 @@ def test_what_is_asked_for_must_be_there_and_the_rest_is_not_looked_at(root: Pat
 
 def test_a_pickle_in_client_state_keeps_nobody_from_the_model(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, pickle_client_state=True) as ckpt:
-        ckpt.save(1, {"model": torch.nn.Linear(8, 4)}, client_state={"path": Path("x")}).wait()
+        ckpt.save(1, {"model": torch.nn.Linear(8, 4)}, client_state={"seen": UserDict(a=1)}).wait()
     with open_checkpoint(tmp_path) as opened:
         opened.load({"model": torch.nn.Linear(8, 4)}, only="model")
         with pytest.raises(UnsafeObjectError, match="pickle_client_state=True"):
             _ = opened.client_state
     with open_checkpoint(tmp_path, pickle_client_state=True) as opened:
-        assert opened.client_state == {"path": Path("x")}
+        assert opened.client_state == {"seen": UserDict(a=1)}
+
+
+class Phase(enum.Enum):
+    WARMUP = 1
+
+
+class Window(NamedTuple):
+    first: int
+    last: int
+
+
+def test_client_state_needs_no_class_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {
+        "phase": Phase.WARMUP,
+        "by phase": {Phase.WARMUP: Window(1, 2)},
+        "out": Path("a/b"),
+        "ended": datetime(2026, 1, 1, tzinfo=UTC),
+    }
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(1)}, client_state=kept).wait()
+    with open_checkpoint(tmp_path) as opened:
+        assert opened.client_state == kept
+    for name in ("Phase", "Window"):
+        monkeypatch.delitem(globals(), name)
+    member = StoredMember(f"{__name__}.Phase", "WARMUP", 1)
+    with open_checkpoint(tmp_path) as opened:
+        assert opened.client_state == {**kept, "phase": member, "by phase": {member: {"first": 1, "last": 2}}}
+    with (
+        Checkpointer(tmp_path) as ckpt,
+        pytest.raises(StateError, match=r"Phase is stored, and this process does not have the class"),
+    ):
+        ckpt.load({"w": torch.ones(1)})
 
 
 # --- tensors ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -45,14 +46,14 @@ leaves: st.SearchStrategy[Node] = st.one_of(
     st.builds(tree.Bytes, data=st.binary(max_size=16)),
     st.builds(tree.BigInt, hexadecimal=st.integers().map(lambda n: format(n << 64, "x"))),
     st.builds(tree.Complex, real=floats, imag=floats),
-    st.builds(tree.TorchName, kind=st.sampled_from(["dtype", "device"]), name=texts),
+    st.builds(tree.TorchName, kind=st.sampled_from(["dtype", "device", "layout", "memory_format"]), name=texts),
 )
 trees: st.SearchStrategy[Node] = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.builds(
             tree.Dict,
-            kind=st.sampled_from(["dict", "OrderedDict", "Counter"]),
+            kind=st.sampled_from(["dict", "OrderedDict", "Counter", *tree.NAMESPACES]),
             items=st.lists(st.tuples(inner, inner), max_size=4).map(tuple),
         ),
         st.builds(
@@ -60,6 +61,22 @@ trees: st.SearchStrategy[Node] = st.recursive(
             kind=st.sampled_from(["list", "tuple", "set", "frozenset", "Size"]),
             items=st.lists(inner, max_size=4).map(tuple),
         ),
+        st.builds(
+            tree.Deque,
+            kind=st.just("deque"),
+            items=st.lists(inner, max_size=4).map(tuple),
+            maxlen=st.none() | st.integers(0, 9),
+        ),
+        st.builds(
+            tree.NamedTuple,
+            kind=st.just("namedtuple"),
+            items=st.lists(inner, max_size=4).map(tuple),
+            module=texts,
+            qualname=texts,
+            fields=st.lists(texts, max_size=4).map(tuple),
+        ),
+        st.builds(tree.Member, module=texts, qualname=texts, name=st.none() | texts, value=inner),
+        st.builds(tree.LibraryValue, kind=st.sampled_from(["datetime", "slice"]), parts=st.lists(inner, max_size=3).map(tuple)),
     ),
     max_leaves=20,
 )
@@ -128,6 +145,11 @@ def test_a_tree_with_bytes_changed_is_read_or_refused(root: Node, data: st.DataO
         ["D", "dict", {"a": 1}],
         ["D", "dict", [["key alone"]]],
         ["L", "deque", []],
+        ["Q", "list", [], None],
+        ["Q", "deque", [], "many"],
+        ["U", "tuple", [], "m", "C", []],
+        ["E", "os", "system"],
+        ["V", "os.system", ["id"]],
         ["Y", "class", "os.system"],
         ["C", 1.0],
         ["B", "text"],
@@ -157,9 +179,17 @@ def test_what_is_nested_too_deeply_is_refused_at_any_depth(depth: int) -> None:
         tree.decode(nested(depth))
 
 
-def test_nesting_in_keys_counts_as_well() -> None:
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda node: tree.Sequence("tuple", (node,)),
+        lambda node: tree.Member("m", "C", "A", node),
+        lambda node: tree.LibraryValue("slice", (None, node, None)),
+    ],
+)
+def test_nesting_in_keys_members_and_values_counts_as_well(around: Callable[[Node], Node]) -> None:
     key: Node = None
     for _ in range(tree.DEPTH_MAX):
-        key = tree.Sequence("tuple", (key,))
+        key = around(key)
     with pytest.raises(FormatError, match="nested deeper"):
         tree.decode(tree.encode(tree.Dict("dict", ((key, 1),))))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from checkpointd.layout import tree
-from checkpointd_client.capture.scalars import decode_key
+from checkpointd_client.capture.scalars import decode_key, key_text
 
 Path = tuple[str | int, ...]
 """Keys of mappings as strings, positions in lists as integers, from the root of the state."""
@@ -25,13 +25,13 @@ def leaves(root: tree.Node) -> Iterator[tuple[Path, tree.Node]]:
     """The leaves of the state `root` by DCP's rule, each with its path."""
     if isinstance(root, tree.Dict):
         for key, child in root.items:
-            yield from _leaves((str(decode_key(key)),), child)
+            yield from _leaves((_name(key),), child)
 
 
 def _leaves(path: Path, node: tree.Node) -> Iterator[tuple[Path, tree.Node]]:
-    if isinstance(node, tree.Dict):
+    if isinstance(node, tree.Dict) and not is_leaf(node):
         for key, child in node.items:
-            yield from _leaves((*path, str(decode_key(key))), child)
+            yield from _leaves((*path, _name(key)), child)
     elif is_leaf(node):
         yield path, node
     elif isinstance(node, tree.Sequence):
@@ -39,10 +39,14 @@ def _leaves(path: Path, node: tree.Node) -> Iterator[tuple[Path, tree.Node]]:
             yield from _leaves((*path, i), child)
 
 
+def _name(key: tree.Node) -> str:
+    return key_text(decode_key(key, stand_in=True))
+
+
 def is_leaf(node: tree.Node) -> bool:
     """Whether DCP treats the value as a leaf."""
     if isinstance(node, tree.Dict):
-        return False
+        return node.kind in tree.NAMESPACES
     if not isinstance(node, tree.Sequence) or node.kind != "list":
         return True
     return all(is_leaf(child) and not isinstance(child, tree.Tensor) for child in node.items)

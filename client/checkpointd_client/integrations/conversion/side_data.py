@@ -47,7 +47,7 @@ def plain_client_state(root: tree.Node) -> tuple[tree.Dict, tuple[str, ...]]:
     client = by_name(root).get(CLIENT_STATE)
     items = [item for item in tree.items(client) if item[0] != KEY]
     plain = tuple(item for item in items if not holds_tensors(item[1]))
-    left = tuple(f"{CLIENT_STATE}.{key_text(decode_key(key))}" for key, child in items if holds_tensors(child))
+    left = tuple(f"{CLIENT_STATE}.{key_text(decode_key(key, stand_in=True))}" for key, child in items if holds_tensors(child))
     return tree.Dict("dict", plain), left
 
 

@@ -73,6 +73,8 @@ class Context(ABC):
         """The FQNs of parameter states that are not stored."""
         self.modules = modules
         self.cast = cast
+        self.stand_in = False
+        """Whether new values whose class this process does not have get stand-ins."""
         self._equal = equal
         self.answers = answers or HandedOutStates()
         """The states that objects hand out, of those that may be asked."""

@@ -32,7 +32,7 @@ def handed_back(match: Context, live: Any, node: tree.Node, fqn: str) -> Build:
         return (_optimizer if _is_optimizers(live) else _mapping)(match, live, node, fqn)
     if isinstance(live, list | tuple) and isinstance(node, tree.Sequence):
         pairs = ((live[i] if i < len(live) else None, child, f"{fqn}.{i}") for i, child in enumerate(node.items))
-        return building.sequence_of(node.kind, [handed_back(match, *pair) for pair in pairs])
+        return building.sequence_of(node, [handed_back(match, *pair) for pair in pairs], known=type(live))
     if is_dtensor(live):
         return match.tensor(live, node, fqn, replaceable=True) or building.given(live)
     return filled(match, live, node, fqn)
@@ -91,7 +91,7 @@ def _optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: st
     others = {key: handed_back(match, live.get(key), child, f"{fqn}.{key}") for key, child in parts.items()}
     return building.dict_of(
         "dict",
-        {"state": building.dict_of("dict", entries), "param_groups": building.sequence_of("list", made), **others},
+        {"state": building.dict_of("dict", entries), "param_groups": building.list_of(made), **others},
     )
 
 

@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ import torch
 
 from checkpointd.layout import tree
 from checkpointd_client.capture import objects, optimizer_layout, optimizers
+from checkpointd_client.capture.plain.containers import NAMESPACES
 from checkpointd_client.capture.tensors import is_meta, refuse_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
@@ -206,7 +208,7 @@ def _whole(match: Context, live: Live, pairing: _Pairing, stored: dict[Hashable,
     parts = {key: filled(match, _item(live.state, key), node, f"{fqn}.{key}") for key, node in stored.items()}
     return building.dict_of(
         "dict",
-        {"state": building.dict_of("dict", entries), "param_groups": building.sequence_of("list", made), **parts},
+        {"state": building.dict_of("dict", entries), "param_groups": building.list_of(made), **parts},
     )
 
 
@@ -428,18 +430,17 @@ def filled(match: Context, live: Any, node: tree.Node, fqn: str, like: _Like = _
         return building.dict_of(node.kind, parts)
     if isinstance(node, tree.Sequence):
         numbered = enumerate(node.items)
-        return building.sequence_of(
-            node.kind, [filled(match, _item(live, i), child, f"{fqn}.{i}", like.below(i)) for i, child in numbered]
-        )
+        made = [filled(match, _item(live, i), child, f"{fqn}.{i}", like.below(i)) for i, child in numbered]
+        return building.sequence_of(node, made, known=type(live))
     return match.fresh(node, like.device, like.tensor(match, node), like.was)
 
 
 def _item(live: Any, key: Any) -> Any:
     if isinstance(live, Mapping):
         return live.get(key)
-    if isinstance(live, list | tuple) and isinstance(key, int):
+    if isinstance(live, list | tuple | collections.deque) and isinstance(key, int):
         return live[key] if key < len(live) else None
-    return None
+    return vars(live).get(key) if type(live) in NAMESPACES else None
 
 
 def _load_optimizer(live: Live, state: dict[str, Any]) -> None:

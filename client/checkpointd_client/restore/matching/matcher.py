@@ -7,7 +7,7 @@ lists of the values that did not match.
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from operator import setitem
 from typing import Any
@@ -20,6 +20,8 @@ from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client.capture import objects, scalars, tensors
 from checkpointd_client.capture.dtypes import NAMES, is_floating
+from checkpointd_client.capture.plain import classes, values
+from checkpointd_client.capture.plain.containers import NAMESPACES, is_container, pairs_in
 from checkpointd_client.restore import building
 from checkpointd_client.restore.bind import Binding
 from checkpointd_client.restore.building import Build
@@ -30,6 +32,7 @@ from checkpointd_client.sharding.dtensor import FlatShard, held_by, is_sharded, 
 from checkpointd_client.sharding.flat_range import LocalShardTensor, MultiTarget
 
 _CPU = torch.device("cpu")
+_Row = list[Any] | tuple[Any, ...] | collections.deque[Any]
 
 
 class Matcher(Context):
@@ -49,13 +52,23 @@ class Matcher(Context):
             return self._array(live, node, fqn)
         if isinstance(live, dict) and not objects.is_object(live):
             return self._counter(live, node, fqn) if isinstance(live, collections.Counter) else self.mapping(live, node, fqn)
-        if isinstance(live, list | tuple) and not objects.is_object(live):
+        if isinstance(live, list | tuple | collections.deque) and not objects.is_object(live):
             return self._sequence(live, node, fqn)
         if isinstance(live, set | frozenset):
             return self._set(live, node, fqn)
+        if type(live) in NAMESPACES and not objects.is_object(live):
+            return self._namespace(live, node, fqn)
         if scalars.is_scalar(live):
-            return building.constant(node) if building.is_scalar(node) else self.note_kind(live, node, fqn)
+            return self._scalar(live, node, fqn)
         return None if match_object(self, live, node, fqn) else self.note_kind(live, node, fqn)
+
+    def _scalar(self, live: object, node: tree.Node, fqn: str) -> Build | None:
+        if not building.is_scalar(node):
+            return self.note_kind(live, node, fqn)
+        build = building.constant(node, known=type(live))
+        if type(live) in values.MUTABLE and isinstance(node, tree.LibraryValue) and node.kind == type(live).__name__:
+            return self.do(StepOrder.CONTAINERS, build, partial(values.refill, live))
+        return build
 
     # --- tensors -------------------------------------------------------------------------------------------------
 
@@ -142,11 +155,12 @@ class Matcher(Context):
             self.bindings.add(binding)
             return lambda: binding.value
         if isinstance(node, tree.Dict):
-            children = self.stored.children(node)
+            children = self.stored.children(node, stand_in=self.stand_in)
             return building.dict_of(node.kind, {key: self.fresh(child, device, like, was) for key, child in children})
         if isinstance(node, tree.Sequence):
-            return building.sequence_of(node.kind, [self.fresh(child, device, like, was) for child in node.items])
-        return building.constant(node)
+            parts = [self.fresh(child, device, like, was) for child in node.items]
+            return building.sequence_of(node, parts, stand_in=self.stand_in)
+        return building.constant(node, stand_in=self.stand_in)
 
     def _made_like(self, binding: Binding, like: torch.Tensor | FlatShard, was: StridedView | None) -> None:
         if binding.place.shape != tuple(like.shape):
@@ -163,11 +177,19 @@ class Matcher(Context):
 
     def mapping(self, live: MutableMapping[Any, Any], node: tree.Node, fqn: str) -> Build | None:
         """Match a dict key by key and change it in place; an empty dict takes everything that is stored."""
-        if not isinstance(node, tree.Dict):
+        if not isinstance(node, tree.Dict) or node.kind in tree.NAMESPACES:
             return self.note_kind(live, node, fqn)
+        return self._items(live, node, fqn)
+
+    def _namespace(self, live: Any, node: tree.Node, fqn: str) -> Build | None:
+        if not isinstance(node, tree.Dict) or node.kind != NAMESPACES[type(live)]:
+            return self.note_kind(live, node, fqn)
+        return self._items(vars(live), node, fqn)
+
+    def _items(self, live: MutableMapping[Any, Any], node: tree.Dict, fqn: str) -> Build | None:
         if not live:
             self.per_rank_left += self.left_below(fqn)
-            return self.do(StepOrder.CONTAINERS, self.fresh(node), live.update)
+            return self.do(StepOrder.CONTAINERS, self.fresh(node), partial(_update, live))
         stored = dict(self.stored.children(node))
         for key, child in live.items():
             path = _join(fqn, key)
@@ -186,15 +208,18 @@ class Matcher(Context):
             return self.note_kind(live, node, fqn)
         return self.do(StepOrder.CONTAINERS, self.fresh(node), partial(_refill, live))
 
-    def _sequence(self, live: list[Any] | tuple[Any, ...], node: tree.Node, fqn: str) -> Build | None:
-        kind = "list" if isinstance(live, list) else "Size" if isinstance(live, torch.Size) else "tuple"
-        if not isinstance(node, tree.Sequence) or node.kind != kind or hasattr(live, "_fields"):
+    def _sequence(self, live: _Row, node: tree.Node, fqn: str) -> Build | None:
+        if not isinstance(node, tree.Sequence) or node.kind != _kind(live) or not _is_named_alike(live, node):
             return self.note_kind(live, node, fqn)
+        if isinstance(node, tree.Deque) and isinstance(live, collections.deque) and node.maxlen != live.maxlen:
+            self.mismatched.append(f"{fqn}: a deque with maxlen {node.maxlen} is stored, and {live.maxlen} is there now")
+            return None
         if not _holds_objects(live):
-            build = self.fresh(node)
-            return (
-                self.do(StepOrder.CONTAINERS, build, partial(setitem, live, slice(None))) if isinstance(live, list) else build
-            )
+            build = building.sequence_of(node, [self.fresh(child) for child in node.items], known=type(live))
+            if isinstance(live, tuple):
+                return build
+            fill = partial(setitem, live, slice(None)) if isinstance(live, list) else partial(_replace, live)
+            return self.do(StepOrder.CONTAINERS, build, fill)
         for i in range(len(node.items), len(live)):
             self.note_missing(f"{fqn}.{i}")
         for i in range(len(live), len(node.items)):
@@ -202,7 +227,8 @@ class Matcher(Context):
         pairs = enumerate(zip(live, node.items, strict=False))
         changes = {i: change for i, (child, stored) in pairs if (change := self.value(child, stored, f"{fqn}.{i}")) is not None}
         if isinstance(live, tuple):
-            return (lambda: tuple(changes[i]() if i in changes else old for i, old in enumerate(live))) if changes else None
+            kept = [changes.get(i, building.given(old)) for i, old in enumerate(live)]
+            return building.sequence_of(node, kept, known=type(live)) if changes else None
         for i, change in changes.items():
             self.do(StepOrder.CONTAINERS, change, partial(setitem, live, i))
         return None
@@ -223,19 +249,29 @@ class Matcher(Context):
 
 def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -> Iterator[tuple[str, object]]:
     """By FQN, the objects in `live` that the match may ask for their state, because weights are stored for them."""
-    if isinstance(live, Mapping) and not objects.is_object(live):
-        for key, child in stored.children(node):
-            if key in live:
-                yield from with_weights(live[key], child, stored, _join(fqn, key))
-    elif isinstance(live, list | tuple) and not objects.is_object(live):
+    if isinstance(live, list | tuple | collections.deque) and not objects.is_object(live):
         for i, (one, child) in enumerate(zip(live, tree.elements(node), strict=False)):
             yield from with_weights(one, child, stored, f"{fqn}.{i}")
+    elif is_container(live) and not objects.is_object(live):
+        there = dict(pairs_in(live))
+        for key, child in stored.children(node, stand_in=True):
+            if key in there:
+                yield from with_weights(there[key], child, stored, _join(fqn, key))
     elif hands_out_weights(live, node, stored):
         yield fqn, live
 
 
 def _join(fqn: str, key: Hashable) -> str:
     return f"{fqn}.{scalars.key_text(key)}" if fqn else scalars.key_text(key)
+
+
+def _update(live: MutableMapping[Any, Any], value: Any) -> None:
+    live.update(value if isinstance(value, Mapping) else vars(value))
+
+
+def _replace(live: collections.deque[Any], value: Iterable[Any]) -> None:
+    live.clear()
+    live.extend(value)
 
 
 def _refill(live: Any, value: Any) -> None:
@@ -247,9 +283,21 @@ def _holds_objects(value: object) -> bool:
     """Whether it contains anything to keep (tensors, arrays, objects); plain data is replaced as a whole."""
     if isinstance(value, torch.Tensor | np.ndarray) or objects.is_object(value):
         return True
-    if isinstance(value, Mapping):
-        return any(map(_holds_objects, value.values()))
-    return isinstance(value, list | tuple) and any(map(_holds_objects, value))
+    return any(_holds_objects(child) for _, child in pairs_in(value))
+
+
+def _kind(live: _Row) -> str:
+    if isinstance(live, tuple):
+        return "Size" if isinstance(live, torch.Size) else "namedtuple" if classes.is_namedtuple(live) else "tuple"
+    return "list" if isinstance(live, list) else "deque"
+
+
+def _is_named_alike(live: _Row, node: tree.Sequence) -> bool:
+    """Whether a named tuple has the class and the fields that are stored; true of every other sequence."""
+    if not isinstance(node, tree.NamedTuple):
+        return True
+    cls: Any = type(live)
+    return (cls.__module__, cls.__qualname__, cls._fields) == (node.module, node.qualname, node.fields)
 
 
 def _device(kind: str) -> torch.device:

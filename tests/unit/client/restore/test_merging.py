@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from checkpointd.errors import FormatError
@@ -186,3 +187,40 @@ def test_client_state_is_merged_like_the_state_under_its_name() -> None:
 def test_what_is_no_state_is_refused() -> None:
     with pytest.raises(FormatError, match="does not hold a state"):
         Merging(_alike).merged([((0,), _root()), ((1,), None)])
+
+
+PAIR = tree.NamedTuple("namedtuple", (1, 2), "job", "Pair", ("x", "y"))
+DEQUE = tree.Deque("deque", (1, 2), 5)
+MEMBER = tree.Member("gone", "Phase", "MAIN", 2)
+
+
+@pytest.mark.parametrize("node", [PAIR, DEQUE, MEMBER, tree.Dict("Namespace", (("lr", 0.5),))])
+def test_a_value_that_is_equal_stays_what_it_is(node: tree.Node) -> None:
+    merging = Merging(_alike)
+    assert dict(_merged(merging, _root(v=node), _root(v=node)).items) == {"v": node}
+    assert merging.left == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (PAIR, msgspec.structs.replace(PAIR, qualname="Other")),
+        (PAIR, msgspec.structs.replace(PAIR, fields=("x", "z"))),
+        (PAIR, tree.Sequence("tuple", (1, 2))),
+        (DEQUE, msgspec.structs.replace(DEQUE, maxlen=6)),
+        (DEQUE, msgspec.structs.replace(DEQUE, items=(1, 3))),
+        (MEMBER, tree.Member("gone", "Phase", "WARMUP", 1)),
+        (_dict(lr=0.5), tree.Dict("SimpleNamespace", (("lr", 0.5),))),
+    ],
+)
+def test_values_of_other_classes_differ(one: tree.Node, other: tree.Node) -> None:
+    merging = Merging(_alike)
+    assert _merged(merging, _root(v=one), _root(v=other)).items == ()
+    assert merging.left == ["v"]
+
+
+def test_a_key_whose_class_is_gone_has_a_name() -> None:
+    merging = Merging(_alike)
+    one, other = (tree.Dict("dict", ((MEMBER, value),)) for value in (1, 2))
+    _merged(merging, _root(v=one), _root(v=other))
+    assert merging.left == ["v.Phase.MAIN"]

@@ -328,7 +328,7 @@ class _Export:
         if isinstance(node, tree.Tensor):
             return self._state[node.fqn]
         if is_scalar(node):
-            return scalars.decode(node)
+            return scalars.decode(node, stand_in=True)
         raise UsageError(f"{self._state.tag} holds a {type(node).__name__}, which DeepSpeed's files cannot hold")
 
 

@@ -1,0 +1,1 @@
+"""Plain values: those of Python's library, the containers around values, and classes that users define."""
