@@ -14,11 +14,14 @@ from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
+from checkpointd.phrases import byte_count
 from checkpointd.windows import DailyWindows
 
 MIB = 1 << 20
 ABSENCE_S = 3.0
 PINNED_BYTES = 256 * MIB
+EXPORT_BYTES_MIN = 16 * MIB
+"""The least memory of an export."""
 SOCKET_PATH_BYTES_MAX = 107
 """The longest path of a Unix socket that Linux takes."""
 
@@ -276,10 +279,11 @@ def read_serve_file(path: str) -> dict[str, object]:
     strange = sorted(set(table) - known)
     if strange:
         raise UsageError(f"the configuration {path} names {', '.join(strange)}; there are {', '.join(sorted(known))}")
-    for given in table.get("mirrors", []):
-        other = sorted(set(given) - {f.name for f in fields(ServedMirror)}) if isinstance(given, dict) else []
-        if other:
-            raise UsageError(f"the configuration {path} names {', '.join(other)} in mirrors, which there is not")
+    for name, kind in (("mirrors", ServedMirror), ("exports", ServedExport)):
+        for given in table.get(name, []):
+            other = sorted(set(given) - {f.name for f in fields(kind)}) if isinstance(given, dict) else []
+            if other:
+                raise UsageError(f"the configuration {path} names {', '.join(other)} in {name}, which there is not")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
 
 
@@ -328,6 +332,65 @@ class ServedMirror:
             metric=self.metric,
             mode=self.mode,
         )
+
+
+ExportDType = Literal["keep", "fp32", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """A rule by which checkpoints are exported after their commits, as Hugging Face's libraries load them."""
+
+    to: str
+    """A directory, or the URL of a bucket. The export of each checkpoint is a directory there, named by its tag."""
+    every_steps: int | None = None
+    """Export checkpoints whose step is a multiple of this number; None: all."""
+    keep_last: int | None = None
+    """Keep this many of the newest exports; None: all."""
+    only: str = "model"
+    """The part of the state that is exported. Its name is not a part of the tensors' names."""
+    dtype: ExportDType = "keep"
+    """The dtype of floating-point tensors."""
+    max_shard_size: int | str = "5GB"
+    """The largest size of one file of weights: bytes, or a text such as "5GB"."""
+    files: str | None = None
+    """A directory whose files are copied beside the weights: configuration, tokenizer and so on, but no weights."""
+    memory: int | str = "256MiB"
+    """About how much memory an export uses."""
+    limit_bps: float | None = None
+    """The most bytes per second that are exported; None: no limit."""
+
+    def __post_init__(self) -> None:
+        arguments.path("to", self.to)
+        if not self.only or type(self.only) is not str:
+            raise UsageError(f"only is {self.only!r:.80}; it must name a part of the state, such as 'model'")
+        for name in ("every_steps", "keep_last"):
+            if (value := getattr(self, name)) is not None:
+                arguments.whole(name, value)
+        arguments.choice("dtype", self.dtype, get_args(ExportDType))
+        byte_count(self.max_shard_size, "max_shard_size")
+        if byte_count(self.memory, "memory") < EXPORT_BYTES_MIN:
+            raise UsageError(f"memory is {self.memory!r}; an export needs at least {EXPORT_BYTES_MIN} bytes")
+        if self.limit_bps is not None and not self.limit_bps > 0:
+            raise UsageError(f"limit_bps is {self.limit_bps!r}; it must be greater than 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedExport(ExportConfig):
+    """A root whose checkpoints the daemon exports. `root`, `to` and `files` are absolute paths; the first two may be URLs."""
+
+    root: str
+    poll_s: float = 5.0
+    """Between two looks for new checkpoints."""
+
+    def __post_init__(self) -> None:
+        ExportConfig.__post_init__(self)
+        for place in (self.root, self.to):
+            if not os.path.isabs(place) and not is_bucket_url(place):
+                raise UsageError(f"export {self.root}={self.to}: {place!r} must be an absolute path, or the URL of a bucket")
+        if self.files is not None and not os.path.isabs(self.files):
+            raise UsageError(f"export {self.root}={self.to}: files is {self.files!r}; it must be an absolute path")
+        arguments.seconds("poll_s", self.poll_s)
 
 
 def _half_of_memory() -> int:
@@ -387,6 +450,8 @@ class ServeConfig:
     """One line of text for each record, or one JSON object."""
     mirrors: tuple[ServedMirror, ...] = ()
     """Roots that the daemon mirrors to other places, with its own user's rights."""
+    exports: tuple[ServedExport, ...] = ()
+    """Roots whose checkpoints the daemon exports for other programs, with its own user's rights."""
     grace_s: float = 60.0
     """How long saves in flight may take after SIGTERM."""
     spool: str | None = None
@@ -425,6 +490,9 @@ class ServeConfig:
         targets = [one.mirror for one in self.mirrors]
         if twice := next((target for target in targets if targets.count(target) > 1), None):
             raise UsageError(f"two roots are to be mirrored to {twice}: give each a mirror of its own")
+        targets = [one.to for one in self.exports]
+        if twice := next((target for target in targets if targets.count(target) > 1), None):
+            raise UsageError(f"two rules export to {twice}: give each a place of its own")
         nbytes = len(os.fsencode(self.socket))
         if nbytes > SOCKET_PATH_BYTES_MAX:
             raise UsageError(f"the socket's path has {nbytes} bytes; Linux takes up to {SOCKET_PATH_BYTES_MAX}: {self.socket}")

@@ -24,6 +24,7 @@ from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.served_roots import ServedRoots
 from checkpointd.daemon.status.model import CheckpointStatus, PastSave, SaveStatus, SpaceStatus, SpoolStatus
 from checkpointd.daemon.status.tally import Tally, took
+from checkpointd.daemon.tiers.exports import Exports
 from checkpointd.daemon.tiers.mirrors import Mirrors
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
@@ -137,6 +138,7 @@ class Hub:
         self.said = Rationed(log)
         self.tier = Tier(config.held_bytes_max)
         self.mirrors = Mirrors(config.mirrors)
+        self.exports = Exports(config.exports, lambda: any(not job.has_voted for job in self.jobs.all()))
         self.spool: HubSpool | None = None
         self.started_at = time.time()
         self.clients = 0

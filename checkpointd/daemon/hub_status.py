@@ -43,6 +43,7 @@ def standing(hub: Hub) -> DaemonStatus:
         ),
         bandwidth_bps=config.bandwidth_bps,
         mirrors=hub.mirrors.progress,
+        exports=hub.exports.progress,
         spool=None if hub.spool is None else hub.spool.status(),
         left_out=_left_out(hub),
         roots=tuple(sorted((judged(_root(hub, root), now) for root in hub.known_roots()), key=attention)),

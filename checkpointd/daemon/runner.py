@@ -79,7 +79,8 @@ def _import_what_is_needed_later(config: ServeConfig) -> None:
         except ImportError as error:
             raise UsageError(f"HTTP needs {error.name}: install checkpointd[serve], or start without --http") from error
     mirrored = (place for one in config.mirrors for place in (one.origin, one.mirror))
-    if bucket := next(filter(is_bucket_url, (*config.roots, *mirrored)), None):
+    exported = (place for one in config.exports for place in (one.root, one.to))
+    if bucket := next(filter(is_bucket_url, (*config.roots, *mirrored, *exported)), None):
         import_client(parse(bucket))
 
 
@@ -104,6 +105,8 @@ async def _serve(
             service.beside(monitor.run())
             if config.mirrors:
                 service.beside(service.hub.mirrors.run())
+            if config.exports:
+                service.beside(service.hub.exports.run())
             for rule in rules:
                 service.beside(_watch(rule, service, lost))
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))

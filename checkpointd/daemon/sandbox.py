@@ -262,10 +262,18 @@ def socket_directories(config: ServeConfig) -> list[str]:
     return [os.path.dirname(path) or "." for path in paths]
 
 
-def mirrored_places(config: ServeConfig) -> list[str]:
-    """The directories that the daemon mirrors, and those that it mirrors to, or the nearest above one that is not there yet."""
-    places = [place for one in config.mirrors for place in (one.origin, one.mirror) if "://" not in place]
+def other_places(config: ServeConfig) -> list[str]:
+    """The directories that the daemon mirrors or exports, and the places to which it does, or the nearest above one that is not
+    there yet.
+    """
+    places = [place for place in _others(config) if "://" not in place]
     return [promptly(partial(_nearest, place), place) or place for place in places]
+
+
+def _others(config: ServeConfig) -> list[str]:
+    """The paths and URLs of all mirrors and exports."""
+    pairs = [(one.origin, one.mirror) for one in config.mirrors] + [(one.root, one.to) for one in config.exports]
+    return [place for pair in pairs for place in pair]
 
 
 def _nearest(path: str) -> str:
@@ -313,15 +321,16 @@ def _files(config: ServeConfig) -> tuple[list[Rule], str]:
                 f"files are not confined, since {root} could not be mounted again then; if you do not need that, "
                 "`--sandbox require` confines them"
             )
-    for place in mirrored_places(config):
+    for place in other_places(config):
         ruled = promptly(partial(rule_for, place), place)
         if ruled is None or (config.sandbox == "auto" and ruled == "/"):
-            return [], f"files are not confined, since {place}, which is mirrored, could not be mounted again then"
+            return [], f"files are not confined, since {place}, which is mirrored or exported, could not be mounted again then"
         places[place] = ruled
     allowed = sorted(set(places.values()))
     # A missing directory gets no rule and cannot be served; the check of the roots reports it.
     rules = [Rule.of(directory, above) for directory, above in places.items() if os.path.isdir(above)]
-    if fault := confine(allowed, _readable(config.roots)):
+    beside = [one.files for one in config.exports if one.files is not None]
+    if fault := confine(allowed, [*_readable((*config.roots, *_others(config))), *beside]):
         return [], fault
     log.info("sandbox: files can be changed only below %s", ", ".join(allowed))
     return rules, ""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import msgspec
 
-from checkpointd import arguments
-from checkpointd.bucket_urls import directory_of
+from checkpointd import __version__, arguments
+from checkpointd.bucket_urls import directory_of, is_bucket_url, parse
 from checkpointd.codec.convert import target_of
-from checkpointd.config import MIB, LoadConfig
+from checkpointd.config import EXPORT_BYTES_MIN, MIB, ExportDType, LoadConfig
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.export.output import Output, translated
-from checkpointd.export.selection import MODEL, Exported, Selection, of_masters, select
-from checkpointd.export.stream import PlacedTensor, stream
+from checkpointd.export.bucket_output import BucketOutput
+from checkpointd.export.output import ExportOutput, Output, on_thread, translated
+from checkpointd.export.record import ExportRecord, ballot_of
+from checkpointd.export.selection import MODEL, Exported, Selection, of_masters, select, with_plain_names
+from checkpointd.export.stream import PlacedTensor, Turn, at_once, stream
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import LATEST
 from checkpointd.layout.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
@@ -24,13 +27,16 @@ from checkpointd.phrases import byte_count
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.read.plan import BoxRequest, gaps
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.store import open_store
 from checkpointd.store.base import Store
 
-DType = Literal["keep", "fp32", "bf16"]
+DType = ExportDType
 _TARGETS: dict[str, str | None] = {"keep": None, "fp32": "float32", "bf16": "bfloat16"}
 
 MEMORY_BYTES = 512 * MIB
-MEMORY_BYTES_MIN = 16 * MIB
+MEMORY_BYTES_MIN = EXPORT_BYTES_MIN
 
 
 def memory_of(memory: int | str, least: int = MEMORY_BYTES_MIN) -> int:
@@ -56,6 +62,10 @@ class ExportRequest:
     rank: int | None = None
     force: bool = False
     memory_bytes: int = MEMORY_BYTES
+    plain_names: bool = False
+    """Whether names lose what wrappers such as torch.compile have put into them (`with_plain_names`)."""
+    beside: Mapping[str, bytes] | None = None
+    """Files to put beside the weights, by name, with a record of the export; None: neither, but a bucket gets the record."""
 
     def __post_init__(self) -> None:
         arguments.choice("dtype", self.dtype, get_args(DType))
@@ -96,11 +106,14 @@ class Container(Protocol):
         """Whether the output is a directory of files; otherwise it is one file."""
         ...
 
-    def begin(self, selection: Selection, request: ExportRequest, output: Output) -> Sequence[PlacedTensor]:
-        """Create the files in `output`; returns the place of each tensor. UsageError if the format cannot hold a tensor."""
+    def begin(self, selection: Selection, request: ExportRequest, output: ExportOutput) -> Sequence[PlacedTensor]:
+        """Create the files in `output`; returns the place of each tensor, file by file, in the order of their offsets.
+
+        UsageError if the format cannot hold a tensor.
+        """
         ...
 
-    def finish(self, sums: Mapping[str, int], output: Output) -> None:
+    def finish(self, sums: Mapping[str, int], output: ExportOutput) -> None:
         """Complete the files after all bytes were written; `sums` has the CRC-32 of each placed tensor by name."""
         ...
 
@@ -117,37 +130,89 @@ async def consolidate(
     Raises NotFoundError, UsageError, DamagedError with object, FQN and rank, StoreError, StoreFullError.
     """
     check_outside(store, out)
-    with Output(out, directory=container.directory(), force=request.force) as output:
-        load = LoadConfig(budget_bytes=request.memory_bytes // 4)
-        world = await read_view(store, await catalog.find(store, await _tag(store, request.tag)), load)
-        selection = select(world, request.only, request.rank)
-        if request.dtype == "fp32" and request.only == MODEL:
-            selection = of_masters(world, selection)
-        _check_whole(world, selection)
-        placed = container.begin(selection, request, output)
-        done, total = 0, sum(item.nbytes for item in placed)
+    async with _output(out, container, request) as output:
+        checkpoint = await catalog.find(store, await _tag(store, request.tag))
+        return await export_checkpoint(store, checkpoint, output, container, request, on_progress)
+
+
+@asynccontextmanager
+async def _output(out: str | os.PathLike[str], container: Container, request: ExportRequest) -> AsyncIterator[ExportOutput]:
+    place = os.fspath(out)
+    if not is_bucket_url(place):
+        async with Output(place, directory=container.directory(), force=request.force) as output:
+            yield output
+        return
+    if not container.directory() or container.name != Safetensors.name:
+        raise UsageError(f"{place}: only a directory of safetensors can be written to a bucket")
+    async with open_store(place) as store, BucketOutput(store, "", force=request.force) as in_bucket:
+        yield in_bucket
+
+
+async def export_checkpoint(
+    store: Store,
+    checkpoint: Checkpoint,
+    output: ExportOutput,
+    container: Container,
+    request: ExportRequest,
+    on_progress: Callable[[int, int], None] = lambda _, __: None,
+    *,
+    turn: Turn = at_once,
+) -> Consolidation:
+    """Export `checkpoint` to `output`, which was entered, and show it there. `turn`: see `Turn`. Raises as `consolidate`."""
+    load = LoadConfig(budget_bytes=request.memory_bytes // 4)
+    world = await read_view(store, checkpoint, load)
+    selection = select(world, request.only, request.rank)
+    if request.dtype == "fp32" and request.only == MODEL:
+        selection = of_masters(world, selection)
+    if request.plain_names:
+        selection = with_plain_names(selection)
+    _check_whole(world, selection)
+    placed = await on_thread(lambda: container.begin(selection, request, output))
+    done, total = 0, sum(item.nbytes for item in placed)
+    for name, data in (request.beside or {}).items():
+        output.create(name, data, len(data))
+    if request.beside is not None or isinstance(output, BucketOutput):
+        output.describe(_record(store, checkpoint, request, total))
+    on_progress(done, total)
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
         on_progress(done, total)
 
-        def add(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            on_progress(done, total)
-
-        with translated("writing", output.place):
-            sums = await stream(store, world, placed, load, request.memory_bytes // 4, add)
-            container.finish(sums, output)
-        files = output.publish()
-    outcome = world.checkpoint.outcome
+    sums = await stream(store, world, placed, load, request.memory_bytes // 4, add, write=output.write, turn=turn)
+    with translated("writing", output.place):
+        await on_thread(lambda: container.finish(sums, output))
+    await turn(0)
+    files = await output.show()
     return Consolidation(
         root=store.url,
-        tag=world.checkpoint.tag,
-        step=outcome.step,
+        tag=checkpoint.tag,
+        step=checkpoint.outcome.step,
         out=output.place,
         format=container.name,
         tensors=len(selection.names),
         tied=selection.untied[1],
         bytes=total,
         files=tuple(ExportedFile(name=name, size=size) for name, size in files),
+    )
+
+
+def _record(store: Store, checkpoint: Checkpoint, request: ExportRequest, nbytes: int) -> ExportRecord:
+    return ExportRecord(
+        complete=True,
+        root=store.url,
+        tag=checkpoint.tag,
+        attempt=str(checkpoint.attempt),
+        order=checkpoint.outcome.order,
+        ballot=ballot_of(checkpoint),
+        step=checkpoint.outcome.step,
+        only=request.only,
+        dtype=request.dtype,
+        bytes=nbytes,
+        files=(),
+        release=__version__,
+        time=writer().time,
     )
 
 
@@ -170,6 +235,11 @@ async def _tag(store: Store, tag: str | None) -> str:
 
 def check_outside(store: Store, out: str | os.PathLike[str]) -> None:
     """UsageError if `out` lies inside the root, where it could be taken for a checkpoint or be in the way of one."""
+    place = os.fspath(out)
+    if is_bucket_url(place):
+        if is_bucket_url(store.url) and parse(store.url).holds(parse(place)):
+            raise UsageError(f"{place} lies inside the root {store.url}, which is for checkpoints: give a place outside")
+        return
     if directory_of(store.url) is None:
         return
     root, place = os.path.realpath(store.url), os.path.realpath(out)
@@ -192,7 +262,7 @@ class Safetensors:
     def directory(self) -> bool:
         return self._directory
 
-    def begin(self, selection: Selection, request: ExportRequest, output: Output) -> Sequence[PlacedTensor]:
+    def begin(self, selection: Selection, request: ExportRequest, output: ExportOutput) -> Sequence[PlacedTensor]:
         tensors, tied = selection.untied
         by_name = {tensor.name: tensor for tensor in tensors}
         parts = split([Item(t.name, request.dtype_of(t), t.shape) for t in tensors], self._file_bytes_max)
@@ -201,13 +271,14 @@ class Safetensors:
         for name, items in zip(names, parts, strict=True):
             plan = _planned(name, items, tied)
             path = output.create(name, plan.header, plan.size)
-            placed += [PlacedTensor(by_name[item.name], item.dtype, path, plan.offsets[item.name]) for item in items]
+            in_file = [PlacedTensor(by_name[item.name], item.dtype, path, plan.offsets[item.name]) for item in items]
+            placed += sorted(in_file, key=lambda item: item.offset)
         if len(parts) > 1:
             index = index_json(zip(names, parts, strict=True))
             output.create(INDEX, index, len(index))
         return placed
 
-    def finish(self, sums: Mapping[str, int], output: Output) -> None:
+    def finish(self, sums: Mapping[str, int], output: ExportOutput) -> None:
         """Nothing is left to do: the header, which was written first, describes the whole file."""
 
 

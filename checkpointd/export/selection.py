@@ -15,6 +15,9 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 MODEL, MASTERS = "model", "master"
 """The parts of a state for a model's parameters and for their fp32 masters in mixed precision, under the same names."""
 
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_PARALLEL = "module."
+
 
 @dataclass(frozen=True, slots=True)
 class StoredSourceTensor:
@@ -192,6 +195,23 @@ def of_masters(world: CheckpointView, selection: Selection) -> Selection:
     # Owners come before the names tied to them, since the first name is kept.
     ordered = sorted(selection.names, key=lambda tensor: tensor.fqn != tensor.source.fqn)
     return Selection(tuple(replace(t, source=found.get((t.source, t.view), t.source)) for t in ordered))
+
+
+def with_plain_names(selection: Selection) -> Selection:
+    """The tensors under the names that they have in the bare model: without what torch.compile, FSDP, activation checkpointing
+    and DistributedDataParallel put into the names of a wrapped one. UsageError if two names become one.
+    """
+    names = [".".join(part for part in tensor.name.split(".") if part not in _WRAPPERS) for tensor in selection.names]
+    if all(name.startswith(_PARALLEL) for name in names):
+        names = [name.removeprefix(_PARALLEL) for name in names]
+    found: dict[str, Exported] = {}
+    for name, tensor in zip(names, selection.names, strict=True):
+        other = found.setdefault(name, replace(tensor, name=name))
+        if other.fqn != tensor.fqn:
+            raise UsageError(
+                f"{other.fqn} and {tensor.fqn} would both be exported as {name!r}: export a part of the state with one model"
+            )
+    return Selection(tuple(found.values()))
 
 
 def _stripped(fqn: str, only: str | None) -> str | None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from checkpointd.codec.convert import convert
 from checkpointd.config import LoadConfig
+from checkpointd.export.output import FilePart, on_thread, write_parts
 from checkpointd.export.selection import Exported
 from checkpointd.layout.boxes import Box, boxes_of_range
 from checkpointd.layout.dtypes import ITEM_BYTES
@@ -110,6 +110,16 @@ class Converting:
 Batch = list[tuple[Slab, NDArray[Any]]]
 
 
+Turn = Callable[[int], Awaitable[None]]
+"""Called before a batch is read, with its bytes, and with 0 before the result is shown. An export that is to give way waits
+here, and one that must end raises.
+"""
+
+
+async def at_once(_: int) -> None:
+    """The `Turn` of an export that gives way to nothing."""
+
+
 async def stream(
     store: Store,
     world: CheckpointView,
@@ -117,39 +127,55 @@ async def stream(
     config: LoadConfig,
     batch_bytes: int,
     on_bytes: Callable[[int], None] = lambda _: None,
+    *,
+    write: Callable[[Sequence[FilePart]], Awaitable[None]] | None = None,
+    turn: Turn = at_once,
 ) -> dict[str, int]:
     """Fill the files, which exist and have their size, with the bytes of `placed`; returns the CRC-32 of each by name.
 
-    `on_bytes` receives the number of bytes after each write. Raises the first damage, StoreError if reading fails, and OSError
-    if writing fails.
+    `on_bytes` receives the number of bytes after each write. `write`: by default, it writes to files of this machine. Raises
+    the first damage, StoreError if reading fails, and what `write` raises.
     """
     sums = {item.tensor.name: 0 for item in placed}
     found = batches(slabs_of(placed, batch_bytes), batch_bytes)
-    await pump(store, world, found, config, lambda batch: _write(batch, sums, on_bytes))
+
+    async def write_batch(batch: Batch) -> None:
+        parts = await on_thread(lambda: _parts(batch, sums))
+        await (on_thread(lambda: write_parts(parts)) if write is None else write(parts))
+        on_bytes(sum(part.data.nbytes for part in parts))
+
+    await pump(store, world, found, config, write_batch, turn)
     return sums
 
 
 async def pump(
-    store: Store, world: CheckpointView, found: Iterable[list[Slab]], config: LoadConfig, write: Callable[[Batch], None]
+    store: Store,
+    world: CheckpointView,
+    found: Iterable[list[Slab]],
+    config: LoadConfig,
+    write: Callable[[Batch], Awaitable[None]],
+    turn: Turn = at_once,
 ) -> None:
-    """Read batches one after another, each while the one before is written. `write` runs on a thread, one call at a time.
+    """Read batches one after another, each while the one before is written by `write`, one call at a time.
 
     No write is running any more when this returns or raises. Raises the first damage, and the errors of `write`.
     """
-    loop = asyncio.get_running_loop()
     writing: asyncio.Future[None] | None = None
     try:
         for slabs in found:
+            await turn(sum(slab.nbytes for slab in slabs))
             batch = await _read(store, world, slabs, config)
             if writing is not None:
                 await asyncio.shield(writing)
-            writing = loop.run_in_executor(None, write, batch)
+            writing = asyncio.ensure_future(write(batch))
             del batch
-    finally:
         if writing is not None:
+            await asyncio.shield(writing)
+    except BaseException:
+        if writing is not None:
+            writing.cancel()
             await _ended(writing)
-    if writing is not None:
-        writing.result()
+        raise
 
 
 async def _ended(writing: asyncio.Future[None]) -> None:
@@ -160,7 +186,8 @@ async def _ended(writing: asyncio.Future[None]) -> None:
             await asyncio.wait([writing])
         except asyncio.CancelledError as error:
             cancelled = error
-    writing.exception()  # marks it as retrieved, since an earlier error is raised instead
+    if not writing.cancelled():
+        writing.exception()  # marks it as retrieved, since an earlier error is raised instead
     if cancelled is not None:
         raise cancelled
 
@@ -197,28 +224,11 @@ def slabs_of(placed: Iterable[PlacedTensor], slab_bytes: int) -> Iterator[Slab]:
             yield Slab(item, start, min(start + step, count))
 
 
-def _write(batch: Batch, sums: dict[str, int], on_bytes: Callable[[int], None]) -> None:
-    """Write each slab to its place. Slabs in a row that go to one file share one descriptor."""
-    path, descriptor = "", -1
-    try:
-        for slab, memory in batch:
-            item = slab.placed
-            if item.path != path:
-                if descriptor >= 0:
-                    os.close(descriptor)
-                descriptor = -1
-                descriptor, path = os.open(item.path, os.O_WRONLY | os.O_CLOEXEC), item.path
-            data = slab.finished(memory).view(np.uint8).data
-            _write_at(descriptor, data, item.offset + slab.start * ITEM_BYTES[item.dtype])
-            sums[item.tensor.name] = zlib.crc32(data, sums[item.tensor.name])
-            on_bytes(data.nbytes)
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data`, also after short writes."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+def _parts(batch: Batch, sums: dict[str, int]) -> list[FilePart]:
+    """The bytes of each slab with their place, and their checksums in `sums`."""
+    parts = []
+    for slab, memory in batch:
+        item, data = slab.placed, slab.finished(memory).view(np.uint8).data
+        sums[item.tensor.name] = zlib.crc32(data, sums[item.tensor.name])
+        parts.append(FilePart(item.path, item.offset + slab.start * ITEM_BYTES[item.dtype], data))
+    return parts

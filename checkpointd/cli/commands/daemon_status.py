@@ -22,6 +22,7 @@ from checkpointd.daemon.status.model import DaemonStatus, RootStatus, SaveStatus
 from checkpointd.daemon.status.save_groups import DONE, SHOWN, SaveGroup, attempts_of, foremost, fraction, gather
 from checkpointd.daemon.status.verdict import attention, members_of
 from checkpointd.errors import NotFoundError
+from checkpointd.export.progress import ExportProgress
 from checkpointd.mirror.news import MirrorProgress
 from checkpointd.phrases import rank_runs
 from checkpointd.store.requests import Requests
@@ -90,6 +91,8 @@ def page(found: DaemonStatus) -> Iterator[Block]:
         yield Note(words, "doubt")
     if found.mirrors:
         yield Facts([("mirror", _mirror_cell(one, found.now)) for one in found.mirrors])
+    if found.exports:
+        yield Facts([("export", _export_cell(one, found.now)) for one in found.exports])
     if not found.roots:
         yield Note("no trainer has come yet", "quiet")
     if len(found.roots) > 1:
@@ -135,6 +138,28 @@ def _mirror_cell(one: MirrorProgress, now: float) -> Cell:
     if one.problem is not None:
         words += f": {one.problem.message}"
     return Cell(words, _MIRROR_MOODS.get(one.state, ""))
+
+
+_EXPORT_MOODS: dict[str, Mood] = {"up to date": "good", "failing": "bad", "over": "bad"}
+
+
+def _export_cell(one: ExportProgress, now: float) -> Cell:
+    words = f"{one.root} -> {one.to}: {one.state}"
+    if one.state == "waiting":
+        words += f", since {one.holder} exports there"
+    if one.state == "exporting":
+        words += f" {one.tag}, {size(one.done_bytes)} of {size(one.total_bytes)}"
+    if one.due > 1:
+        words += f", {count(one.due, 'checkpoint')} due"
+    if one.newest_tag is not None:
+        words += f", newest {one.newest_tag}"
+    if one.last_s is not None:
+        words += f", the last one took {duration(one.last_s)}"
+    if one.up_to_date_at is not None and one.state != "up to date":
+        words += f", up to date {duration(now - one.up_to_date_at)} ago"
+    if one.problem is not None:
+        words += f": {one.problem.message}"
+    return Cell(words, _EXPORT_MOODS.get(one.state, ""))
 
 
 def _roots_table(found: DaemonStatus) -> Table:

@@ -53,6 +53,13 @@ class UserId(click.IntRange):
 @click.option("--metrics-per-rank", is_flag=True, default=None, help="Count metrics for each rank, not only for each root.")
 @click.option("--name", "names", multiple=True, metavar="ROOT=NAME", help="A name for a root, shown with it; repeatable.")
 @click.option("--mirror", "mirrors", multiple=True, metavar="SRC=DST", help="Mirror the root SRC to DST; repeatable.")
+@click.option(
+    "--export", "exports", multiple=True, metavar="SRC=DST", help="Export checkpoints of the root SRC to DST; repeatable."
+)
+@click.option(
+    "--export-every", type=click.IntRange(min=1), metavar="STEPS", help="Export those whose step is a multiple.  [default: all]"
+)
+@click.option("--export-files", metavar="DIR", help="Directory with the configuration and tokenizer to put beside exports.")
 @click.option("--nice", "niceness", type=click.IntRange(-20, 19), help="CPU niceness of the daemon.")
 @click.option("--io-class", type=click.Choice(["none", "best-effort", "idle"]), help="I/O scheduling class of the daemon.")
 @click.option(
@@ -151,6 +158,12 @@ def _settings(given: dict[str, Any]) -> dict[str, object]:
         named["names"] = dict(_name(text) for text in named["names"])
     if "mirrors" in named:
         named["mirrors"] = tuple(_mirror(text) for text in named["mirrors"])
+    every, files = named.pop("export_every", None), named.pop("export_files", None)
+    if "exports" in named:
+        files = None if files is None else os.path.abspath(files)
+        named["exports"] = tuple({**_export(text), "every_steps": every, "files": files} for text in named["exports"])
+    elif every is not None or files is not None:
+        raise UsageError("--export-every and --export-files are for --export, which is not given")
     if "socket" in named:
         named["socket"] = os.path.abspath(named["socket"])
     return named
@@ -164,13 +177,23 @@ def _name(text: str) -> tuple[str, str]:
 
 
 def _mirror(text: str) -> dict[str, str]:
+    origin, mirror = _pair("--mirror", text, "/archive/run-1")
+    return {"origin": origin, "mirror": mirror}
+
+
+def _export(text: str) -> dict[str, object]:
+    root, to = _pair("--export", text, "/models/run-1")
+    return {"root": root, "to": to}
+
+
+def _pair(option: str, text: str, example: str) -> tuple[str, str]:
     # The options of a bucket's URL have equals signs, too, so the one before something that can be a place counts.
     signs = [at for at, letter in enumerate(text) if letter == "="]
     at = next((at for at in signs if text.startswith("/", at + 1) or is_bucket_url(text[at + 1 :])), text.find("="))
     source, target = text[: max(at, 0)], text[at + 1 :]
     if not (source and target):
-        raise UsageError(f"--mirror {text}: write SRC=DST, such as /scratch/run-1=/archive/run-1")
-    return {"origin": _place(source), "mirror": _place(target)}
+        raise UsageError(f"{option} {text}: write SRC=DST, such as /scratch/run-1={example}")
+    return _place(source), _place(target)
 
 
 def _place(text: str) -> str:

@@ -50,6 +50,8 @@ class HubCollector(Collector):
         yield from _roots(told, found.now)
         if found.mirrors:
             yield from _mirrors(found)
+        if found.exports:
+            yield from _exports(found)
         at_roots = [((root.root, root.name), self._hub.tallies[root.root]) for root in told if root.root in self._hub.tallies]
         yield _commits(at_roots)
         yield _spent(at_roots)
@@ -335,6 +337,57 @@ def _mirrors(found: DaemonStatus) -> Iterator[Metric]:
 
 def _results(one: MirrorProgress) -> dict[str, int]:
     return {"mirrored": one.mirrored, **one.left}
+
+
+# --- of each export --------------------------------------------------------------------------------------------
+
+OF_EXPORT = ("root", "to")
+
+
+def _exports(found: DaemonStatus) -> Iterator[Metric]:
+    labelled = [((one.root, one.to), one) for one in found.exports]
+    yield _gauges(
+        "checkpointd_export_due",
+        "Checkpoints that are still to be exported, as of the last look.",
+        OF_EXPORT,
+        [(labels, float(one.due)) for labels, one in labelled],
+    )
+    yield _gauges(
+        "checkpointd_export_failing",
+        "1 while checkpoints cannot be exported, else 0: a storage fails, or somebody must act.",
+        OF_EXPORT,
+        [(labels, float(one.state in ("failing", "over"))) for labels, one in labelled],
+    )
+    yield _gauges(
+        "checkpointd_export_up_to_date_age_seconds",
+        "Time since every checkpoint that the rule names was last exported. Missing before that.",
+        OF_EXPORT,
+        [(labels, max(0.0, found.now - one.up_to_date_at)) for labels, one in labelled if one.up_to_date_at is not None],
+    )
+    yield _gauges(
+        "checkpointd_export_newest_step",
+        "Training step of the newest export.",
+        OF_EXPORT,
+        [(labels, float(one.newest_step)) for labels, one in labelled if one.newest_step is not None],
+    )
+    yield _gauges(
+        "checkpointd_export_last_seconds",
+        "How long the last export of this daemon took.",
+        OF_EXPORT,
+        [(labels, one.last_s) for labels, one in labelled if one.last_s is not None],
+    )
+    yield _counter(
+        "checkpointd_export_checkpoints",
+        "Checkpoints that were exported (exported), and that were not, by reason.",
+        [((*labels, kind), float(n)) for labels, one in labelled for kind, n in {"exported": one.exported, **one.left}.items()],
+        (*OF_EXPORT, "result"),
+    )
+    yield _counter(
+        "checkpointd_exported_bytes",
+        "Bytes of tensors that were exported.",
+        [(labels, float(one.exported_bytes)) for labels, one in labelled],
+        OF_EXPORT,
+    )
 
 
 # --- counters, by root or by rank ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from checkpointd.commands import command
+from checkpointd.export.progress import ExportProgress
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.mirror.news import MirrorProgress
@@ -270,6 +271,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The most urgent first: see `verdict.attention`."""
     mirrors: tuple[MirrorProgress, ...] = ()
     """The roots that the daemon mirrors to other places."""
+    exports: tuple[ExportProgress, ...] = ()
+    """The roots whose checkpoints the daemon exports for other programs."""
     left_out: tuple[str, ...] = ()
     """Each part that is missing here, with the reason and what to do, in a few sentences."""
 

@@ -1,1 +1,1 @@
-"""The tiers that a daemon keeps beside its roots: mirrors, and the spool of its node."""
+"""The tiers that a daemon keeps beside its roots: mirrors, exports, and the spool of its node."""

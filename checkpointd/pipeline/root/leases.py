@@ -206,6 +206,11 @@ class Watch:
         return before is not None and data != before and self.lease is not None
 
     @property
+    def data(self) -> bytes | None:
+        """The bytes of the lease as they were last read; None if there was none."""
+        return self._data
+
+    @property
     def length_s(self) -> float:
         """How long the lease must stay the same before its holder counts as gone."""
         return self.lease.length_s if self.lease is not None else LENGTH_S

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from checkpointd.errors import UsageError
 from checkpointd.export.consolidate import ExportRequest
-from checkpointd.export.output import Output, reserve
+from checkpointd.export.output import ExportOutput, reserve
 from checkpointd.export.selection import Exported, Selection, StoredSourceTensor, whole_view
 from checkpointd.export.stream import PlacedTensor
 from checkpointd_client.capture.dtypes import DTYPES
@@ -35,7 +35,7 @@ class TorchFile:
     def directory(self) -> bool:
         return False
 
-    def begin(self, selection: Selection, request: ExportRequest, output: Output) -> Sequence[PlacedTensor]:
+    def begin(self, selection: Selection, request: ExportRequest, output: ExportOutput) -> Sequence[PlacedTensor]:
         path = output.path("")
         stored = _sources(selection)
         dtypes = {source: request.dtype_of(tensor) for source, tensor in stored.items()}
@@ -54,7 +54,7 @@ class TorchFile:
             for source, tensor in stored.items()
         ]
 
-    def finish(self, sums: Mapping[str, int], output: Output) -> None:
+    def finish(self, sums: Mapping[str, int], output: ExportOutput) -> None:
         """Write the checksums, which every zip reader checks."""
         descriptor = os.open(output.path(""), os.O_WRONLY | os.O_CLOEXEC)
         try:

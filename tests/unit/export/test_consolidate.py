@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, StoreFullError, UsageError
-from checkpointd.export import stream as streaming
+from checkpointd.export import output as outputs
 from checkpointd.export.consolidate import MEMORY_BYTES_MIN, Consolidation, ExportRequest, Safetensors, consolidate
 from checkpointd.export.output import Output
 from checkpointd.layout.boxes import Box
@@ -248,7 +248,7 @@ async def test_output_2_what_appears_meanwhile_is_not_overwritten(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / name
-    write = streaming._write
+    write = outputs.write_parts
 
     def late(*arguments: Any) -> None:
         if name == "out":
@@ -256,10 +256,10 @@ async def test_output_2_what_appears_meanwhile_is_not_overwritten(
             (out / "precious").touch()
         else:
             out.write_bytes(b"precious")
-        monkeypatch.setattr(streaming, "_write", write)
+        monkeypatch.setattr(outputs, "write_parts", write)
         write(*arguments)
 
-    monkeypatch.setattr(streaming, "_write", late)
+    monkeypatch.setattr(outputs, "write_parts", late)
     with pytest.raises(UsageError, match="exists and is not overwritten"):
         await exported(tmp_path / "root", out)
     assert os.listdir(out) == ["precious"] if name == "out" else out.read_bytes() == b"precious"
@@ -343,7 +343,7 @@ async def test_output_3_an_interruption_leaves_nothing_and_nobody_writes_afterwa
 ) -> None:
     store, begun, go = await saved(tmp_path / "root"), asyncio.Event(), asyncio.Event()
     loop, ended = asyncio.get_running_loop(), 0
-    write = streaming._write
+    write = outputs.write_parts
 
     def held(*arguments: Any) -> None:
         nonlocal ended
@@ -352,7 +352,7 @@ async def test_output_3_an_interruption_leaves_nothing_and_nobody_writes_afterwa
         write(*arguments)
         ended += 1
 
-    monkeypatch.setattr(streaming, "_write", held)
+    monkeypatch.setattr(outputs, "write_parts", held)
     out = tmp_path / "out"
     running = asyncio.ensure_future(consolidate(store, out, Safetensors(out, None), ExportRequest(only="model")))
     await begun.wait()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from checkpointd.config import LoadConfig
 from checkpointd.errors import NotFoundError
 from checkpointd.export.consolidate import MEMORY_BYTES, ExportedFile, check_outside, memory_of
-from checkpointd.export.output import Output, translated
+from checkpointd.export.output import Output, on_thread, translated
 from checkpointd.export.selection import Exported
 from checkpointd.export.stream import Batch, PlacedTensor, Slab, batches, pump
 from checkpointd.layout.boxes import Box, boxes_of_range, whole
@@ -116,9 +116,9 @@ async def _stream(
     placed = [PlacedTensor(tensor, tensor.dtype, "", 0) for tensor in content.tensors.values()]
     done, total = 0, sum(item.nbytes for item in placed)
 
-    def write(batch: Batch) -> None:
+    async def write(batch: Batch) -> None:
         nonlocal done
-        files.add_all(batch)
+        await on_thread(lambda: files.add_all(batch))
         done += sum(_nbytes(slab) for slab, _ in batch)
         on_progress(done, total)
 

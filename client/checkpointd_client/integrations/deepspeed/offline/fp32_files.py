@@ -19,7 +19,7 @@ import torch
 from checkpointd.config import MIB
 from checkpointd.errors import UsageError
 from checkpointd.export.consolidate import Container, ExportRequest, Safetensors
-from checkpointd.export.output import Output, translated
+from checkpointd.export.output import ExportOutput, Output, translated
 from checkpointd.export.selection import Exported, Selection, StoredSourceTensor, whole_view
 from checkpointd.export.stream import PlacedTensor
 from checkpointd.layout.safetensors import INDEX, Item, split
@@ -50,7 +50,7 @@ class TorchFiles:
     def directory(self) -> bool:
         return True
 
-    def begin(self, selection: Selection, request: ExportRequest, output: Output) -> Sequence[PlacedTensor]:
+    def begin(self, selection: Selection, request: ExportRequest, output: ExportOutput) -> Sequence[PlacedTensor]:
         kept, tied = selection.untied
         parts = split([Item(t.name, request.dtype_of(t), t.shape) for t in kept], self._file_bytes_max)
         names = [SHARD.format(number=n, count=len(parts)) for n in range(1, len(parts) + 1)] if len(parts) > 1 else [SINGLE]
@@ -67,7 +67,7 @@ class TorchFiles:
             output.create(TORCH_INDEX, text.encode(), len(text.encode()))
         return [item for _, _, placed in self._files for item in placed]
 
-    def finish(self, sums: Mapping[str, int], output: Output) -> None:
+    def finish(self, sums: Mapping[str, int], output: ExportOutput) -> None:
         for made, inside, _ in self._files:
             made.finish(sums, inside)
 
@@ -75,7 +75,7 @@ class TorchFiles:
 class _OneFile(Output):
     """One file of an output directory, as an output for a container of one file."""
 
-    def __init__(self, output: Output, name: str) -> None:
+    def __init__(self, output: ExportOutput, name: str) -> None:
         self._output, self._name = output, name
 
     def path(self, name: str) -> str:

@@ -1,0 +1,268 @@
+"""Exports a root without end: looks for new commits, exports those that the rule names, and tries again after failures.
+
+Invariants
+  EXPORT-1  Only commits are exported, each in whole or not at all (OUTPUT-1, BUCKETOUT-1), and every byte is verified on the
+      way.
+  EXPORT-2  One process at a time exports to a place (EXPORTHOLD-1). What one leaves unfinished, because it is killed, the next
+      one to hold the place removes or replaces.
+  EXPORT-3  Nothing is written at the root, and no save waits for an export. A checkpoint that is removed, damaged or not
+      exportable is named, and holds up no other.
+  EXPORT-4  An export is removed only by `keep_last`, when that many newer ones are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+from checkpointd.config import ABSENCE_S, ExportConfig
+from checkpointd.errors import CheckpointdError, DamagedError, StoreError, UsageError
+from checkpointd.export.beside import read_beside
+from checkpointd.export.consolidate import Consolidation, ExportRequest, Safetensors, check_outside, export_checkpoint
+from checkpointd.export.hold import ExportHold
+from checkpointd.export.output import on_thread
+from checkpointd.export.planning import ExportAgenda, planned
+from checkpointd.export.progress import ExportProgress, LeftReason
+from checkpointd.export.record import ExportRecord
+from checkpointd.export.stream import Turn, at_once
+from checkpointd.export.target import Target, records_at
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.phrases import byte_count
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root.leases import Sight
+from checkpointd.store.base import Store
+from checkpointd.store.limited import TokenBucket
+from checkpointd.store.patient import Patience, PatientStore
+
+log = logging.getLogger("checkpointd")
+
+RETRY_S = 60.0
+"""How long a failed read is tried again within one export."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPace:
+    """How often the root is looked at; seconds."""
+
+    poll_s: float = 5.0
+    """Between two looks for a new record of the root's catalog."""
+    look_s: float = 60.0
+    """Between two looks at root and place without news. What could not be exported is tried again then."""
+    pause_max_s: float = 60.0
+    """The longest pause after failures."""
+
+
+class Exporter:
+    """Exports one root to one place. `progress` says how far it has come; any thread may read it.
+
+    `turn`: see `Turn`. `slot`: entered for each export, so that those of several rules take turns. `fails` gets each new error
+    after which it tries again.
+    """
+
+    def __init__(
+        self,
+        root: Store,
+        target: Target,
+        config: ExportConfig,
+        pace: ExportPace | None = None,
+        *,
+        turn: Turn = at_once,
+        slot: AbstractAsyncContextManager[object] | None = None,
+        fails: Callable[[CheckpointdError], None] = lambda _: None,
+        sight: Sight | None = None,
+    ) -> None:
+        check_outside(root, config.to)
+        self.pace = pace or ExportPace()
+        self.progress = ExportProgress(root=root.url, to=config.to)
+        self._root, self._target, self._config = root, target, config
+        self._turn, self._slot, self._fails = turn, slot or nullcontext(), fails
+        self._bucket = None if config.limit_bps is None else TokenBucket(config.limit_bps)
+        self._hold = ExportHold(target.store, root.url, sight)
+        self._log = CatalogLog(root)
+        self._there: dict[str, ExportRecord | None] = {}
+        self._tried: dict[str, LeftReason] = {}
+        """The attempts that could not be exported, with the reason."""
+        self._staying: set[str] = set()
+        """The exports that cannot be removed."""
+        self._at: tuple[int, str] | None = None
+        """The batch of the root's catalog up to which nothing is left to do, and its fault."""
+        self._looked_at = float("-inf")
+
+    async def run(self) -> None:
+        """Export until cancelled. Raises UsageError if that cannot work."""
+        failed = 0
+        try:
+            while True:
+                try:
+                    await self.round(again=failed > 0)
+                    failed, pause_s = 0, self.pace.poll_s
+                except UsageError as error:
+                    self._problem("over", error)
+                    raise
+                except CheckpointdError as error:
+                    failed += 1
+                    pause_s = min(self.pace.pause_max_s, self.pace.poll_s * 2 ** min(failed, 16))
+                    self._problem("failing", error)
+                await asyncio.sleep(pause_s)
+        finally:
+            await self._hold.release()
+
+    async def round(self, *, again: bool = False) -> bool:
+        """Export all that is due now, if this process holds the place or can take it; returns whether it does. `again`: look at
+        everything.
+        """
+        if not await self._holds():
+            return False
+        now = asyncio.get_running_loop().time()
+        await self._log.refresh()
+        if again or now - self._looked_at >= self.pace.look_s:
+            self._tried = {prefix: why for prefix, why in self._tried.items() if why == "damaged"}
+            self._there = await records_at(self._target.store)
+            self._looked_at = now
+        elif self._at == self._now and not self._log.fault:
+            return True
+        while (agenda := await self._see()).due:
+            await self._export(agenda.due[0])
+        await self._let_go(agenda.going)
+        self._up_to_date(agenda)
+        return True
+
+    async def _holds(self) -> bool:
+        if self._hold.is_held:
+            await self._hold.check()
+            return True
+        await self._target.begin()
+        if not await self._hold.take():
+            holder = self._hold.holder
+            who = f"process {holder.writer.pid} on {holder.writer.host}" if holder is not None else "another process"
+            self.progress.state, self.progress.holder, self.progress.problem = "waiting", who, None
+            return False
+        self.progress.holder = ""
+        await self._target.clean()
+        self._looked_at = float("-inf")
+        return True
+
+    @property
+    def _now(self) -> tuple[int, str]:
+        return self._log.state.number, self._log.fault
+
+    async def _see(self) -> ExportAgenda:
+        """What is to be done now."""
+        self._at = None
+        views = await catalog.scan(self._root, self._log, newest=0)
+        at = self._now
+        newest_first = catalog.checkpoints_of(views)
+        agenda = planned(newest_first, self._there, self._config, self._root.url, self._tried)
+        for one in agenda.blocked:
+            self._leave(
+                one, "blocked", UsageError(f"{self._target.place(one.tag)} is not an export of {self._root.url}: move it")
+            )
+        self.progress.due = len(agenda.due)
+        if not agenda.due:
+            self._at = at
+        return agenda
+
+    async def _export(self, checkpoint: Checkpoint) -> None:
+        shown, began = self.progress, time.monotonic()
+        shown.state, shown.tag, shown.done_bytes, shown.total_bytes = "exporting", checkpoint.tag, 0, 0
+        try:
+            async with self._slot:
+                done = await self._exported(checkpoint)
+        except (StoreError, asyncio.CancelledError):
+            raise
+        except CheckpointdError as error:
+            self._leave(checkpoint, await self._why(checkpoint, error), error)
+            return
+        finally:
+            shown.tag, shown.done_bytes, shown.total_bytes = "", 0, 0
+        shown.exported, shown.exported_bytes = shown.exported + 1, shown.exported_bytes + done.bytes
+        shown.last_s = time.monotonic() - began
+        log.info("%s exported to %s: %d bytes in %.1f s", checkpoint.tag, done.out, done.bytes, shown.last_s)
+
+    async def _exported(self, checkpoint: Checkpoint) -> Consolidation:
+        config, shown = self._config, self.progress
+        request = ExportRequest(
+            only=config.only,
+            dtype=config.dtype,
+            memory_bytes=byte_count(config.memory, "memory"),
+            plain_names=True,
+            beside=await on_thread(lambda: read_beside(config.files, config.dtype)),
+        )
+        container = Safetensors("", byte_count(config.max_shard_size, "max_shard_size"))
+        # Past the page cache, which belongs to those who train.
+        root = PatientStore(self._root.uncached, Patience(RETRY_S, ABSENCE_S))
+
+        def on_progress(done: int, total: int) -> None:
+            shown.done_bytes, shown.total_bytes = done, total
+
+        async with self._target.output(checkpoint.tag, self._hold.check) as output:
+            done = await export_checkpoint(root, checkpoint, output, container, request, on_progress, turn=self._give_way)
+        self._there.update(await records_at(self._target.store, [checkpoint.tag]))
+        return done
+
+    async def _give_way(self, nbytes: int) -> None:
+        await self._hold.check()
+        await self._turn(nbytes)
+        while self._bucket is not None and nbytes > 0:
+            piece = min(nbytes, self._bucket.piece_bytes)
+            await self._bucket.take(piece)
+            nbytes -= piece
+        await self._hold.check()
+
+    async def _why(self, checkpoint: Checkpoint, error: CheckpointdError) -> LeftReason:
+        """Why `checkpoint` could not be exported."""
+        now = await catalog.view(self._root, checkpoint.tag, checkpoint.attempt)
+        if now.state != "committed":
+            return "removed"
+        return "damaged" if isinstance(error, DamagedError) else "blocked"
+
+    def _leave(self, checkpoint: Checkpoint, why: LeftReason, error: CheckpointdError) -> None:
+        if checkpoint.prefix in self._tried:
+            return
+        self._tried[checkpoint.prefix] = why
+        shown = self.progress
+        shown.left = {**shown.left, why: shown.left.get(why, 0) + 1}
+        if why == "removed":
+            words = "%s was removed before its export had ended; keep more checkpoints at %s, or export fewer (every_steps)"
+            log.warning(words, checkpoint.tag, self._root.url)
+            return
+        log.error("%s cannot be exported to %s: %s", checkpoint.tag, self._config.to, error)
+        shown.problem = ErrorReport.of(error)
+        self._fails(error)
+
+    async def _let_go(self, going: Sequence[ExportRecord]) -> None:
+        for record in going:
+            await self._hold.check()
+            if await self._target.remove(record.tag, record):
+                log.info("keep_last removed the export of %s at %s", record.tag, self._config.to)
+                del self._there[record.tag]
+            elif record.tag not in self._staying:
+                log.warning("the export of %s at %s stays: it holds files of other programs", record.tag, self._config.to)
+                self._staying.add(record.tag)
+
+    def _up_to_date(self, agenda: ExportAgenda) -> None:
+        shown = self.progress
+        ours = [record for record in self._there.values() if record is not None and record.complete]
+        newest = max(ours, key=lambda record: record.order, default=None)
+        shown.newest_tag = newest.tag if newest is not None else None
+        shown.newest_step = newest.step if newest is not None else None
+        if not self._log.state.number:  # no job has begun at the root, or it is not there
+            shown.state = "beginning"
+        elif {"damaged", "blocked"}.isdisjoint(self._tried.values()):
+            shown.state, shown.problem, shown.up_to_date_at = "up to date", None, time.time()
+        else:
+            shown.state = "failing"
+
+    def _problem(self, state: Literal["failing", "over"], error: CheckpointdError) -> None:
+        before = self.progress.problem
+        if before is None or before.message != str(error):
+            log.error("%s cannot be exported to %s: %s", self.progress.root, self.progress.to, error)
+            self._fails(error)
+        self.progress.state, self.progress.problem = state, ErrorReport.of(error)

@@ -1,0 +1,49 @@
+"""Which checkpoints of a root are exported next to a place, and which exports go there. Decides only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from checkpointd.bucket_urls import is_same_root
+from checkpointd.config import ExportConfig
+from checkpointd.export.record import ExportRecord
+from checkpointd.pipeline.root.catalog import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ExportAgenda:
+    """The checkpoints to export, newest first: by the time an older one is ready, retention may remove the others. `blocked`:
+    those in whose place lies what this root did not export. `going`: the exports that `keep_last` lets go, oldest first.
+    """
+
+    due: tuple[Checkpoint, ...] = ()
+    blocked: tuple[Checkpoint, ...] = ()
+    going: tuple[ExportRecord, ...] = ()
+
+
+def planned(
+    newest_first: Sequence[Checkpoint],
+    there: Mapping[str, ExportRecord | None],
+    config: ExportConfig,
+    root: str,
+    tried: Collection[str] = (),
+) -> ExportAgenda:
+    """`there`: the names at the place, with the records of what is an export. `tried`: attempts to leave alone now."""
+    wanted = [one for one in newest_first if config.every_steps is None or one.outcome.step % config.every_steps == 0]
+    wanted = [one for one in wanted if one.read_back != "damaged"]
+    done = [record for record in there.values() if record is not None and record.complete and is_same_root(record.root, root)]
+    orders = {one.outcome.order for one in wanted} | {record.order for record in done}
+    kept = set(sorted(orders, reverse=True)[: config.keep_last])
+    due, blocked = [], []
+    for one in wanted:
+        record = there.get(one.tag)
+        if one.outcome.order not in kept or (record is not None and record.complete and record.is_of(one)):
+            continue
+        if one.tag in there and (record is None or not is_same_root(record.root, root)):
+            blocked.append(one)
+        elif one.prefix not in tried:
+            due.append(one)
+    newest = sorted(done, key=lambda record: record.order, reverse=True)
+    going = newest[config.keep_last :] if config.keep_last is not None else []
+    return ExportAgenda(tuple(due), tuple(blocked), tuple(reversed(going)))

@@ -1,0 +1,282 @@
+"""Exports by rule: which checkpoints, once, whole, and what is said of those that cannot be exported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from checkpointd.errors import StoreError, UsageError
+from checkpointd.export.following import Exporter
+from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.gc.collect import collect
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.leases import Sight
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.posix.store import PosixStore
+from tests.unit.daemon.conftest import until
+from tests.unit.export.exported_roots import CONFIG, check_exported, save, tags_at, to_bucket, to_directory
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> str:
+    place = tmp_path / "files"
+    place.mkdir()
+    (place / "config.json").write_bytes(CONFIG)
+    (place / "tokenizer.json").write_text("{}")
+    (place / "model.safetensors").write_text("the weights of another model")
+    return str(place)
+
+
+@pytest.fixture
+def root() -> MemoryStore:
+    return MemoryStore("root")
+
+
+async def ended(exporter: Exporter) -> None:
+    await exporter._hold.release()
+
+
+async def test_export_1_each_commit_is_exported_with_the_files_beside_it(root: Store, tmp_path: Path, files: str) -> None:
+    await save(root, 1, 2)
+    exporter = to_directory(root, tmp_path / "to", files=files, max_shard_size=1500)
+    assert await exporter.round()
+    async with PosixStore(tmp_path / "to") as to:
+        assert await tags_at(to) == ["global_step1", "global_step2"]
+        for step in (1, 2):
+            record = await check_exported(to, step)
+            assert (record.step, record.dtype, record.only) == (step, "keep", "model")
+            assert record.files == (
+                "config.json",
+                *(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)),
+                "model.safetensors.index.json",
+                "tokenizer.json",
+            )
+    shown = exporter.progress
+    assert (shown.state, shown.exported, shown.due, shown.newest_tag, shown.newest_step) == (
+        "up to date",
+        2,
+        0,
+        "global_step2",
+        2,
+    )
+    await save(root, 3)
+    await exporter.round()
+    assert exporter.progress.exported == 3
+    await ended(exporter)
+    assert sorted(os.listdir(tmp_path / "to")) == [".checkpointd", "global_step1", "global_step2", "global_step3"]
+    again = to_directory(root, tmp_path / "to", files=files)
+    await again.round()
+    assert (again.progress.exported, again.progress.state) == (0, "up to date")
+    await ended(again)
+
+
+async def test_the_newest_checkpoint_comes_first_and_the_rule_chooses(root: Store, tmp_path: Path, files: str) -> None:
+    await save(root, *range(1, 7))
+    exporter, order = to_directory(root, tmp_path / "to", files=files, every_steps=2, keep_last=2), []
+    output = exporter._target.output
+    exporter._target.output = lambda tag, check: (order.append(tag), output(tag, check))[1]  # type: ignore[method-assign]
+    await exporter.round()
+    assert order == ["global_step6", "global_step4"]
+    await save(root, 7, 8)
+    await exporter.round()
+    assert order[2:] == ["global_step8"]
+    assert sorted(os.listdir(tmp_path / "to"))[1:] == ["global_step6", "global_step8"]
+    await ended(exporter)
+
+
+async def test_export_4_what_others_put_into_an_export_is_never_removed(
+    root: Store, tmp_path: Path, files: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await save(root, 1)
+    exporter = to_directory(root, tmp_path / "to", files=files, keep_last=1)
+    await exporter.round()
+    (tmp_path / "to" / "global_step1" / "scores.csv").touch()
+    await save(root, 2)
+    await exporter.round()
+    await save(root, 3)
+    await exporter.round()
+    assert sorted(os.listdir(tmp_path / "to"))[1:] == ["global_step1", "global_step3"]
+    assert sum("it holds files of other programs" in record.getMessage() for record in caplog.records) == 1
+    await ended(exporter)
+
+
+async def test_a_tag_that_is_saved_again_is_exported_again(root: Store, tmp_path: Path, files: str) -> None:
+    for to in (tmp_path / "to", MemoryStore("to")):
+        root = MemoryStore("root")
+        exporter = to_directory(root, to, files=files) if isinstance(to, Path) else to_bucket(root, to, files=files)
+        await save(root, 1, tag="best")
+        await exporter.round()
+        await save(root, 2, tag="best", k=1)
+        await exporter.round()
+        store = PosixStore(to) if isinstance(to, Path) else to
+        record = await check_exported(store, 2, "best")
+        assert AttemptId.parse(record.attempt) == AttemptId(1, 1)
+        await ended(exporter)
+
+
+async def test_a_converted_export_says_its_dtype(root: Store, tmp_path: Path, files: str) -> None:
+    await save(root, 1)
+    exporter = to_directory(root, tmp_path / "to", files=files, dtype="bf16")
+    await exporter.round()
+    config = json.loads((tmp_path / "to" / "global_step1" / "config.json").read_text())
+    assert config == {"model_type": "llama", "dtype": "bfloat16"}
+    await ended(exporter)
+
+
+# --- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+async def test_export_3_a_damaged_checkpoint_is_named_and_holds_up_no_other(tmp_path: Path, files: str) -> None:
+    async with PosixStore(tmp_path / "root") as root:
+        await save(root, 1, 2, dedup=False)
+        chunks = next((tmp_path / "root" / "global_step2").rglob("00000-0.chunks"))
+        chunks.write_bytes(bytes(chunks.stat().st_size))
+        exporter = to_directory(root, tmp_path / "to", files=files)
+        await exporter.round()
+        shown = exporter.progress
+        assert (shown.state, shown.exported, shown.left) == ("failing", 1, {"damaged": 1})
+        assert shown.problem is not None
+        assert "global_step2" in shown.problem.message
+        assert sorted(os.listdir(tmp_path / "to")) == [".checkpointd", "global_step1"]
+        await ended(exporter)
+
+
+async def test_export_3_a_checkpoint_that_is_removed_meanwhile_is_left(root: Store, tmp_path: Path, files: str) -> None:
+    await save(root, 1, 2, dedup=False)
+    exporter = to_directory(root, tmp_path / "to", files=files)
+
+    async def remove(_: int) -> None:
+        if exporter.progress.tag != "global_step1":
+            return
+        views = await catalog.look_everywhere(root)
+        first = next(view.facts for view in views if view.tag == "global_step1")
+        await collect(root, [view.facts for view in views], [(first, "the test removes it")])
+
+    exporter._turn = remove
+    await exporter.round()
+    assert exporter.progress.left == {"removed": 1}
+    assert (exporter.progress.state, exporter.progress.problem) == ("up to date", None)
+    assert sorted(os.listdir(tmp_path / "to")) == [".checkpointd", "global_step2"]
+    await ended(exporter)
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+async def test_target_1_what_no_export_made_is_not_replaced(root: Store, tmp_path: Path, files: str, in_bucket: bool) -> None:
+    await save(root, 1, 2)
+    to = MemoryStore("to") if in_bucket else PosixStore(tmp_path / "to")
+    await to.put("global_step2/precious", b"mine")
+    exporter = to_bucket(root, to, files=files) if in_bucket else to_directory(root, tmp_path / "to", files=files)
+    await exporter.round()
+    shown = exporter.progress
+    assert (shown.state, shown.left, shown.exported) == ("failing", {"blocked": 1}, 1)
+    assert shown.problem is not None
+    assert "global_step2 is not an export of memory://root: move it" in shown.problem.message
+    assert [entry.name for entry in await to.list("global_step2")] == ["precious"]
+    await to.delete("global_step2/precious")
+    await exporter.round(again=True)
+    assert (shown.state, shown.problem, shown.exported) == ("up to date", None, 2)
+    await ended(exporter)
+
+
+async def test_a_part_that_is_not_there_is_named_with_those_that_are(root: Store, tmp_path: Path) -> None:
+    await save(root, 1)
+    exporter = to_directory(root, tmp_path / "to", only="net")
+    await exporter.round()
+    assert exporter.progress.problem is not None
+    assert "holds no tensor below 'net'; its parts are: model, optimizer" in exporter.progress.problem.message
+    await ended(exporter)
+
+
+async def test_files_that_are_not_there_are_named_and_awaited(root: Store, tmp_path: Path) -> None:
+    await save(root, 1)
+    exporter = to_directory(root, tmp_path / "to", files=str(tmp_path / "files"))
+    await exporter.round()
+    assert exporter.progress.problem is not None
+    assert f"there is no directory {tmp_path}/files" in exporter.progress.problem.message
+    (tmp_path / "files").mkdir()
+    await exporter.round(again=True)
+    assert exporter.progress.state == "up to date"
+    await ended(exporter)
+
+
+async def test_a_failing_storage_is_tried_again(root: Store, tmp_path: Path, files: str) -> None:
+    await save(root, 1)
+    exporter, failures = to_directory(root, tmp_path / "to", files=files), [StoreError("the storage is away")] * 2
+    said: list[str] = []
+    exporter._fails = lambda error: said.append(str(error))
+
+    async def fail(_: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    exporter._turn = fail
+    task = asyncio.create_task(exporter.run())
+    await until(lambda: exporter.progress.state == "up to date")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert said == ["the storage is away"]
+    async with PosixStore(tmp_path / "to") as to:
+        await check_exported(to, 1)
+        assert await to.list(".checkpointd/exports") == []
+
+
+async def test_a_place_in_the_root_is_refused(tmp_path: Path) -> None:
+    async with PosixStore(tmp_path / "root") as root:
+        with pytest.raises(UsageError, match="lies inside the root"):
+            to_directory(root, tmp_path / "root" / "to")
+
+
+# --- one process at a time ------------------------------------------------------------------------------------------------
+
+
+def elsewhere(name: str, length_s: float = 30.0) -> Sight:
+    """A process of another machine, of which nobody knows whether it lives."""
+    return Sight(process=f"{name}.0.0.1.1.{name}", life=lambda _: "unknown", length_s=length_s)
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+async def test_export_2_one_process_exports_and_another_takes_over(
+    root: Store, tmp_path: Path, files: str, in_bucket: bool
+) -> None:
+    await save(root, 1)
+    to = MemoryStore("to")
+
+    def exporter(name: str) -> Exporter:
+        sight = elsewhere(name)
+        return (
+            to_bucket(root, to, files=files, sight=sight)
+            if in_bucket
+            else to_directory(root, tmp_path, files=files, sight=sight)
+        )
+
+    one, two = exporter("one"), exporter("two")
+    assert await one.round()
+    assert not await two.round()
+    assert (two.progress.state, two.progress.holder) == ("waiting", f"process {os.getpid()} on {os.uname().nodename}")
+    await one._hold.release()
+    await save(root, 2)
+    assert await two.round()
+    assert (two.progress.exported, two.progress.holder) == (1, "")
+    await ended(two)
+
+
+async def test_export_2_a_process_that_lost_its_lease_shows_nothing(
+    root: Store, tmp_path: Path, files: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await save(root, 1)
+    one = to_directory(root, tmp_path / "to", files=files, sight=elsewhere("one"))
+
+    async def lose(nbytes: int) -> None:
+        if nbytes:
+            one._hold._held = None
+
+    one._turn = lose
+    with pytest.raises(StoreError, match=r"another process exports to .* by now"):
+        await one.round()
+    assert sorted(os.listdir(tmp_path / "to")) == [".checkpointd"]
+    await ended(one)
