@@ -30,7 +30,7 @@ from checkpointd.export.planning import ExportAgenda, planned
 from checkpointd.export.progress import ExportProgress, LeftReason
 from checkpointd.export.record import ExportRecord
 from checkpointd.export.stream import Turn, at_once
-from checkpointd.export.target import Target, records_at
+from checkpointd.export.target import ExportTarget, records_at
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.phrases import byte_count
 from checkpointd.pipeline.root import catalog
@@ -69,7 +69,7 @@ class Exporter:
     def __init__(
         self,
         root: Store,
-        target: Target,
+        target: ExportTarget,
         config: ExportConfig,
         pace: ExportPace | None = None,
         *,

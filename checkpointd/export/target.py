@@ -27,7 +27,7 @@ _MARK = "export"
 _LEFT = re.compile(rf"\..*\.{_MARK}-[0-9a-f]{{12}}(\.replaced)?\Z")
 
 
-class Target(Protocol):
+class ExportTarget(Protocol):
     """The place of exports. `store` opens it for leases and records."""
 
     store: Store
@@ -53,7 +53,7 @@ class Target(Protocol):
         ...
 
 
-def target_at(place: str) -> Target:
+def target_at(place: str) -> ExportTarget:
     """The target at a path, or at the URL of a bucket. UsageError if there is no such store."""
     return BucketTarget(open_store(place)) if is_bucket_url(place) else DirectoryTarget(place)
 

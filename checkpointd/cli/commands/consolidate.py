@@ -16,6 +16,7 @@ from checkpointd.cli.progress import progress_of_bytes
 from checkpointd.cli.render import Block, Facts, Heading, Table, show_answer
 from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
+from checkpointd.export.beside import read_beside
 from checkpointd.export.consolidate import Consolidation, Container, ExportRequest, Safetensors, consolidate
 from checkpointd.phrases import byte_count
 from checkpointd.store.base import Store
@@ -35,6 +36,8 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 @click.option(
     "--max-shard-size", metavar="SIZE", default="5GB", show_default=True, help="The largest size of one safetensors file."
 )
+@click.option("--plain-names", is_flag=True, help="Drop what torch.compile, FSDP and DDP have put into the names of tensors.")
+@click.option("--files", metavar="DIR", help="Copy configuration and tokenizer from DIR beside the weights.")
 @click.option("--rank", type=int, help="The rank whose per-rank tensors to take.")
 @click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="Approximate memory to use.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -45,6 +48,8 @@ def command(
     dtype: str,
     kind: str | None,
     max_shard_size: str,
+    plain_names: bool,
+    files: str | None,
     rank: int | None,
     memory: str,
     force: bool,
@@ -52,8 +57,9 @@ def command(
 ) -> None:
     """Write checkpoint TAG (default: latest) as plain files to OUT, which appears whole or not at all.
 
-    OUT is a directory of safetensors files, as Hugging Face's libraries load them. If it ends in .safetensors, it is one such
-    file; if it ends in .pt, .pth or .bin, a file for torch.load(weights_only=True). Every byte is verified on the way.
+    OUT is a directory of safetensors files, as Hugging Face's libraries load them, or the URL of one in a bucket. If it ends in
+    .safetensors, it is one such file; if it ends in .pt, .pth or .bin, a file for torch.load(weights_only=True). Every byte is
+    verified on the way.
 
     ROOT may also be the save_dir of a DeepSpeed job: its fp32 weights are then written.
     """
@@ -68,6 +74,8 @@ def command(
         rank=rank,
         force=force,
         memory_bytes=byte_count(memory, "--memory"),
+        plain_names=plain_names,
+        beside=None if files is None else read_beside(files, dtype),
     )
     container = _container(out, kind, byte_count(max_shard_size, "--max-shard-size"))
     directory_of = module_for("deepspeed", "file_names").directory_of

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from checkpointd.export import consolidate as exporting
+from checkpointd.export.beside import read_beside
 from checkpointd.export.consolidate import MEMORY_BYTES, Consolidation, Container, DType, ExportRequest, Safetensors
 from checkpointd.phrases import byte_count
 from checkpointd.store import open_store
@@ -34,19 +35,34 @@ def consolidate(
     rank: int | None = None,
     force: bool = False,
     memory: int | str = MEMORY_BYTES,
+    plain_names: bool = False,
+    files: Root | None = None,
     on_progress: Callable[[int, int], None] = lambda _, __: None,
 ) -> Consolidation:
     """Write checkpoint `tag` (default: latest), or only the part `only` of its state, as plain files to `out`.
 
-    `out` is a directory of safetensors files, as Hugging Face's libraries load them, or one file if it ends in `.safetensors`;
-    with `format="torch"` it is a file for torch.load(weights_only=True). It appears whole or not at all. Floats become `dtype`,
-    rounded as torch rounds. `rank`: if ranks stored different tensors under one name, that of this rank is written. About
-    `memory` bytes are held at once, for a model of any size. `on_progress` gets the bytes written and their total.
+    `out` is a directory of safetensors files, as Hugging Face's libraries load them, or the URL of such a place in a bucket. If
+    it ends in `.safetensors`, it is one file; with `format="torch"` it is a file for torch.load(weights_only=True). It appears
+    whole or not at all. Floats become `dtype`, rounded as torch rounds. `rank`: if ranks stored different tensors under one
+    name, that of this rank is written. About `memory` bytes are held at once, for a model of any size. `on_progress` gets the
+    bytes written and their total.
+
+    `plain_names`: names lose what torch.compile, FSDP, activation checkpointing and DistributedDataParallel have put into them.
+    `files`: a directory whose files, without weights, are copied beside the weights: configuration and tokenizer.
 
     Raises NotFoundError, UsageError if `out` is in the way or the format cannot hold a tensor, DamagedError with object, FQN
     and rank, StoreError, StoreFullError.
     """
-    request = ExportRequest(tag=tag, only=only, dtype=dtype, rank=rank, force=force, memory_bytes=byte_count(memory, "memory"))
+    request = ExportRequest(
+        tag=tag,
+        only=only,
+        dtype=dtype,
+        rank=rank,
+        force=force,
+        memory_bytes=byte_count(memory, "memory"),
+        plain_names=plain_names,
+        beside=None if files is None else read_beside(files, dtype),
+    )
     container: Container = TorchFile()
     if format == "safetensors":
         container = Safetensors(out, byte_count(max_shard_size, "max_shard_size"))

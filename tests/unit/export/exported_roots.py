@@ -22,15 +22,15 @@ CONFIG = b'{"model_type": "llama", "dtype": "float32"}'
 NAMES = ("embed.weight", "layers.0.weight", "norm.weight")
 
 
-def arrays(step: int) -> dict[str, np.ndarray]:
+def arrays(step: int, rows: int = 40) -> dict[str, np.ndarray]:
     """The model of a step."""
     random = np.random.default_rng(step)
-    return {name: random.normal(size=(40, 5 + at)).astype(np.float32) for at, name in enumerate(NAMES)}
+    return {name: random.normal(size=(rows, 5 + at)).astype(np.float32) for at, name in enumerate(NAMES)}
 
 
-async def save(store: Store, *steps: int, **options: object) -> None:
+async def save(store: Store, *steps: int, rows: int = 40, **options: object) -> None:
     for step in steps:
-        state = {f"model.{name}": value for name, value in arrays(step).items()} | {"optimizer.moment": np.full(30, step)}
+        state = {f"model.{name}": value for name, value in arrays(step, rows).items()} | {"optimizer.moment": np.full(30, step)}
         tag = str(options.get("tag", f"global_step{step}"))
         more = {name: value for name, value in options.items() if name != "tag"}
         await save_checkpoint(store, tag=tag, step=step, world_size=1, tensors=lambda _, state=state: state, **more)
@@ -62,7 +62,7 @@ def weights_in(files: Mapping[str, bytes]) -> dict[str, np.ndarray] | None:
 
 
 def is_model_of(step: int, found: Mapping[str, np.ndarray]) -> bool:
-    wanted = arrays(step)
+    wanted = arrays(step, len(next(iter(found.values()))))
     return wanted.keys() == found.keys() and all(np.array_equal(wanted[name], found[name]) for name in wanted)
 
 

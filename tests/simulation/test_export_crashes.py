@@ -1,0 +1,119 @@
+"""An export to a bucket at every crash point: a program finds the whole model of one checkpoint there, or none, and the next
+process finishes the work.
+
+BUCKETOUT-1, BUCKETOUT-3, EXPORT-2 and EXPORTHOLD-1 of `export/`; each mutation leaves a step out, and must be caught.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from checkpointd.errors import StoreError
+from checkpointd.export import bucket_output
+from checkpointd.pipeline.root.leases import Sight
+from checkpointd.store.base import Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.objects.store import ObjectStore
+from checkpointd.store.uploads import unfinished_uploads_of
+from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
+from checkpointd.testing.simbucket import SimBucket
+from checkpointd.testing.simstorage import Effect, SimStorage
+from tests.unit.export.exported_roots import CONFIG, check_exported, files_at, is_model_of, save, tags_at, to_bucket, weights_in
+
+pytestmark = pytest.mark.timeout(600)
+
+TAG = "best"
+SHARD_BYTES = 1500
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_bytes(CONFIG)
+    (tmp_path / "vocab.json").write_text("{}")
+    return str(tmp_path)
+
+
+def kill(storage: SimStorage, effect: Effect) -> None:
+    storage.kill(effect.process)
+
+
+def spawn(bucket: SimBucket, name: str, root: Store, files: str, shard_bytes: int) -> asyncio.Task[None]:
+    """One look of a daemon, which exports what is due and leaves."""
+    client = bucket.process(name)
+    sight = Sight(process=name, life=lambda other: "running" if other in bucket.alive() else "ended")
+    one = to_bucket(root, ObjectStore(client), sight=sight, files=files, max_shard_size=shard_bytes, keep_last=1)
+
+    async def run() -> None:
+        assert await one.round()
+        await one._hold.release()
+
+    return client.process.spawn(run())
+
+
+async def one_model_or_none(store: Store, steps: Sequence[int]) -> None:
+    for tag in await tags_at(store):
+        files = await files_at(store, tag)
+        found = weights_in(files)
+        assert found is None or any(is_model_of(step, found) for step in steps), f"{tag} holds a mixture"
+        assert found is None or "vocab.json" in files, f"{tag} has no vocabulary yet"
+
+
+async def finished(store: Store, tag: str) -> None:
+    """Step 2 is exported as `tag`, and nothing else is there."""
+    await check_exported(store, 2, tag)
+    assert await tags_at(store) == [tag]
+    assert await unfinished_uploads_of(store) == []
+
+
+def struck(files: str, *, shards: tuple[int, int] = (SHARD_BYTES, SHARD_BYTES), again: bool = True) -> Scenario:
+    """Step 1 is exported; the export of step 2 is struck. `again`: it has the same tag, so it takes the place of the first."""
+
+    async def scenario(crash: Crash) -> bool:
+        root, bucket = MemoryStore("root"), SimBucket()
+        await save(root, 1, tag=TAG)
+        await spawn(bucket, "first", root, files, shards[0])
+        await save(root, 2, tag=TAG if again else "other", k=1 if again else 0)
+        was_struck = await crash.strikes(bucket, [spawn(bucket, "second", root, files, shards[1])])
+        bucket.after = lambda *_: None
+        client, tag = bucket.process("reader"), TAG if again else "other"
+        reader = ObjectStore(client)
+        await client.process.spawn(one_model_or_none(reader, (1, 2)))
+        await spawn(bucket, "third", root, files, shards[1])
+        await client.process.spawn(finished(reader, tag))
+        return was_struck
+
+    return scenario
+
+
+@pytest.mark.parametrize("shards", [(SHARD_BYTES, SHARD_BYTES), (SHARD_BYTES, 10**6), (10**6, SHARD_BYTES)])
+@pytest.mark.parametrize("again", [True, False])
+def test_bucketout_1_a_kill_at_every_effect(files: str, shards: tuple[int, int], again: bool) -> None:
+    assert every_crash_point(struck(files, shards=shards, again=again), range(1), kill) > 8
+
+
+def in_order_of_names(names: dict[str, bytes]) -> list[str]:
+    return sorted(names)
+
+
+def replaces_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: object, **__: object) -> None:
+        return
+
+    monkeypatch.setattr(bucket_output, "removed", nothing)
+
+
+def index_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_output, "in_order", in_order_of_names)
+
+
+@pytest.mark.parametrize("mutation", [replaces_without_a_word, index_first])
+def test_an_export_without_a_step_is_caught(
+    files: str, mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    with pytest.raises((AssertionError, StoreError)):  # what is there, or an object in the way
+        every_crash_point(struck(files), range(1), kill)
