@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,14 +94,20 @@ class Exporter:
         self._at: tuple[int, str] | None = None
         """The batch of the root's catalog up to which nothing is left to do, and its fault."""
         self._looked_at = float("-inf")
+        self._last = asyncio.Event()
+
+    def finish(self) -> None:
+        """Let `run` look once more, export what is due, and return."""
+        self._last.set()
 
     async def run(self) -> None:
-        """Export until cancelled. Raises UsageError if that cannot work."""
+        """Export until cancelled, or until `finish`. Raises UsageError if that cannot work."""
         failed = 0
         try:
             while True:
+                is_last = self._last.is_set()
                 try:
-                    await self.round(again=failed > 0)
+                    await self.round(again=failed > 0 or is_last)
                     failed, pause_s = 0, self.pace.poll_s
                 except UsageError as error:
                     self._problem("over", error)
@@ -110,7 +116,11 @@ class Exporter:
                     failed += 1
                     pause_s = min(self.pace.pause_max_s, self.pace.poll_s * 2 ** min(failed, 16))
                     self._problem("failing", error)
-                await asyncio.sleep(pause_s)
+                if is_last:
+                    return
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._last.wait()
         finally:
             await self._hold.release()
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from checkpointd.commit.retention import Retention
     from checkpointd.config import SpoolConfig
     from checkpointd_client.capture.plain.classes import StoredMember
+    from checkpointd.config import ExportConfig, SpoolConfig
     from checkpointd_client.capture.rng import RngState
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate
@@ -25,6 +26,7 @@ __all__ = [
     "AttemptStatus",
     "CheckpointInfo",
     "Checkpointer",
+    "ExportConfig",
     "Loaded",
     "OpenCheckpoint",
     "Retention",
@@ -43,6 +45,7 @@ _HOMES = {
     "AttemptStatus": "saves.status",
     "CheckpointInfo": "saves.status",
     "Checkpointer": "checkpointer",
+    "ExportConfig": "checkpointer",
     "Loaded": "loader",
     "OpenCheckpoint": "reader",
     "Retention": "checkpointer",

@@ -10,7 +10,7 @@ from typing import Any, Self
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
-from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, SpoolConfig
+from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, ExportConfig, SpoolConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd_client.core import Core
 from checkpointd_client.loader import Loaded
@@ -58,6 +58,8 @@ class Checkpointer:
     long as each ends before the next one and before its deadline, and nobody waits for it. None: always at full speed.
     `spool`: a directory on this node's own disk, or a SpoolConfig. Snapshots become durable there first, and go to the root
     from there. The next start on this node uploads what was left. With a sidecar, give it the spool instead.
+    `export`: a rule by which rank 0 exports checkpoints after their commits, for Hugging Face's libraries. close() waits until
+    what is due is exported, unless the job was preempted. With a sidecar, give it the rule instead; nothing waits for it then.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
     (another job is alive at the root), RootNotSharedError, DeadlineError (ranks that did not come), StoreError, SidecarError
@@ -93,6 +95,7 @@ class Checkpointer:
         read_back: bool = True,
         max_overhead: float | None = 0.03,
         spool: str | os.PathLike[str] | SpoolConfig | None = None,
+        export: ExportConfig | None = None,
     ) -> None:
         self._core = Core(
             root,
@@ -122,6 +125,7 @@ class Checkpointer:
                 read_back=read_back,
                 max_overhead=max_overhead,
                 spool=spool,
+                export=export,
             ),
         )
 

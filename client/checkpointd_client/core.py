@@ -25,7 +25,7 @@ from checkpointd import arguments
 from checkpointd.admin.gc import delete_once
 from checkpointd.bucket_urls import directory_of
 from checkpointd.commands import start_sidecar
-from checkpointd.config import CommitConfig, PersistConfig, SpoolConfig, check_job
+from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, SpoolConfig, check_job
 from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StateError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.files import check_leftovers, check_names, check_place
 from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
@@ -52,6 +52,7 @@ from checkpointd_client.restore.plan import LoadOptions
 from checkpointd_client.restore.spool_source import NodeSpoolView
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, SaveRequest, asked
+from checkpointd_client.saves.exports import OwnExports
 from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.spool import ProcessSpool
 from checkpointd_client.saves.status import Status
@@ -131,6 +132,7 @@ class Core:
                 afresh=options.afresh,
                 max_overhead=options.max_overhead,
             )
+            self._exports = self._begin_exports(options.export)
             undo.pop_all()
         self._process = os.getpid()
         self._history = self._saver.history
@@ -157,6 +159,11 @@ class Core:
         spool = ProcessSpool(config, self._store, persist)
         self._writer.call(spool.open(), SIDECAR_PATIENCE_S)
         return spool
+
+    def _begin_exports(self, config: ExportConfig | None) -> OwnExports | None:
+        if config is None or self._ranks.rank != COORDINATOR:
+            return None
+        return OwnExports(self._store.url, config, lambda: bool(self._saver.history.in_flight()))
 
     def _close_spool(self) -> None:
         if self._spool is not None:
@@ -340,6 +347,7 @@ class Core:
             overhead=self._saver.governor.overhead,
             pace=self._saver.governor.share,
             requests=requests_of(self._store),
+            export=None if self._exports is None else self._exports.progress,
         )
 
     def latest(self) -> str | None:
@@ -460,6 +468,8 @@ class Core:
         try:
             self._saver.close(self._tidy_left_s, ends_well=ends_well)
             self._close_spool()
+            if self._exports is not None:
+                self._exports.close(finishes=ends_well and self._grace_left_s() is None)
             end(self._writer, self._started, max(self._tidy_left_s(), SLICE_S))
             self._writer.call(self._store.close(), max(self._tidy_left_s(), SLICE_S))
         except StoreError as error:

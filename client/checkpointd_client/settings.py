@@ -12,12 +12,23 @@ from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
-from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, CommitConfig, LoadConfig, PersistConfig, SpoolConfig, check_job
+from checkpointd.config import (
+    ABSENCE_S,
+    MIB,
+    PINNED_BYTES,
+    CommitConfig,
+    ExportConfig,
+    LoadConfig,
+    PersistConfig,
+    SpoolConfig,
+    check_job,
+)
 from checkpointd.errors import UsageError
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.ranks.preemption import PreemptSignals, graces_of
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import WhenBusy
+from checkpointd_client.saves.exports import check_export
 from checkpointd_client.sidecar.client import OnSidecarLoss
 from checkpointd_client.staging.stager import StagingMode
 
@@ -53,6 +64,7 @@ class Options:
     read_back: bool = True
     max_overhead: float | None = 0.03
     spool: str | os.PathLike[str] | SpoolConfig | None = None
+    export: ExportConfig | None = None
 
     def __post_init__(self) -> None:
         if self.sidecar is not None:
@@ -75,6 +87,7 @@ class Options:
         _ = self.persist, self.commit, self.load
         if self.spooling is not None and self.sidecar is not None:
             raise UsageError("with a sidecar, the spool is the sidecar's: start that one with a spool, and give no spool= here")
+        check_export(self.export, has_sidecar=self.sidecar is not None)
         check_job(self.job)
 
     @property

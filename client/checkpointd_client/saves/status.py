@@ -6,6 +6,7 @@ from datetime import datetime
 
 import msgspec
 
+from checkpointd.export.progress import ExportProgress
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.pace import PaceReason
@@ -107,6 +108,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: Requests | None = None
     """The requests that this rank has sent to the bucket; a sidecar reports its own. None if the root is not in a bucket."""
+
+    export: ExportProgress | None = None
+    """How far the exports of this rank have come; None without `export`, and on other ranks than 0."""
 
     def to_json(self) -> str:
         """The same as JSON."""

@@ -10,7 +10,15 @@ from msgspec import structs
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import FormatError, NotFoundError, UsageError
-from checkpointd.export.selection import Selection, View, select
+from checkpointd.export.selection import (
+    Exported,
+    Selection,
+    StoredSourceTensor,
+    View,
+    select,
+    whole_view,
+    with_plain_names,
+)
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
@@ -143,3 +151,29 @@ async def test_a_name_that_reaches_outside_its_owner_is_refused(alias: Alias) ->
 )
 def test_views(view: View, contiguous: bool, span: range) -> None:
     assert (view.contiguous, view.span) == (contiguous, span)
+
+
+@pytest.mark.parametrize(
+    ("names", "plain"),
+    [
+        (["_orig_mod.layers.0.weight", "_orig_mod.norm"], ["layers.0.weight", "norm"]),
+        (["module.a", "module.module.b"], ["a", "module.b"]),
+        (["module.a", "b"], ["module.a", "b"]),
+        (["layers.0._checkpoint_wrapped_module.w", "_fsdp_wrapped_module.layers.1._orig_mod.w"], ["layers.0.w", "layers.1.w"]),
+        (["a._original", "model.embed"], ["a._original", "model.embed"]),
+    ],
+)
+def test_plain_names_are_those_of_the_bare_model(names: list[str], plain: list[str]) -> None:
+    assert [tensor.name for tensor in with_plain_names(named(*names)).names] == plain
+
+
+def test_two_tensors_with_one_plain_name_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"model._orig_mod.a and model.a would both be exported as 'a'"):
+        with_plain_names(named("_orig_mod.a", "a"))
+
+
+def named(*names: str) -> Selection:
+    view = whole_view((2,))
+    return Selection(
+        tuple(Exported(n, f"model.{n}", StoredSourceTensor(f"model.{n}", "float32", (2,), None), view) for n in names)
+    )

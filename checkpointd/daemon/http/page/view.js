@@ -41,6 +41,7 @@ export function view(status, isOpen, ui) {
     textures(),
     h("div", { class: "roots", "data-key": "roots" }, status.roots.map((root) => rootCard(root, isOpen(root), status.now, ui))),
     mirrors(status),
+    exports(status),
     memory(status, ui),
     daemon(status),
   );
@@ -55,9 +56,9 @@ function nothingYet(status) {
   );
 }
 
-// --- mirrors -----------------------------------------------------------------------------------------------------
+// --- mirrors and exports ---------------------------------------------------------------------------------------------
 
-const MOODS = { "in step": "good", failing: "bad", over: "bad" };
+const MOODS = { "in step": "good", "up to date": "good", failing: "bad", over: "bad" };
 
 function mirrors(status) {
   const found = status.mirrors || [];
@@ -78,6 +79,29 @@ function mirrors(status) {
       one.problem && h("p", { class: "note bad" }, printable(one.problem.message)),
     );
   return h("section", { class: "card", "aria-label": "Mirrors" }, h("h2", null, "Mirrors"), h("ul", { class: "plain" }, found.map(line)));
+}
+
+function exports(status) {
+  const found = status.exports || [];
+  if (!found.length) return null;
+  const line = (one) =>
+    h(
+      "li",
+      null,
+      badge(one.state, MOODS[one.state] ?? "quiet"),
+      " ",
+      name(one.root),
+      " to ",
+      name(one.to),
+      one.state === "waiting" && `: ${printable(one.holder)} exports there`,
+      one.state === "exporting" && `: ${printable(one.tag)}, ${size(one.done_bytes)} of ${size(one.total_bytes)}`,
+      one.due > 1 && `, ${count(one.due, "checkpoint")} due`,
+      one.newest_tag !== null && h("span", null, ", newest ", name(one.newest_tag)),
+      one.last_s !== null && `, the last one took ${duration(one.last_s)}`,
+      one.up_to_date_at !== null && one.state !== "up to date" && `, up to date ${duration(status.now - one.up_to_date_at)} ago`,
+      one.problem && h("p", { class: "note bad" }, printable(one.problem.message)),
+    );
+  return h("section", { class: "card", "aria-label": "Exports" }, h("h2", null, "Exports"), h("ul", { class: "plain" }, found.map(line)));
 }
 
 // --- the daemon --------------------------------------------------------------------------------------------------
