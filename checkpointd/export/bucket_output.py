@@ -98,9 +98,10 @@ class BucketOutput:
         for name in in_order(self._heads):
             await self._check()
             await self._store.put(self._key(name), self._heads[name])
-        await self._store.put(self._key(NAME), encode(msgspec.structs.replace(self._record, complete=True)))
+        record = encode(msgspec.structs.replace(self._record, complete=True))
+        await self._store.put(self._key(NAME), record)
         self._shown = True
-        return sorted(self._sizes.items())
+        return sorted([*self._sizes.items(), (NAME, len(record))])
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
