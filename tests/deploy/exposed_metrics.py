@@ -10,7 +10,7 @@ from functools import cache
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from checkpointd.config import ServeConfig, ServedMirror
+from checkpointd.config import ServeConfig, ServedExport, ServedMirror
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import Hub, RootScan
 from checkpointd.daemon.status.model import SpaceStatus
@@ -20,6 +20,7 @@ from checkpointd.store.requests import Requests
 
 ROOT = "/scratch/run-1"
 MIRROR = ServedMirror(origin=ROOT, mirror="/archive/run-1")
+EXPORT = ServedExport(root=ROOT, to="/models/run-1")
 # What Prometheus itself gives, and node_exporter beside it.
 FOREIGN = {"up": set[str](), "node_filesystem_avail_bytes": {"mountpoint"}}
 # What Prometheus adds to every series of a target, or its configuration does.
@@ -36,7 +37,7 @@ _WORDS = {"and", "or", "unless", "bool", "offset"}
 @cache
 def exposed() -> dict[str, set[str]]:
     """The names of all series with their labels: scraped from a daemon with one rank at one root, as if that were in a bucket,
-    with a spool and a mirror; and parsed.
+    with a spool, a mirror and an export; and parsed.
     """
     with tempfile.TemporaryDirectory() as folder:
         return scraped(folder)
@@ -48,6 +49,7 @@ def scraped(spool: str) -> dict[str, set[str]]:
         roots=(ROOT,),
         bandwidth_bps=float(1 << 30),
         mirrors=(MIRROR,),
+        exports=(EXPORT,),
         spool=spool,
     )
     hub = Hub(config)
@@ -66,6 +68,8 @@ def scraped(spool: str) -> dict[str, set[str]]:
     hub.spool.directory.room = Room(used=1, free=1, total=2)
     mirror = hub.mirrors.progress[0]
     mirror.newest_step, mirror.in_step_at = 10, hub.started_at
+    export = hub.exports.progress[0]
+    export.newest_step, export.up_to_date_at, export.last_s = 10, hub.started_at, 1.0
     found: dict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(metrics.exposition(metrics.registry(hub), "plain").decode()):
         for sample in family.samples:

@@ -234,6 +234,10 @@ NOT_SHOWN = {
     # Of a mirror: how many it lacks is shown, and `status` says the rest.
     "checkpointd_mirror_newest_step",
     "checkpointd_mirror_checkpoints_total",
+    # The same of an export.
+    "checkpointd_export_newest_step",
+    "checkpointd_export_last_seconds",
+    "checkpointd_export_checkpoints_total",
     # Of a histogram, its buckets are shown.
     "checkpointd_commit_seconds_count",
     "checkpointd_commit_seconds_sum",

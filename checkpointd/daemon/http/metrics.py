@@ -341,7 +341,7 @@ def _results(one: MirrorProgress) -> dict[str, int]:
 
 # --- of each export --------------------------------------------------------------------------------------------
 
-OF_EXPORT = ("root", "to")
+OF_EXPORT = ("origin", "to")
 
 
 def _exports(found: DaemonStatus) -> Iterator[Metric]:

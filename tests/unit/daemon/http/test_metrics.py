@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
-from checkpointd.config import ServeConfig, ServedMirror
+from checkpointd.config import ServeConfig, ServedExport, ServedMirror
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import FORGET_S, Hub, RootScan
 from checkpointd.daemon.status.model import DaemonStatus, SpaceStatus
@@ -44,6 +44,10 @@ WITHOUT_UNIT = {
         "checkpointd_mirror_failing",
         "checkpointd_mirror_newest_step",
         "checkpointd_mirror_checkpoints",
+        "checkpointd_export_due",
+        "checkpointd_export_failing",
+        "checkpointd_export_newest_step",
+        "checkpointd_export_checkpoints",
         "checkpointd_spool_shards",
         "checkpointd_spool_uploads_open",
         "checkpointd_spool_waiting",
@@ -55,7 +59,14 @@ WITHOUT_UNIT = {
 def hub(tmp_path: Path) -> Hub:
     mirrors = (ServedMirror(origin="/r", mirror="/m"),)
     spool = str(tmp_path / "spool")
-    config = ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),), bandwidth_bps=1e9, mirrors=mirrors, spool=spool)
+    config = ServeConfig(
+        socket=str(tmp_path / "s"),
+        roots=(str(tmp_path),),
+        bandwidth_bps=1e9,
+        mirrors=mirrors,
+        exports=(ServedExport(root="/r", to="/x"),),
+        spool=spool,
+    )
     hub = Hub(config)
     assert config.spool_config is not None
     hub.spool = node_spool = NodeSpool(hub, config.spool_config)

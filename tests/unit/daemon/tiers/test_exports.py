@@ -110,7 +110,7 @@ def test_the_status_and_the_metrics_tell_of_exports(tmp_path: Path, files: Path)
         ("checkpointd_export_checkpoints_total", "damaged"): 1,
         ("checkpointd_exported_bytes_total", ""): 1000,
     }
-    assert samples["checkpointd_export_due", ""].labels == {"root": one.root, "to": one.to}
+    assert samples["checkpointd_export_due", ""].labels == {"origin": one.root, "to": one.to}
 
 
 @pytest.mark.parametrize(
