@@ -45,9 +45,18 @@ def numbered(optimizer: torch.optim.Optimizer, stored: Any, shards: Shards) -> d
 def owners(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     """By the id() of each value in the optimizer's state, the parameter that it belongs to."""
     found: dict[int, torch.Tensor] = {}
-    for parameter, entry in state_of(optimizer).items():
-        _note(entry, parameter, found)
+    for part in parts(optimizer):
+        for parameter, entry in state_of(part).items():
+            _note(entry, parameter, found)
     return found
+
+
+def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that keep the state: those inside `optimizer` if it consists of others, as torchtitan's does."""
+    inside = getattr(optimizer, "optimizers", None)
+    if isinstance(inside, list) and all(isinstance(one, torch.optim.Optimizer) for one in inside):
+        return inside
+    return [optimizer]
 
 
 def owners_of(state: Mapping[Hashable, Any], numbers: Mapping[Hashable, Any]) -> dict[int, Any]:

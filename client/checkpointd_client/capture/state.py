@@ -296,9 +296,10 @@ def _optimizer_spans(walk: Flattener, found: CheckedTensors) -> set[tuple[int, i
     known.update((id(tensor), spans[i]) for i, tensor in walk.sharded.items())
     for parameter in (p for o in walk.optimizers for group in o.param_groups for p in group["params"]):
         span = known.get(id(parameter))
-        if span is None and refusal(parameter) is None:
-            start = address_of(parameter)
-            span = start, start + extent(parameter)
+        memory = local_of(parameter) if is_dtensor(parameter) else parameter  # a state_dict() has another DTensor on it
+        if span is None and refusal(memory) is None:
+            start = address_of(memory)
+            span = start, start + extent(memory)
         if span is not None:
             optimizer_spans.add(span)
     return optimizer_spans

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
@@ -24,6 +26,7 @@ from checkpointd_client.capture.dtypes import ALL, DTYPES
 from checkpointd_client.capture.flatten import DEPTH_MAX
 from checkpointd_client.capture.state import Captured, capture
 from tests.unit.client.capture_and_fill import bytes_of, same, save
+from tests.unit.client.simulated_ranks import rank_of
 
 
 def captured(state: dict[str, Any], client_state: dict[str, Any] | None = None, *, exclude_frozen: bool = False) -> Captured:
@@ -109,6 +112,38 @@ def test_a_state_dict_handed_over_counts_like_its_module() -> None:
     model = nn.Linear(2, 2)
     found = captured({"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters())})
     assert [leaf.optimizer_only for leaf in found.leaves] == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_a_sharded_state_dict_handed_over_counts_like_its_module() -> None:
+    with rank_of(1, 4):
+        model = nn.Linear(8, 2, bias=False)
+        local = torch.ones(2, 2)
+        model.weight = nn.Parameter(DTensor.from_local(local, DeviceMesh("cpu", range(4)), [Shard(1)], run_check=False))
+        found = captured({"model": model.state_dict(), "optimizer": torch.optim.SGD(model.parameters())})
+    assert [leaf.optimizer_only for leaf in found.leaves] == [True]
+
+
+class Optimizers(torch.optim.Optimizer):
+    """An optimizer that consists of others, and whose state_dict() is one flat dict, as torchtitan's."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {})
+
+    def state_dict(self) -> dict[str, Any]:
+        entries = [entry for one in self.optimizers for entry in one.state_dict()["state"].values()]
+        return {f"state.{i}.{key}": value for i, entry in enumerate(entries) for key, value in entry.items()}
+
+
+def test_the_state_of_an_optimizer_that_consists_of_others_is_lazy() -> None:
+    models = [nn.Linear(2, 2, bias=False), nn.Linear(3, 3, bias=False)]
+    inside = [torch.optim.Adam(model.parameters()) for model in models]
+    for model, one in zip(models, inside, strict=True):
+        stepped(model, one)
+    found = captured({"a": models[0].weight.detach(), "b": models[1].weight.detach(), "optimizer": Optimizers(*inside)})
+    assert len(found.leaves) == 8
+    assert all(leaf.optimizer_only for leaf in found.leaves)
 
 
 def test_what_a_state_dict_hook_adds_to_an_optimizer_is_not_lazy() -> None:
