@@ -103,6 +103,9 @@ LAYERS = {
     "checkpointd_client.integrations.conversion": 41,
     "checkpointd_client.integrations.dcp": 42,
     "checkpointd_client.integrations.ray": 42,
+    "checkpointd_client.integrations.torchtitan": 42,
+    "checkpointd_client.integrations.torchtitan.checkpoints": 43,
+    "checkpointd_client.integrations.torchtitan.fault_tolerance": 44,
     "checkpointd_client.integrations.deepspeed.offline": 42,
     "checkpointd_client.integrations.deepspeed.huggingface": 42,
     "checkpointd_client.integrations.deepspeed": 43,
@@ -111,6 +114,7 @@ LAYERS = {
 }
 PURE = {"arguments", "phrases", "layout", "codec", "commit"}
 DEEPSPEED = "client/checkpointd_client/integrations/deepspeed/"
+TORCHTITAN = "client/checkpointd_client/integrations/torchtitan/"
 DEVICES = "client/checkpointd_client/devices.py"
 EXTRAS = {"testing": "test", "daemon": "serve"}
 """The extra whose dependencies a part of the service may import."""
@@ -119,6 +123,7 @@ EXTRAS_OF_ROOMS = {
     "client/checkpointd_client/integrations/ray/": "ray",
     "checkpointd/store/objects/": "s3",
 }
+EXTRAS_OF_ROOMS = {DEEPSPEED: "deepspeed", TORCHTITAN: "torchtitan", "checkpointd/store/objects/": "s3"}
 """The same for single rooms."""
 # What a pure package may import from outside; of the service: `errors` and its own kind.
 PURE_MODULES = {

@@ -23,7 +23,7 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name != "deepspeed" or ".deepspeed." not in module.name:
+            if error.name not in ("deepspeed", "torchtitan") or f".{{error.name}}." not in module.name:
                 raise
 print(*package.__path__)
 """

@@ -18,7 +18,10 @@ UNNAMED = re.compile(r"^  ([A-Z][0-9]{1,2})  \S", re.MULTILINE)
 """How invariants were called that only their own file could tell apart."""
 REFERENCE = re.compile(r"\b([A-Z][A-Z0-9]*)-([1-9][0-9]*)\b")
 
-SAME_IDEA = {"Slot": "the slot of the arena, and the message that hands it to the sidecar"}
+SAME_IDEA = {
+    "Slot": "the slot of the arena, and the message that hands it to the sidecar",
+    "Config": "torchtitan asks for a nested class of this name in each of its managers",
+}
 """Names that two classes have because they are one idea on both sides of a protocol."""
 
 
