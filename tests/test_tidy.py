@@ -121,9 +121,9 @@ EXTRAS = {"testing": "test", "daemon": "serve"}
 EXTRAS_OF_ROOMS = {
     DEEPSPEED: "deepspeed",
     "client/checkpointd_client/integrations/ray/": "ray",
+    TORCHTITAN: "torchtitan",
     "checkpointd/store/objects/": "s3",
 }
-EXTRAS_OF_ROOMS = {DEEPSPEED: "deepspeed", TORCHTITAN: "torchtitan", "checkpointd/store/objects/": "s3"}
 """The same for single rooms."""
 # What a pure package may import from outside; of the service: `errors` and its own kind.
 PURE_MODULES = {

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from checkpointd.commit.retention import Retention
-    from checkpointd.config import SpoolConfig
-    from checkpointd_client.capture.plain.classes import StoredMember
     from checkpointd.config import ExportConfig, SpoolConfig
+    from checkpointd_client.capture.plain.classes import StoredMember
     from checkpointd_client.capture.rng import RngState
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate

@@ -19,14 +19,14 @@ from tests.integrations.torchtitan import titan_on_cpu  # isort: skip  # before 
 
 titan_on_cpu.prepare()
 
-import torchtitan.train  # noqa: E402
-from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
-from torchtitan.distributed import utils as dist_utils  # noqa: E402
-from torchtitan.models.llama3 import model_registry  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
-from torchtitan.trainer import Trainer  # noqa: E402
+import torchtitan.train
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
 
-from checkpointd_client.integrations.torchtitan import CheckpointdManager  # noqa: E402
+from checkpointd_client.integrations.torchtitan import CheckpointdManager
 
 COMMON = ["--training.seq_len", "32", "--training.local_batch_size", "2", "--parallelism.spmd_backend", "partial_dtensor"]
 
