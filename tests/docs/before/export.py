@@ -10,3 +10,7 @@ WORDS = {"ROOT": "/mnt/ckpts/run1"}
 
 with Checkpointer(WORDS["ROOT"]) as ckpt:
     ckpt.save(100, state)
+
+Path("base-model").mkdir()
+Path("base-model/config.json").write_text("{}")
+Path("/mnt/base-model").mkdir()
