@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
@@ -34,6 +35,7 @@ def put_beside(folder: str | Path, kind: str) -> None:
     """The configuration and a tokenizer, as a model directory has them."""
     config_of(kind).save_pretrained(folder)
     words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
 
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from checkpointd_client import Loaded, OpenCheckpoint, StateDict, consolidate, open_checkpoint
+from checkpointd_client import Checkpointer, ExportConfig, Loaded, OpenCheckpoint, StateDict, consolidate, open_checkpoint
 
 
 def publish(model: torch.nn.Module) -> int:
     root = "/mnt/ckpts/run1"
     done = consolidate(root, "/mnt/models/run1", "global_step100", only="model", dtype="bf16", max_shard_size="2GB")
+    consolidate(root, "s3://models/run1", only="model", plain_names=True, files="/mnt/base-model")
     with open_checkpoint(root) as checkpoint:
         tensors: StateDict = checkpoint.tensors("model")
         weight: torch.Tensor = tensors["layers.0.weight"]
         assert weight.shape == tensors.shape("layers.0.weight")
         model.load_state_dict(dict(tensors))
     return sum(file.size for file in done.files)
+
+
+def train() -> float | None:
+    rule = ExportConfig(to="/mnt/models/run1", every_steps=1000, keep_last=5, dtype="bf16", files="/mnt/base-model")
+    with Checkpointer("/mnt/ckpts/run1", export=rule) as checkpoints:
+        shown = checkpoints.status().export
+        return None if shown is None else shown.last_s
 
 
 def evaluate(model: torch.nn.Module) -> dict[str, float]:
