@@ -22,6 +22,7 @@ from checkpointd.export.record import NAME, ExportRecord
 from checkpointd.layout.keys import is_tag
 from checkpointd.store import open_store
 from checkpointd.store.base import Store, each
+from checkpointd.store.conditions import check_conditions_of
 
 _MARK = "export"
 _LEFT = re.compile(rf"\..*\.{_MARK}-[0-9a-f]{{12}}(\.replaced)?\Z")
@@ -113,12 +114,16 @@ class BucketTarget:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._is_checked = False
 
     def place(self, tag: str) -> str:
         return place_in(self.store, tag)
 
     async def begin(self) -> None:
-        """Nothing is to be made."""
+        """The lease needs a server that honours conditions. ConditionsIgnoredError if this one does not."""
+        if not self._is_checked:
+            await check_conditions_of(self.store, new=False)
+            self._is_checked = True
 
     async def clean(self) -> None:
         """What is unfinished is found by its record, and replaced."""
