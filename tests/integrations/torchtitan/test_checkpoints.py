@@ -44,7 +44,9 @@ def test_a_job_goes_on_from_the_newest_checkpoint(tmp_path: Path, async_mode: st
     manager.close()
     other = Job(seed=1)
     manager = other.manager(tmp_path)
+    random = torch.get_rng_state()
     assert manager.load() is True
+    assert torch.equal(torch.get_rng_state(), random)
     assert_equal(other.everything(), expected)
     manager.close()
 

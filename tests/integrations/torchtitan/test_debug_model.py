@@ -70,17 +70,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened_and_loads_on_fewer_rank
     stopped, killed = {"args": args(resumed), "stop": 4}, {"args": args(resumed), "kill": 6}
     launch(tmp_path, 2, {"args": args(whole)}, stopped, killed, fails=True)
     assert sorted(resumed.glob("checkpoint/step-6/00000002-0"))  # of the start that was killed
-    export = [*args(exported), "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
-    output = launch(tmp_path, 2, {"args": args(resumed)}, {"args": export})
+    newest = ["--checkpoint.initial_load_path", str(whole / "checkpoint" / "step-8")]
+    export = args(exported, *newest, "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf")
+    output = launch(tmp_path, 2, {"args": args(resumed)}, {"args": export, "resave": True})
     assert "Training starts at step 5" in output or "Training starts at step 7" in output
     for tag in ("step-4", "step-6", "step-8"):
         assert_equal(state_of(resumed, tag), state_of(whole, tag))
 
     fewer, imported = tmp_path / "fewer", tmp_path / "imported"
     all_of_it = ["--checkpoint.no-initial_load_model_only", "--checkpoint.exclude_from_loading", "dataloader"]
-    from_ours = args(fewer, "--checkpoint.initial_load_path", str(whole / "checkpoint" / "step-8"), *all_of_it)
-    from_hf = ["--checkpoint.initial_load_path", str(exported / "checkpoint" / "step-8"), "--checkpoint.initial_load_in_hf"]
-    launch(tmp_path, 1, {"args": from_ours, "resave": True}, {"args": args(imported, *from_hf), "resave": True})
+    from_hf = ["--checkpoint.initial_load_path", str(exported / "checkpoint" / "step-0"), "--checkpoint.initial_load_in_hf"]
+    resaved = [args(fewer, *newest, *all_of_it), args(imported, *from_hf)]
+    launch(tmp_path, 1, *({"args": one, "resave": True} for one in resaved))
     expected, found = state_of(whole, "step-8"), state_of(fewer, "step-8")
     assert expected.pop("dataloader") != found.pop("dataloader")  # the only part that was not loaded
     assert_equal(found, expected)
