@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from checkpointd.commit.facts import Order
+from checkpointd.layout.files import clash
 from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Vote
 from checkpointd.phrases import listed, rank_runs
 
@@ -71,6 +72,8 @@ def _files_fault(files: Mapping[int, tuple[str, ...] | None]) -> str | None:
         for name in files[rank] or ():
             if owners.setdefault(name, rank) != rank:
                 return f"ranks {owners[name]} and {rank} both stored a file {name!r}"
+    if (both := clash(owners)) is not None:
+        return f"rank {owners[both]} stored a file {both!r}, and others have files in a directory of that name"
     return None
 
 

@@ -1,13 +1,14 @@
-"""The layout of stored files: which bytes of a file come from which tensor.
+"""The layout of stored files: which bytes of a file come from which tensor, and where the files are shown.
 
 Invariants
   FILE-1  The pieces of a file cover it once, from its first byte to its last; any other description is refused.
-  FILE-2  No name leads out of the directory in which the files are shown.
+  FILE-2  No name leads out of the directory in which the files are shown, and no file has the name of a directory of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from checkpointd.errors import FormatError
@@ -17,6 +18,8 @@ from checkpointd.layout.tree import FilesNode, StoredFileNode
 SUM_BYTES = 4
 LEFTOVERS_MAX = 16
 """The most name endings by which a save may describe its leftovers."""
+WHOLE = "-whole"
+"""Ends the name of an unfinished directory that will be the directory of the files itself, not the one above it."""
 _NAME_BYTES_MAX = 255
 _PLACE_MAX = 2000
 
@@ -49,9 +52,23 @@ def check_place(at: str) -> str:
 
 def check_unfinished(name: str) -> str:
     """Return `name` if an unfinished directory can have this name, else raise FormatError."""
-    if AttemptId.parse(name) is None:
-        raise FormatError(f"{name!r} cannot be the name of an unfinished directory: it does not have the form <epoch>-<number>")
+    if unfinished_epoch(name) is None:
+        raise FormatError(
+            f"{name!r} cannot be the name of an unfinished directory: it has neither the form <epoch>-<number> nor "
+            f"<epoch>-<number>{WHOLE}"
+        )
     return name
+
+
+def unfinished_epoch(name: str) -> int | None:
+    """The epoch that filled the unfinished directory `name`; None if that is not its name."""
+    filled_for = AttemptId.parse(name.removesuffix(WHOLE))
+    return None if filled_for is None else filled_for.epoch
+
+
+def unfinished_folder(name: str, at: str) -> str:
+    """The directory that is filled as `name` beside files that will be shown in `at`: `at` itself, or the one above it."""
+    return at if name.endswith(WHOLE) else at.rpartition("/")[0]
 
 
 def check_beside(paths: Collection[str]) -> Collection[str]:
@@ -82,14 +99,36 @@ def check_files(files: FilesNode) -> None:
         raise FormatError(f"{twice!r} is the name of two files of one rank")
 
 
+def clash(names: Iterable[str]) -> str | None:
+    """A name that is also the directory of another one of `names`; None if there is none."""
+    known = set(names)
+    return min(known & by_directory(known).keys(), default=None)
+
+
+def by_directory(names: Iterable[str]) -> dict[str, set[str]]:
+    """The names in each directory that `names`, relative paths, lead to, and "" for the first: parents before children."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in names:
+        directory, _, name = path.rpartition("/")
+        found[directory].add(name)
+        while directory:
+            directory = directory.rpartition("/")[0]
+            found.setdefault(directory, set())
+    return dict(sorted(found.items(), key=lambda item: item[0].split("/") if item[0] else []))
+
+
 def check_names(names: Collection[str]) -> None:
-    """Raise FormatError if a name cannot be that of a plain file in a directory, or if there are too many names."""
+    """Raise FormatError if a name cannot be the relative path of a plain file in a directory (FILE-2), or if there are too many
+    names.
+    """
     if len(names) > FILES_MAX:
         raise FormatError(f"{len(names)} files are more than the {FILES_MAX} that a rank may have in a checkpoint")
     for name in names:
-        fault = _name_fault(name)
+        fault = "it is too long" if len(name) > _PLACE_MAX else next(filter(None, map(_name_fault, name.split("/"))), None)
         if fault:
             raise FormatError(f"{name!r} cannot be the name of a file of a checkpoint: {fault}")
+    if (both := clash(names)) is not None:
+        raise FormatError(f"{both!r} cannot be the name of a file of a checkpoint: other files have it as their directory")
 
 
 def _name_fault(name: str) -> str | None:

@@ -27,7 +27,7 @@ from checkpointd.bucket_urls import directory_of
 from checkpointd.commands import start_sidecar
 from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, SpoolConfig, check_job
 from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StateError, StoreError, UsageError, WaitTimeoutError
-from checkpointd.layout.files import check_leftovers, check_names, check_place
+from checkpointd.layout.files import WHOLE, check_leftovers, check_names, check_place
 from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import catalog, epochs
@@ -543,9 +543,11 @@ class Core:
             raise UsageError(str(error)) from error
         return self._saver.save_files(self._preempted(request), at, files, optimizer_only)
 
-    def fill(self, folder: str) -> Unfinished:
+    def fill(self, folder: str, *, whole: bool = False) -> Unfinished:
         """Make an unfinished directory for the next save. Call it on every rank before the save; every rank fills it. When the
         files of the save are shown, it gets the place `folder` (relative, as `at`). If the save aborts, it is removed.
+
+        `whole`: the save's own files are shown in `folder` itself, not in a directory in it, and no `latest` is written.
         """
         self._check_open("fill")
         plain = plain_files_of(self._store)
@@ -555,7 +557,7 @@ class Core:
             check_place(folder)
         except FormatError as error:
             raise UsageError(str(error)) from error
-        name = str(AttemptId(self._epoch.number, next(self._saver.fillings)))
+        name = f"{AttemptId(self._epoch.number, next(self._saver.fillings))}{WHOLE if whole else ''}"
         return Unfinished(name, plain.unfinished.path(name, folder))
 
     def removed(self) -> frozenset[str]:

@@ -32,7 +32,16 @@ import msgspec
 
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError, UnreadableError
-from checkpointd.layout.files import check_beside, check_leftovers, check_place, check_unfinished
+from checkpointd.layout.files import (
+    WHOLE,
+    by_directory,
+    check_beside,
+    check_leftovers,
+    check_place,
+    check_unfinished,
+    unfinished_epoch,
+    unfinished_folder,
+)
 from checkpointd.layout.keys import (
     DELETED,
     OUTCOME,
@@ -136,16 +145,17 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     at, files = check_place(outcome.shown_at), await files_of(store, outcome)
     leftover = leftover_test(outcome)
     check_beside([file.path for file in outcome.beside])
-    folder = os.path.dirname(at)
-    filled = await _is_filled(plain, outcome, folder)
-    above = os.path.dirname(folder) if filled else folder
-    newest = (outcome.order, at) if outcome.save_latest else None
+    folder, is_pointed = os.path.dirname(at), _is_pointed_at(outcome)
+    filled = await _is_filled(plain, outcome)
+    above = os.path.dirname(unfinished_folder(outcome.unfinished, at)) if filled else folder
+    newest = (outcome.order, at) if is_pointed else None
     if above and await is_gone(plain, above):
         log.warning("%s is not shown: %s has been removed meanwhile, and the checkpoint goes with it", outcome.tag, above)
     elif await _is_overtaken(store, plain, outcome, at, files):
         raise StoreError(
             f"another program has saved in {at} after {outcome.tag} was committed, so {outcome.tag} is not shown: move "
-            f"{folder if filled else at} away, and the next start shows {outcome.tag}; or delete {outcome.tag}"
+            f"{unfinished_folder(outcome.unfinished, at) if filled else at} away, and the next start shows {outcome.tag}; or "
+            f"delete {outcome.tag}"
         )
     elif not filled:
         await plain.show(at, files, leftover)
@@ -156,7 +166,7 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         tag=outcome.tag,
         attempt=outcome.attempt,
         order=outcome.order,
-        save_latest=outcome.save_latest,
+        save_latest=is_pointed,
         files=tuple(sorted(files)),
         beside=outcome.beside,
     )
@@ -187,11 +197,19 @@ async def _has_changed(store: Store, plain: PlainFiles, at: str, record: Shown) 
     return outcome is None or bool(await plain.changed(at, await files_of(store, outcome)))
 
 
-async def _is_filled(plain: PlainFiles, outcome: Outcome, folder: str) -> bool:
-    """Whether other programs filled the directory above the files, and it has not got its name yet (TAGDIR-6)."""
+def _is_pointed_at(outcome: Outcome) -> bool:
+    """Whether the `latest` beside the directory may name it. Programs that fill it themselves (`WHOLE`) know no such file, and
+    may take it for a checkpoint.
+    """
+    return outcome.save_latest and not outcome.unfinished.endswith(WHOLE)
+
+
+async def _is_filled(plain: PlainFiles, outcome: Outcome) -> bool:
+    """Whether other programs filled a directory for the files, and it has not got its name yet (TAGDIR-6)."""
     if not outcome.unfinished:
         return False
-    return await plain.unfinished.is_there(check_unfinished(outcome.unfinished), folder)
+    name = check_unfinished(outcome.unfinished)
+    return await plain.unfinished.is_there(name, unfinished_folder(name, outcome.shown_at))
 
 
 async def unseen_of(store: Store, outcome: Outcome) -> str | None:
@@ -335,25 +353,13 @@ async def _hide(store: Store, plain: PlainFiles, at: str, record: Shown, staying
     await plain.hide(at, record.files)
     folder, noted = os.path.dirname(at), {file.path: (file.size, file.changed_ns) for file in record.beside}
     own = await plain.unchanged(folder, {path: noted[path] for path in check_beside(noted) if path not in staying})
-    for directory, names in _deepest_first(noted):
+    for directory, names in reversed(by_directory(noted).items()):
         await plain.hide(os.path.join(folder, directory).rstrip("/"), {n for n in names if os.path.join(directory, n) in own})
 
 
 async def _is_removed_by_others(plain: PlainFiles, at: str, record: Shown) -> bool:
     """Whether somebody else removed the directory `at`. It matters only if there are files of other programs beside it."""
     return bool(record.beside) and not record.going and await is_gone(plain, at)
-
-
-def _deepest_first(paths: Collection[str]) -> list[tuple[str, set[str]]]:
-    """The names in each directory on the `paths`, deepest directory first."""
-    found: dict[str, set[str]] = {}
-    for path in paths:
-        directory, name = os.path.split(path)
-        found.setdefault(directory, set()).add(name)
-        while directory:
-            directory = os.path.dirname(directory)
-            found.setdefault(directory, set())
-    return sorted(found.items(), key=lambda item: len(item[0].split("/")) if item[0] else 0, reverse=True)
 
 
 async def _is_awaited(store: Store, at: str, record: Shown) -> bool:
@@ -432,8 +438,8 @@ async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[Atte
         if name.startswith(GOING):
             await plain.unfinished.discard(name)
             continue
-        filled_for = AttemptId.parse(name)
-        if filled_for is None or filled_for.epoch >= before or filled_for.epoch in unsure or name in needed:
+        epoch = unfinished_epoch(name)
+        if epoch is None or epoch >= before or epoch in unsure or name in needed:
             continue
         log.info("%s was filled for a save that did not commit, and is removed", name)
         await plain.unfinished.discard(name)

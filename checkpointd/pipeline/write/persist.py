@@ -18,6 +18,7 @@ from msgspec import structs
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, StoreError, StoreFullError, UsageError
+from checkpointd.layout.files import unfinished_folder
 from checkpointd.layout.indexes import Index, encode_index
 from checkpointd.layout.keys import index_name
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, IndexRef, Vote, digest
@@ -91,8 +92,12 @@ async def write_shard(job: PersistJob, plan: OwnPlan) -> StoredShard:
         # All ranks had filled it when this save began. Each machine must make the files in its own cache durable.
         await unfinished.settle(info.unfinished)
         if info.rank == 0 and files is not None:
-            filled = await unfinished.files(info.unfinished, os.path.dirname(files.at))
-            beside = tuple(BesideFile(path, status.size, status.changed_ns) for path, status in sorted(filled.items()))
+            folder = unfinished_folder(info.unfinished, files.at)
+            below = folder.removeprefix(os.path.dirname(files.at)).lstrip("/")
+            filled = await unfinished.files(info.unfinished, folder)
+            beside = tuple(
+                BesideFile(os.path.join(below, path), status.size, status.changed_ns) for path, status in sorted(filled.items())
+            )
     data = await aside(len(index.tensors), _encoded, plan, index)
     job.check_stop()
     name = index_name(info.rank, info.takeover)

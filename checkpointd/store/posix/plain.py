@@ -29,6 +29,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 import msgspec
 
 from checkpointd.errors import StoreError
+from checkpointd.layout.files import by_directory, unfinished_folder
 from checkpointd.store.names import SERVICE, TEMPORARY
 from checkpointd.store.posix.anchor import LinkMet
 from checkpointd.store.posix.disk import Child, FileStatus
@@ -92,12 +93,18 @@ class PlainFiles:
 
     async def show(self, at: str, files: Mapping[str, str], leftover: Callable[[str], bool]) -> None:
         """Show `files` (name to key of the object) in the directory `at`, instead of the files that were shown there before.
+        Directories within `at` are replaced one after the other, `at` itself first.
 
         Also removes files whose names are `leftover`, whoever wrote them: files of an earlier job with more ranks must not mix
         with the new checkpoint.
         """
-        target = f"{self._beside}/{at}"
         await self.finish()
+        for directory, names in (by_directory(files) or {"": set[str]()}).items():
+            own = {name: files[os.path.join(directory, name)] for name in names}
+            await self._show(os.path.join(at, directory).rstrip("/"), own, leftover)
+
+    async def _show(self, at: str, files: Mapping[str, str], leftover: Callable[[str], bool]) -> None:
+        target = f"{self._beside}/{at}"
         async with self._root.guard("showing", at):
             if await self._is_link(target):
                 raise LinkMet(target)
@@ -115,23 +122,23 @@ class PlainFiles:
     async def reveal(
         self, name: str, at: str, files: Mapping[str, str], latest: str | None, leftover: Callable[[str], bool]
     ) -> bool:
-        """Make the directory above `at` appear by one rename (PLAINDIR-1), with all that was filled as `name`, with `files` in
-        `at`, and with a file `latest` if given.
+        """Make the directory that was filled as `name` appear by one rename (PLAINDIR-1), with `files` in `at`, which is that
+        directory or one in it, and with a file `latest` if given.
 
         If the directory exists already, move the filled files into it one by one, replacing files of the same names, then show
         `files`. Returns False then, and the caller has to write `latest`.
         """
-        folder, shown = os.path.split(at)
+        folder = unfinished_folder(name, at)
+        shown = at.removeprefix(folder).lstrip("/")
         filled, target = self.unfinished.path(name, folder), f"{self._beside}/{folder}"
         await self.finish()
         async with self._root.guard("showing", folder):
             if await self._there(target) is not None:
                 await self.unfinished.merge(filled, target, leave={shown, _LATEST})
             else:
-                await self.unfinished.remove(f"{filled}/{shown}")  # of an earlier try
-                await self._disk.make_directory(f"{filled}/{shown}")
-                for file, key in files.items():
-                    await self._give(f"{self._root.path}/{key}", f"{filled}/{shown}/{file}")
+                if shown:
+                    await self.unfinished.remove(f"{filled}/{shown}")  # of an earlier try
+                await self._give_all(files, f"{filled}/{shown}".rstrip("/"))
                 if latest is not None:
                     async with self._root.temporary(latest.encode()) as temporary:
                         await self._disk.rename(temporary, f"{filled}/{_LATEST}")
@@ -148,8 +155,12 @@ class PlainFiles:
         """Remove `files` from the directory `at`, and the directory itself if it is empty then. Does nothing if `at` is a
         symbolic link, which leads to files that do not belong to checkpointd.
         """
-        target = f"{self._beside}/{at}"
         await self.finish()
+        for directory, names in reversed((by_directory(files) or {"": set[str]()}).items()):
+            await self._hide(os.path.join(at, directory).rstrip("/"), names)
+
+    async def _hide(self, at: str, files: Collection[str]) -> None:
+        target = f"{self._beside}/{at}"
         async with self._root.guard("hiding", at):
             there = None if await self._is_link(target) else await self._there(target)
             if there is None:
@@ -311,6 +322,17 @@ class PlainFiles:
             with suppress(OSError):
                 await self._settle(place)
             raise
+
+    async def _give_all(self, files: Mapping[str, str], directory: str) -> None:
+        """`_give` each of `files` (name to key) in `directory`, in place of what an earlier try has left there."""
+        for below, names in (by_directory(files) or {"": set[str]()}).items():
+            place = f"{directory}/{below}".rstrip("/")
+            with suppress(FileExistsError):
+                await self._disk.make_directory(place)
+            for name in names:
+                with suppress(FileNotFoundError):
+                    await self._disk.unlink(f"{place}/{name}")
+                await self._give(f"{self._root.path}/{files[os.path.join(below, name)]}", f"{place}/{name}")
 
     async def _give(self, stored: str, shown: str) -> None:
         """Make the new file `shown` with the content of an object; writing to it does not change the object (PLAINDIR-4)."""

@@ -129,7 +129,7 @@ def test_what_cannot_be_pickled_is_refused_by_name_and_shows_nothing(tmp_path: P
     assert os.listdir(tmp_path) == [".checkpointd"]
 
 
-@pytest.mark.parametrize("name", ["../a.pt", "a/b.pt", ".hidden", ""])
+@pytest.mark.parametrize("name", ["../a.pt", "a/../b.pt", "a//b.pt", "/a.pt", "a/.hidden/b.pt", ".hidden", ""])
 def test_no_name_leads_out_of_the_directory(ckpt: Checkpointer, name: str) -> None:
     with pytest.raises(UsageError, match="cannot be the name of a file"):
         core_of(ckpt).save_files(1, {name: {"a": 1}})

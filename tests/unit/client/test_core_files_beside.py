@@ -124,3 +124,60 @@ def test_what_others_filled_goes_with_the_checkpoint_and_what_the_user_adds_stay
     left = sorted(path.relative_to(beside(ckpt)).as_posix() for path in beside(ckpt).glob("checkpoint-8/**/*"))
     assert left == (["checkpoint-8/notes.txt"] if of_the_user else [])
     assert (beside(ckpt) / "checkpoint-8").exists() == of_the_user
+
+
+# --- a directory that is the checkpoint's own ---------------------------------------------------------------------
+
+NESTED = {"optimizer.pt", "shards/0.pt", "shards/deep/1.pt"}
+
+
+def save_whole(ckpt: Checkpointer, at: str, step: int) -> Path:
+    """A save whose files, some in directories, are shown in the directory that others have filled. What is shown."""
+    given = core_of(ckpt).fill(at, whole=True)
+    (Path(given.path) / "shards").mkdir(parents=True)
+    (Path(given.path) / "state.json").write_text(f"step {step}")
+    (Path(given.path) / "shards" / "index.json").write_text("{}")
+    files = {name: {"step": step, "w": torch.full((5,), float(step))} for name in sorted(NESTED)}
+    core_of(ckpt).save_files(step, files, at=at, tag=at.replace("/", "--"), unfinished=given.name).wait(60)
+    return beside(ckpt) / at
+
+
+def saved_step(folder: Path) -> set[int]:
+    """The steps of all files in a directory that `save_whole` filled."""
+    steps = {int(torch.load(folder / name, weights_only=True)["step"]) for name in NESTED}
+    return steps | {int((folder / "state.json").read_text().removeprefix("step "))}
+
+
+@pytest.mark.parametrize("at", ["checkpoint-8", "checkpoints/checkpoint_0", "same/same"])
+def test_files_are_shown_in_the_directory_itself_and_go_with_it(ckpt: Checkpointer, at: str) -> None:
+    (beside(ckpt) / at).parent.mkdir(exist_ok=True)
+    folder = save_whole(ckpt, at, 8)
+    assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
+        *NESTED,
+        "state.json",
+        "shards/index.json",
+    }
+    assert saved_step(folder) == {8}
+    assert [path for path in folder.parent.iterdir() if path.name not in {folder.name, ".checkpointd"}] == [], "no `latest`"
+    assert core_of(ckpt).latest() == at.replace("/", "--"), "the root's own pointer moves"
+    delete(ckpt, at.replace("/", "--"))
+    assert not folder.exists()
+
+
+def test_a_directory_that_is_saved_again_has_the_new_files_and_keeps_the_users_own(ckpt: Checkpointer) -> None:
+    folder = save_whole(ckpt, "final", 1)
+    for name in ("notes.txt", "shards/notes.txt"):
+        (folder / name).write_text("mine")
+    assert saved_step(save_whole(ckpt, "final", 2)) == {2}
+    assert (folder / "notes.txt").read_text() == (folder / "shards" / "notes.txt").read_text() == "mine"
+    delete(ckpt, "final")
+    assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {"notes.txt", "shards/notes.txt"}
+
+
+def test_what_fills_a_whole_directory_of_a_save_that_aborts_goes_with_the_next_start(tmp_path: Path) -> None:
+    root = tmp_path / "run" / ".checkpointd"
+    with Checkpointer(root) as first:
+        left = Path(core_of(first).fill("checkpoint-8", whole=True).path)
+        left.mkdir(parents=True)
+    with Checkpointer(root):
+        assert not left.exists()
