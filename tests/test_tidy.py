@@ -107,9 +107,9 @@ LAYERS = {
     "checkpointd_client.integrations.torchtitan.checkpoints": 43,
     "checkpointd_client.integrations.torchtitan.fault_tolerance": 44,
     "checkpointd_client.integrations.deepspeed.offline": 42,
-    "checkpointd_client.integrations.deepspeed.huggingface": 42,
-    "checkpointd_client.integrations.deepspeed": 43,
-    "checkpointd_client.integrations.deepspeed.huggingface.trainers": 44,
+    "checkpointd_client.integrations.directories": 42,
+    "checkpointd_client.integrations.huggingface": 43,
+    "checkpointd_client.integrations.deepspeed": 44,
     "checkpointd_client.integrations.deepspeed.attaching": 45,
 }
 PURE = {"arguments", "phrases", "layout", "codec", "commit"}

@@ -37,7 +37,7 @@ from checkpointd.errors import (
 from checkpointd_client import Checkpointer
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed import Adapter, attach
-from checkpointd_client.integrations.deepspeed.adapter_base import SaveTarget
+from checkpointd_client.integrations.directories.targets import SaveTarget
 from tests.e2e.deepspeed_engines import Findings, Kind, make, train
 from tests.e2e.deepspeed_parallel import PARALLEL
 from tests.job_elsewhere import live_job

@@ -29,6 +29,9 @@ _CENTRAL, _CENTRAL_CRC, _CENTRAL_NAMES, _CENTRAL_BYTES = b"PK\x01\x02", 16, 28, 
 _DESCRIPTOR, _DESCRIPTOR_CRC, _HAS_DESCRIPTOR = b"PK\x07\x08", 4, 8
 
 
+Storages = list[tuple[torch.UntypedStorage, torch.Tensor | None]]
+
+
 @dataclass(frozen=True, slots=True)
 class Placeholder:
     """The place of the bytes of one storage in the file, and all places of their CRC-32."""
@@ -38,26 +41,47 @@ class Placeholder:
     sums_at: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedFile:
+    """A file that is described already: the bytes around its tensors are kept, the tensors are still the user's."""
+
+    node: tree.StoredFileNode
+    leaves: tuple[Leaf, ...]
+
+
 def capture_files(at: str, files: Mapping[str, object], optimizer_only: Collection[int]) -> Captured:
     """Capture `files`, objects by file name, as torch.save would write them, without copying a tensor. They are shown in `at`.
+    An object may be a CapturedFile.
 
     `optimizer_only`: addresses of storages that only optimizer steps change. StateError for an object that cannot be pickled.
     """
-    leaves: list[Leaf] = []
-    nodes: list[tree.StoredFileNode] = []
-    for name, content in files.items():
-        node, found = _capture(name, content, optimizer_only)
-        nodes.append(node)
-        leaves += found
-    return Captured(Leaves.of(leaves), (), tree.FilesNode(at, tuple(nodes)), ())
+    captured = [
+        content if isinstance(content, CapturedFile) else capture_file(name, content, optimizer_only)
+        for name, content in files.items()
+    ]
+    leaves = Leaves.of(leaf for file in captured for leaf in file.leaves)
+    return Captured(leaves, (), tree.FilesNode(at, tuple(file.node for file in captured)), ())
 
 
 def check_saveable(name: str, content: object) -> None:
     """Raise StateError, as `capture_files` does, if `content` cannot be pickled. This copies no tensor."""
-    _capture(name, content, ())
+    hollow_of(name, content)
 
 
-def _capture(name: str, content: object, optimizer_only: Collection[int]) -> tuple[tree.StoredFileNode, list[Leaf]]:
+@dataclass(frozen=True, slots=True)
+class Hollow:
+    """A file of torch.save without the bytes of its storages, of which each has a placeholder: `around` are all other bytes."""
+
+    size: int
+    around: bytes
+    placeholders: list[Placeholder]
+    storages: Storages
+
+
+def hollow_of(name: str, content: object) -> Hollow:
+    """The file `name` that torch.save would write, without the bytes of its storages. This copies no tensor. StateError if
+    `content` cannot be pickled.
+    """
     descriptor = os.memfd_create("checkpointd-hollow", os.MFD_CLOEXEC)
     with open(descriptor, "w+b") as file, tempfile.TemporaryDirectory(prefix="checkpointd-") as folder:
         # torch uses the file's name for the members of the archive.
@@ -67,21 +91,65 @@ def _capture(name: str, content: object, optimizer_only: Collection[int]) -> tup
         placeholders = placeholders_of(file)
         size = os.fstat(descriptor).st_size
         around = b"".join(_around(file, placeholders, size))
-    leaves = [Leaf(name, torch.frombuffer(bytearray(around), dtype=torch.uint8), "uint8", optimizer_only=False)]
-    for number, (storage, tensor) in enumerate(storages):
-        by_steps = storage.data_ptr() in optimizer_only
-        leaves.append(Leaf(f"{name}/data/{number}", _bytes_of(storage, tensor), "uint8", optimizer_only=by_steps))
-    node = tree.StoredFileNode(
-        name=name,
-        size=size,
-        hollow=name,
-        placeholders=tuple((placeholder.offset, f"{name}/data/{number}") for number, placeholder in enumerate(placeholders)),
-        sums=tuple((number, at) for number, placeholder in enumerate(placeholders) for at in placeholder.sums_at),
-    )
-    return node, leaves
+    return Hollow(size, around, placeholders, storages)
 
 
-Storages = list[tuple[torch.UntypedStorage, torch.Tensor | None]]
+def capture_file(name: str, content: object, optimizer_only: Collection[int]) -> CapturedFile:
+    """Capture one object, as `capture_files` does."""
+    file = FileBuilder(name)
+    hollow = hollow_of(name, content)
+    tensors = [_bytes_of(storage, tensor) for storage, tensor in hollow.storages]
+    file.add(hollow, tensors, [storage.data_ptr() in optimizer_only for storage, _ in hollow.storages])
+    return file.captured()
+
+
+class FileBuilder:
+    """Describes the file `name` from its first byte to its last."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self.size = name, 0
+        self._around = bytearray()
+        self._leaves: list[Leaf] = []
+        self._placeholders: list[tuple[int, str]] = []
+        self._sums: list[tuple[int, int]] = []
+
+    def add_bytes(self, data: bytes | memoryview) -> None:
+        """Go on with `data`."""
+        self._around += data
+        self.size += len(data)
+
+    def add_tensor(self, tensor: torch.Tensor, *, by_steps: bool) -> None:
+        """Go on with the bytes of a contiguous tensor. `by_steps`: only optimizer steps change it."""
+        self._place(tensor, self.size, by_steps=by_steps)
+        self.size += tensor.nbytes
+
+    def add(self, hollow: Hollow, tensors: Sequence[torch.Tensor], by_steps: Sequence[bool]) -> None:
+        """Go on with a file of torch.save, whose storages have the bytes of `tensors`."""
+        for placeholder, tensor, only in zip(hollow.placeholders, tensors, by_steps, strict=True):
+            self._sums += [(len(self._placeholders), self.size + at) for at in placeholder.sums_at]
+            self._place(tensor, self.size + placeholder.offset, by_steps=only)
+        self._around += hollow.around
+        self.size += hollow.size
+
+    def captured(self) -> CapturedFile:
+        """The file that was described."""
+        around = torch.frombuffer(self._around, dtype=torch.uint8) if self._around else torch.empty(0, dtype=torch.uint8)
+        node = tree.StoredFileNode(
+            name=self._name,
+            size=self.size,
+            hollow=self._name,
+            placeholders=tuple(self._placeholders),
+            sums=tuple(self._sums),
+        )
+        return CapturedFile(node, (Leaf(self._name, around, "uint8", optimizer_only=False), *self._leaves))
+
+    def _place(self, tensor: torch.Tensor, offset: int, *, by_steps: bool) -> None:
+        fqn = f"{self._name}/data/{len(self._placeholders)}"
+        self._placeholders.append((offset, fqn))
+        flat = tensor.detach()
+        if flat.dtype != torch.uint8 or flat.dim() != 1:
+            flat = flat.reshape(-1).view(torch.uint8)
+        self._leaves.append(Leaf(fqn, flat, "uint8", optimizer_only=by_steps))
 
 
 class _Recorder:

@@ -11,10 +11,8 @@ Invariants
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -29,20 +27,17 @@ from checkpointd.errors import (
     StagingError,
     UsageError,
 )
-from checkpointd.layout.files import check_place
-from checkpointd.layout.keys import SERVICE, check_tag
-from checkpointd.layout.manifest import digest
+from checkpointd.layout.keys import SERVICE
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.checkpoint_engine import CheckpointdEngine
-from checkpointd_client.integrations.deepspeed.huggingface.filling import Filled
-from checkpointd_client.integrations.deepspeed.opening import Opened, Said, opened, said_of
-from checkpointd_client.integrations.deepspeed.roots import EngineRoots
-from checkpointd_client.ranks.convening import convene
+from checkpointd_client.integrations.directories.agreement import agreed
+from checkpointd_client.integrations.directories.opening import Opened, Said, opened, said_of
+from checkpointd_client.integrations.directories.roots import OpenRoots
+from checkpointd_client.integrations.directories.targets import SaveTarget, store_of, unmade
+from checkpointd_client.integrations.huggingface.filling import Filled
 from checkpointd_client.saves.handle import SaveHandle
 
 log = logging.getLogger("checkpointd")
-
-SEPARATOR = "--"
 
 
 class DirectoryError(UsageError, ValueError):
@@ -59,59 +54,6 @@ def _detached() -> SaveHandle | None:
         "checkpoint_handle() after detach(): DeepSpeed saves by itself again, before save_checkpoint() returns. The handle of "
         "the last save before detach() is `plug.handle`, of the Adapter that attach() returned"
     )
-
-
-def unmade(directory: str) -> str | None:
-    """Make a directory. Returns why that failed; None if the directory exists now."""
-    try:
-        os.makedirs(directory, exist_ok=True)
-    except OSError as error:
-        return str(error)
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveTarget:
-    """Where a save goes: the root of its Checkpointer, its tag there, and the tag directory, relative to the root."""
-
-    root: str
-    tag: str
-    at: str
-
-    @staticmethod
-    def root_of(save_dir: str, root: str | None) -> str:
-        """The root of the checkpoints of `save_dir`."""
-        return SaveTarget.of(save_dir, "any", root).root
-
-    @staticmethod
-    def of(save_dir: str, tag: str, root: str | None) -> SaveTarget:
-        """UsageError if `save_dir` is outside `root`, or if `tag` cannot be the name of a directory."""
-        folder = os.path.abspath(save_dir)
-        base = own_root(folder) if root is None else os.path.abspath(root)
-        below = os.path.relpath(folder, base)
-        if below.split(os.sep)[0] == os.pardir:
-            raise UsageError(f"save_dir {folder} does not lie at or below {base}, the root that this engine was attached with")
-        parts = [*([] if below == os.curdir else below.split(os.sep)), check_tag(tag)]
-        return SaveTarget(base, check_tag(_joined(parts)), check_place("/".join(parts)))
-
-
-def _joined(parts: list[str]) -> str:
-    """The tag for a directory below the root; unique, or one save would replace the files of another."""
-    name = SEPARATOR.join(parts)
-    return name if name.split(SEPARATOR) == parts else f"{name}{SEPARATOR}{digest('/'.join(parts).encode())[:16]}"
-
-
-def own_root(folder: str) -> str:
-    """The root for a save_dir if none was given: the save_dir itself, or the directory above a `checkpoint-N`.
-
-    The libraries make a `checkpoint-N` for each save and remove old ones. Accelerate's (`checkpoint_N`) lie in a directory
-    `checkpoints` that may contain nothing else, so the root is the directory above that.
-    """
-    above, name = os.path.split(folder)
-    found = re.fullmatch(r"checkpoint([-_])\d+", name)
-    if found is None:
-        return folder
-    return os.path.dirname(above) if found[1] == "_" and os.path.basename(above) == "checkpoints" else above
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +80,7 @@ class Adapter(ABC):
         self._options = settings
         self._timeout_s = settings.get("commit_timeout_s", CommitConfig().timeout_s)
         arguments.seconds("commit_timeout_s", self._timeout_s, most=arguments.TIMEOUT_S_MAX)
-        self._roots = EngineRoots(self._store_of, settings)
+        self._roots = OpenRoots(self._store_of, settings)
         self._engine = CheckpointdEngine(self.settle)
         self.is_attached = False
         self.filled: Filled | None = None
@@ -302,20 +244,11 @@ class Adapter(ABC):
     @staticmethod
     def _store_of(root: str) -> str:
         """The directory of the store of a root."""
-        return os.path.join(root, SERVICE)
+        return store_of(root)
 
     def _meet(self, doing: str, said: Mapping[str, object], own: Any) -> list[Any]:
         """Let all ranks meet, each with the same `said` (ADAPTER-1); returns the `own` of each rank."""
-        text = json.dumps({"call": doing, **said}, sort_keys=True)
-        heard = convene(json.dumps([text, own]), f"calling {doing}", self._timeout_s)
-        texts, owns = zip(*(json.loads(heard[rank]) for rank in sorted(heard)), strict=True)
-        other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
-        if other is not None:
-            raise UsageError(
-                f"the ranks made different calls: rank 0 said {texts[0]}, and rank {other} {texts[other]}. Nothing was saved "
-                "or loaded: let every rank make the same call, with the same directory, at the same step"
-            )
-        return list(owns)
+        return agreed(doing, said, own, self._timeout_s)
 
     def _one_of(self, tags: list[str]) -> str:
         """The tag of rank 0. TagError if the tags differ and DeepSpeed's `tag_validation` is "Fail"."""

@@ -11,8 +11,8 @@ from checkpointd.errors import UsageError
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
 from checkpointd_client.integrations.deepspeed.checkpoint_engine import CheckpointdEngine
 from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
-from checkpointd_client.integrations.deepspeed.huggingface.trainers import check_layout, teach, watch
 from checkpointd_client.integrations.deepspeed.tensor_adapter import TensorAdapter
+from checkpointd_client.integrations.deepspeed.watching import check_layout, teach, watch
 
 Layout = Literal["deepspeed", "checkpointd"]
 

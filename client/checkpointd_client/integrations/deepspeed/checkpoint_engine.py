@@ -126,17 +126,6 @@ def steps_elsewhere(optimizer: Any) -> bool:
     return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
 
 
-def mount_fault(store: str, save_dir: str) -> str | None:
-    """Why files of the store cannot be shown in `save_dir`; None if no reason is known."""
-    with suppress(OSError):
-        if os.stat(store).st_dev != os.stat(save_dir).st_dev:
-            return (
-                f"{save_dir} lies on another file system than {store}: no files can be shown in it, as they share their space "
-                "with the store; attach with a root on the same one"
-            )
-    return None
-
-
 def write_whole(content: Any, path: str) -> None:
     """torch.save, durable; replaces an existing file in one step."""
     directory = os.path.dirname(os.path.abspath(path))

@@ -15,11 +15,12 @@ from checkpointd.errors import NotFoundError, StoreError, UsageError
 from checkpointd.layout.keys import check_tag
 from checkpointd_client.capture.torch_files import check_saveable
 from checkpointd_client.core import Core
-from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, SaveCall, SaveTarget, unmade
-from checkpointd_client.integrations.deepspeed.checkpoint_engine import mount_fault, steps_elsewhere
+from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, SaveCall
+from checkpointd_client.integrations.deepspeed.checkpoint_engine import steps_elsewhere
 from checkpointd_client.integrations.deepspeed.files_choice import FilesChoice
 from checkpointd_client.integrations.deepspeed.offline.file_names import STATES_END, missing_fault
 from checkpointd_client.integrations.deepspeed.reading import FileReads
+from checkpointd_client.integrations.directories.targets import SaveTarget, mount_fault, unmade
 from checkpointd_client.saves.handle import SaveHandle
 
 log = logging.getLogger("checkpointd")

@@ -20,18 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from checkpointd.commands import command
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import shown_key
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, missing_fault, pointed, stock_files
-from checkpointd_client.integrations.deepspeed.opening import DOING, Opened, first_said, known_of
 from checkpointd_client.integrations.deepspeed.reading import FileReads
+from checkpointd_client.integrations.directories.opening import DOING, UNREADABLE, WHOLE, Opened, first_said, known_of, words_of
 
 log = logging.getLogger("checkpointd")
 
-_WHOLE = "whole"
-_UNREADABLE = "unreadable:"
-"""Begins the message of a rank that cannot read its part now."""
 _OVER = "saved over:"
 """Begins the message of a rank that finds damage, with all files written after the commit."""
 
@@ -62,7 +59,7 @@ class FilesChoice:
         for prefix, checkpoint in candidates:
             reading = self.reading_of()
             heard = self.opened.meet(self._said_of(checkpoint, reading), DOING)
-            damage = [text for _, text in sorted(heard.items()) if text != _WHOLE]
+            damage = [text for _, text in sorted(heard.items()) if text != WHOLE]
             if not damage and checkpoint is not None:
                 tag = _name_of(checkpoint)
                 return tag, reading.by_path(os.path.join(self.load_dir, tag))
@@ -74,7 +71,7 @@ class FilesChoice:
         return None, {}
 
     def _raise_unless_older_may_be_taken(self, prefix: str, damage: list[str], *, everybody: bool) -> None:
-        unreadable = [text for text in damage if text.startswith(_UNREADABLE)]
+        unreadable = [text for text in damage if text.startswith(UNREADABLE)]
         if unreadable:
             raise UnreadableError(
                 f"{prefix} in {self.load_dir}: {'; '.join(unreadable)}. It may be whole, so no older one is loaded: repair the "
@@ -91,19 +88,10 @@ class FilesChoice:
 
     def _said_of(self, checkpoint: Checkpoint | None, reading: FileReads) -> str:
         """Read this rank's part of a checkpoint and judge it in words. Raises nothing: the other ranks wait for the answer."""
-        rank = self.engine.global_rank
-        if checkpoint is None:
-            return f"{_UNREADABLE} rank {rank} does not see it"
-        own = range(rank, checkpoint.outcome.world_size, self.engine.world_size)
-        try:
-            damage = "; ".join(self.opened.damage(checkpoint, own, reading))
-        except StoreError as error:
-            return f"{_UNREADABLE} rank {rank} cannot read it now: {error}"
-        except CheckpointdError as error:
-            damage = f"rank {rank} cannot read it: {error}"
-        if not damage:
-            return _WHOLE
-        return f"{_OVER} {damage}" if self._is_saved_over(checkpoint) else damage
+        words = words_of(self.opened, checkpoint, self.engine.global_rank, self.engine.world_size, reading)
+        if checkpoint is None or words == WHOLE or words.startswith(UNREADABLE):
+            return words
+        return f"{_OVER} {words}" if self._is_saved_over(checkpoint) else words
 
     def _is_saved_over(self, checkpoint: Checkpoint) -> bool:
         """Whether every file was written after the checkpoint was shown: neither bit rot nor a change of one file does that."""

@@ -11,13 +11,14 @@ from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.core import Core
-from checkpointd_client.integrations.deepspeed.adapter_base import SEPARATOR, Adapter, DirectoryError, SaveCall, SaveTarget
+from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, DirectoryError, SaveCall
 from checkpointd_client.integrations.deepspeed.engine_state import state_of
 from checkpointd_client.integrations.deepspeed.load_targets import EngineTargets, LoadRequest
 from checkpointd_client.integrations.deepspeed.offline.file_names import missing_fault
-from checkpointd_client.integrations.deepspeed.opening import Opened, first_said, known_of, said_of
 from checkpointd_client.integrations.deepspeed.tensor_choice import TensorChoice, chosen, stock_in
 from checkpointd_client.integrations.deepspeed.zero_optimizer import check_supported, gather_persistent
+from checkpointd_client.integrations.directories.opening import Opened, first_said, known_of, said_of
+from checkpointd_client.integrations.directories.targets import SEPARATOR, SaveTarget
 from checkpointd_client.loader import Loaded
 from checkpointd_client.saves.handle import SaveHandle
 

@@ -18,8 +18,9 @@ from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateErr
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.deepspeed import files_adapter as plugs
 from checkpointd_client.integrations.deepspeed.adapter_base import DirectoryError
-from checkpointd_client.integrations.deepspeed.checkpoint_engine import mount_fault, write_whole
+from checkpointd_client.integrations.deepspeed.checkpoint_engine import write_whole
 from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
+from checkpointd_client.integrations.directories.targets import mount_fault
 from tests.unit.client.integrations.deepspeed.deepspeed_engine import FILE, Engine
 
 

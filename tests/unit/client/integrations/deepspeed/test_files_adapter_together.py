@@ -15,8 +15,8 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpoint
 
 from checkpointd.config import Ranks
 from checkpointd.errors import DeadlineError, UsageError
-from checkpointd_client.integrations.deepspeed import adapter_base as plugs
 from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
+from checkpointd_client.integrations.directories import agreement
 from checkpointd_client.ranks.board import StoreBoard
 from checkpointd_client.ranks.convening import Assembly
 from tests.unit.client.integrations.deepspeed.deepspeed_engine import Engine
@@ -63,7 +63,7 @@ class Job:
 def job_of(monkeypatch: pytest.MonkeyPatch) -> MakesJob:
     def made(timeout_s: float) -> Job:
         job = Job(timeout_s)
-        monkeypatch.setattr(plugs, "convene", job.convene)
+        monkeypatch.setattr(agreement, "convene", job.convene)
         return job
 
     return made

@@ -2,9 +2,8 @@
 
 Invariants
   ROTATE-1  Nothing is removed before the save that asked for it, or a later one, has committed. A directory without the files
-      of an engine or of the library is not a checkpoint: it is neither counted nor removed.
-  ROTATE-2  The newest commit and the best checkpoint stay. The age of a checkpoint is that of its engine's files, not of its
-      directory.
+      of an engine, if one takes part, or of the library is not a checkpoint: it is neither counted nor removed.
+  ROTATE-2  The newest commit and the best checkpoint stay. The age of a checkpoint is that of its files, not of its directory.
   ROTATE-3  A directory is first moved to a hidden place and then removed: half removed, other programs could take it for a
       checkpoint. So could the rotation of another rank, since on CPUs each rank counts itself as the first of its node.
 """
@@ -32,7 +31,8 @@ log = logging.getLogger("checkpointd")
 class Limit:
     """How many checkpoints with which names a directory keeps; others are moved to `out_of_sight` and removed.
 
-    `names`: a regular expression. `needed`: a file that the library writes into each checkpoint.
+    `names`: a regular expression. `needed`: a file that the library writes into each checkpoint. `engines`: a pattern for the
+    files of an engine that takes part; the newest of them says how old a checkpoint is, in place of the file `needed`.
     """
 
     keep: int
@@ -40,6 +40,7 @@ class Limit:
     needed: str
     out_of_sight: str
     best: str | None = None
+    engines: str | None = None
 
 
 class Saves:
@@ -153,11 +154,12 @@ def rotate(folder: str, limit: Limit, staying: set[str | None]) -> None:
 
 
 def _age(path: Path, limit: Limit) -> int | None:
-    """When the engine's files were written, in ns since 1970; None if `path` is not a checkpoint (ROTATE-1)."""
+    """When the files of a checkpoint were written, in ns since 1970; None if `path` is not a checkpoint (ROTATE-1)."""
     if re.fullmatch(limit.names, path.name) is None or not (path / limit.needed).is_file():
         return None
     with suppress(FileNotFoundError):  # another rank removes it
-        return max((file.stat().st_mtime_ns for file in path.glob("*/*_states.pt")), default=None)
+        files = [path / limit.needed] if limit.engines is None else path.glob(limit.engines)
+        return max((file.stat().st_mtime_ns for file in files), default=None)
     return None
 
 

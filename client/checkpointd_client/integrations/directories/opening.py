@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from checkpointd.config import ABSENCE_S, PINNED_BYTES
-from checkpointd.errors import CheckpointdError, RootInUseError, UnreadableError
+from checkpointd.errors import CheckpointdError, RootInUseError, StoreError, UnreadableError
 from checkpointd.layout.keys import LEASES, SERVICE, epoch_key
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.core import Core
@@ -83,7 +83,7 @@ def opened(
             yield checkpointer
             return
     if find_ranks().rank == COORDINATOR:
-        log.warning("%s is opened read-only, since %s: this engine cannot save there now", store, why)
+        log.warning("%s is opened read-only, since %s: this job cannot save there now", store, why)
     with Onlooker(
         store,
         nonce,
@@ -101,6 +101,28 @@ def known_of(opened: Opened) -> tuple[dict[str, Checkpoint], str | None]:
         return {c.prefix: c for c in opened.checkpoints()}, None
     except CheckpointdError as error:
         return {}, str(error)
+
+
+WHOLE = "whole"
+"""The answer of a rank whose part of a checkpoint is whole."""
+UNREADABLE = "unreadable:"
+"""Begins the answer of a rank that cannot read its part now."""
+
+
+def words_of(opened: Opened, checkpoint: Checkpoint | None, rank: int, world_size: int, taker: Taker | None = None) -> str:
+    """Read the part of a checkpoint that `rank` verifies and judge it in words. Raises nothing: the other ranks wait for the
+    answer.
+    """
+    if checkpoint is None:
+        return f"{UNREADABLE} rank {rank} does not see it"
+    own = range(rank, checkpoint.outcome.world_size, world_size)
+    try:
+        damage = "; ".join(opened.damage(checkpoint, own, taker))
+    except StoreError as error:
+        return f"{UNREADABLE} rank {rank} cannot read it now: {error}"
+    except CheckpointdError as error:
+        damage = f"rank {rank} cannot read it: {error}"
+    return damage or WHOLE
 
 
 def first_said(opened: Opened, found: Any, fault: str | None) -> Any:

@@ -1,10 +1,10 @@
-"""Directories such as `checkpoint-8` that other programs fill beside an engine's files: they get their name at the commit.
+"""Directories such as `checkpoint-8` that the libraries fill: they get their name at the commit.
 
-Hugging Face's Trainer writes weights, its own state and the state of random-number generators there, before and after it calls
-the engine; Accelerate does likewise. All of that is one checkpoint.
+Hugging Face's Trainer writes weights, its own state and the state of random-number generators there, and lets DeepSpeed's
+engine save there if there is one; Accelerate does likewise. All of that is one checkpoint.
 
 Invariants
-  FILLING-1  The libraries write to a directory without that name. The engine's save begins on each rank when they have written
+  FILLING-1  The libraries write to a directory without that name. The save begins on each rank when they have written
       everything.
   FILLING-2  An error of the storage meanwhile fails this save, on every rank, and nothing else.
 """
@@ -15,10 +15,12 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from checkpointd_client.saves.handle import SaveHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -35,12 +37,33 @@ class Filled:
     fault: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a library wants to save: to `directory`, at `step`, with the `engine` of DeepSpeed that takes part, if one does.
+
+    `optimizers`: those whose steps change the model.
+    """
+
+    directory: str
+    step: int
+    engine: Any | None
+    optimizers: tuple[Any, ...] = ()
+
+
 @dataclass(slots=True)
 class Filling:
-    """The filling for one save of one engine: `directory` is the final name, `filled` the directory now."""
+    """The filling for one save: `directory` is the final name, `filled` the directory now.
+
+    `save` begins the save when all is filled, on every rank; None if no save has begun. An error of the storage may keep a
+    library from asking the engine to save: then it uses the `usual` arguments of the library. `taking`: entered while the
+    libraries fill the directory. `refused`: called if they raise.
+    """
 
     directory: str
     filled: Filled
+    save: Callable[[Filling, tuple[str, ...]], SaveHandle | None]
+    taking: Callable[[], AbstractContextManager[None]] = nullcontext
+    refused: Callable[[BaseException], None] = lambda _: None
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """The arguments of the engine's save_checkpoint, without the directory."""
 
@@ -65,9 +88,11 @@ class Filling:
         try:
             with self.keeping():
                 os.makedirs(self.filled.path, exist_ok=True)
-            yield
-        except BaseException:
+            with self.taking():
+                yield
+        except BaseException as error:
             self.drop()
+            self.refused(error)
             raise
         finally:
             _CURRENT.reset(token)
@@ -98,6 +123,45 @@ class Filling:
                 return function(*args, **kwargs)
 
         return call
+
+
+class Saver(Protocol):
+    """Saves what the libraries want to save."""
+
+    def serves(self, engine: Any | None) -> bool:
+        """Whether it saves a model with that engine of DeepSpeed, or a model without one."""
+        ...
+
+    def filling(self, wanted: Wanted) -> Filling | None:
+        """The filling of a save; None if it does not save there."""
+        ...
+
+    def chosen(self, engine: Any | None, folder: str, asked: str | None) -> str | None:
+        """The checkpoint to load: `asked`, or the newest in `folder`. None if the library's own choice stands."""
+        ...
+
+
+SAVERS: list[Saver] = []
+"""Those that are installed."""
+
+
+def serves(engine: Any | None) -> bool:
+    """Whether any of those that are installed saves a model with that engine, or without one."""
+    return any(saver.serves(engine) for saver in SAVERS)
+
+
+def filling_of(wanted: Wanted) -> Filling | None:
+    """The filling of a save; None if checkpointd does not save there."""
+    for saver in SAVERS:
+        if saver.serves(wanted.engine) and (found := saver.filling(wanted)) is not None:
+            return found
+    return None
+
+
+def chosen(engine: Any | None, folder: str, asked: str | None) -> str | None:
+    """The checkpoint to load: `asked`, or the newest in `folder`. None if the library's own choice stands."""
+    found = (saver.chosen(engine, folder, asked) for saver in SAVERS if saver.serves(engine))
+    return next((one for one in found if one is not None), None)
 
 
 _CURRENT: ContextVar[Filling | None] = ContextVar("the directory that is being filled", default=None)

@@ -22,11 +22,11 @@ from checkpointd.config import Ranks
 from checkpointd.errors import DamagedError, RootInUseError
 from checkpointd_client import Checkpointer, onlooker
 from checkpointd_client.core import Core
-from checkpointd_client.integrations.deepspeed import adapter_base as plugs
-from checkpointd_client.integrations.deepspeed import opening, tensor_adapter
+from checkpointd_client.integrations.deepspeed import adapter_base, tensor_adapter
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
 from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
 from checkpointd_client.integrations.deepspeed.tensor_adapter import TensorAdapter
+from checkpointd_client.integrations.directories import agreement, opening
 from checkpointd_client.ranks.board import StoreBoard
 from checkpointd_client.ranks.convening import Assembly
 from tests.job_elsewhere import live_job
@@ -222,7 +222,7 @@ def test_what_is_only_read_is_verified_as_well(
         path.write_bytes(data)
         os.utime(path, ns=(0, 0))  # not written later than the commit, as if somebody had saved over it
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(plugs, "said_of", nothing_may_be_written)
+    monkeypatch.setattr(adapter_base, "said_of", nothing_may_be_written)
     with attached(absence_s=0.0) as plug:
         assert loads(plug, tmp_path) == "a"
         for tag in "bc":
@@ -244,10 +244,10 @@ def test_all_ranks_only_read_where_rank_0_may_not_write(tmp_path: Path, monkeypa
 
     ranks = [Ranks(rank=rank, world_size=WORLD) for rank in range(WORLD)]
     assemblies = [Assembly(one, lambda: store, board) for one in ranks]
-    monkeypatch.setattr(plugs, "convene", lambda *said: assemblies[here.rank].meet(*said))
+    monkeypatch.setattr(agreement, "convene", lambda *said: assemblies[here.rank].meet(*said))
     monkeypatch.setattr(onlooker, "find_ranks", lambda: ranks[here.rank])
     monkeypatch.setattr(onlooker, "open_board", board)
-    monkeypatch.setattr(plugs, "said_of", lambda _: (here.rank != 0, f"nonce of {here.rank}"))
+    monkeypatch.setattr(adapter_base, "said_of", lambda _: (here.rank != 0, f"nonce of {here.rank}"))
 
     def load(rank: int) -> tuple[str, torch.Tensor]:
         here.rank = rank

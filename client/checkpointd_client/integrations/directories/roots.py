@@ -1,10 +1,11 @@
-"""The roots of one engine, each with its Checkpointer. Engines of one process share them: there can be only one per root.
+"""The roots of one user, such as an engine, each with its Checkpointer. Users of one process share them: there can be only one
+per root.
 
 For example, a script may save with one engine and load with the next, without closing the first.
 
 Invariants
-  ENGINEROOT-1  If a root was only loaded from, the job leaves it at its first save at another root: other jobs can then begin.
-  ENGINEROOT-2  A root that is used again after it was left counts as loaded from only if no other job has begun there
+  OPENROOT-1  If a root was only loaded from, the job leaves it at its first save at another root: other jobs can then begin.
+  OPENROOT-2  A root that is used again after it was left counts as loaded from only if no other job has begun there
       meanwhile.
 """
 
@@ -35,7 +36,7 @@ _open: dict[tuple[int, str], _Shared] = {}
 
 
 def borrow(root: str, options: dict[str, Any]) -> Core:
-    """The Checkpointer of `root`, made if there is none. UsageError if another engine uses it with other options."""
+    """The Checkpointer of `root`, made if there is none. UsageError if another user has it with other options."""
     key = _key(root)
     with _lock:
         shared = _open.get(key)
@@ -43,22 +44,22 @@ def borrow(root: str, options: dict[str, Any]) -> Core:
             shared = _open[key] = _Shared(Core(root, Options(**options)), dict(options), 0)
         elif shared.options != options:
             raise UsageError(
-                f"another engine of this process uses {root} with {shared.options}, and this one asks for {options}: "
-                "attach both alike, or detach the other first"
+                f"another user in this process uses {root} with {shared.options}, and this one asks for {options}: "
+                "give both the same options, or detach the other first"
             )
         shared.holders += 1
         return shared.checkpointer
 
 
 def give_back(root: str) -> None:
-    """Close the Checkpointer of `root` once no engine uses it; raises the errors of close()."""
+    """Close the Checkpointer of `root` once nobody uses it; raises the errors of close()."""
     key = _key(root)
     with _lock:
         shared = _open[key]
         shared.holders -= 1
         if shared.holders == 0:
             del _open[key]
-            shared.checkpointer.close()  # under the lock: the next engine makes a new one
+            shared.checkpointer.close()  # under the lock: the next user makes a new one
 
 
 def _key(root: str) -> tuple[int, str]:
@@ -68,8 +69,8 @@ def _key(root: str) -> tuple[int, str]:
 log = logging.getLogger("checkpointd")
 
 
-class EngineRoots:
-    """The roots of one engine. `store_of`: the store of a root. `options`: those of Checkpointer."""
+class OpenRoots:
+    """The roots of one user. `store_of`: the store of a root. `options`: those of Checkpointer."""
 
     def __init__(self, store_of: Callable[[str], str], options: dict[str, Any]) -> None:
         self._store_of, self._options = store_of, options
@@ -95,7 +96,7 @@ class EngineRoots:
         return found
 
     def to_save(self, root: str) -> Core:
-        """The Checkpointer of a root to save at; leaves the roots that were only loaded from (ENGINEROOT-1)."""
+        """The Checkpointer of a root to save at; leaves the roots that were only loaded from (OPENROOT-1)."""
         found = self.checkpointer(root)
         self._saved.add(root)
         for other in self.checkpointers.keys() - self._saved:
@@ -108,7 +109,7 @@ class EngineRoots:
             self._left[root] = checkpointer.status().epoch
         try:
             give_back(self._store_of(root))
-        except CheckpointdError as error:  # from the save of another engine, whose handle reports it
+        except CheckpointdError as error:  # from the save of another user, whose handle reports it
             log.error("closing the root %s failed: %s", root, error)
 
     def wait(self, timeout: float | None) -> None:
@@ -123,7 +124,7 @@ class EngineRoots:
 
     def close(self) -> None:
         """Give back all Checkpointers."""
-        self.settle()  # another engine may keep the same Checkpointer
+        self.settle()  # another user may keep the same Checkpointer
         roots, self.checkpointers = list(self.checkpointers), {}
         self._saved.clear()
         self._left.clear()

@@ -1,1 +1,0 @@
-"""Makes Hugging Face's Trainer and Accelerate work with attached DeepSpeed engines."""

@@ -1,0 +1,228 @@
+"""Saves what Trainer and Accelerate want to save without an engine of DeepSpeed, and finds what they can resume from.
+
+Invariants
+  HFSAVING-1  All ranks meet, with a deadline, before the libraries' own barriers, which have none. If ranks are missing, the
+      error names them.
+  HFSAVING-2  Once the ranks have met, every rank votes on the attempt, even if the library or the user's objects raise an
+      error.
+  HFSAVING-3  A checkpoint of checkpointd is loaded only if all ranks have found it whole. An older one is taken in its place
+      only if nobody named it, and if its damage is proven.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from typing import Any
+
+import torch
+
+from checkpointd import arguments
+from checkpointd.commands import command
+from checkpointd.config import CommitConfig
+from checkpointd.errors import (
+    CheckpointdError,
+    DamagedError,
+    FormatError,
+    StagingError,
+    StoreError,
+    UnreadableError,
+    UsageError,
+)
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd_client.core import Core
+from checkpointd_client.integrations.directories.agreement import agreed
+from checkpointd_client.integrations.directories.opening import (
+    UNREADABLE,
+    WHOLE,
+    Opened,
+    first_said,
+    known_of,
+    opened,
+    said_of,
+    words_of,
+)
+from checkpointd_client.integrations.directories.roots import OpenRoots
+from checkpointd_client.integrations.directories.targets import SaveTarget, mount_fault, store_of, unmade
+from checkpointd_client.integrations.huggingface.filling import Filled, Filling, Wanted
+from checkpointd_client.integrations.huggingface.replacing import SAVES
+from checkpointd_client.integrations.huggingface.taking import Taking
+from checkpointd_client.ranks.board import COORDINATOR, find_ranks
+from checkpointd_client.saves.handle import SaveHandle
+
+log = logging.getLogger("checkpointd")
+
+_DOING = "looking for a checkpoint to resume from"
+
+
+class DirectorySaver:
+    """Saves to directories. `handle` is the handle of the last save."""
+
+    def __init__(self, root: str | os.PathLike[str] | None, options: dict[str, Any], *, synchronous: bool) -> None:
+        self.handle: SaveHandle | None = None
+        self._root = None if root is None else os.path.abspath(os.fspath(root))
+        self._synchronous, self._options = synchronous, options
+        self._timeout_s = options.get("commit_timeout_s", CommitConfig().timeout_s)
+        arguments.seconds("commit_timeout_s", self._timeout_s, most=arguments.TIMEOUT_S_MAX)
+        self._roots = OpenRoots(store_of, options)
+
+    # --- what a user may ask for -------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save is in flight; raises their errors."""
+        self._roots.wait(timeout)
+
+    def settle(self) -> None:
+        """Wait until no save is in flight and old checkpoints are removed; raises nothing."""
+        SAVES.settle()
+
+    def close(self) -> None:
+        """Wait for the saves in flight, and leave the roots. A later save opens them again."""
+        SAVES.settle()
+        self._roots.close()
+
+    # --- saving ------------------------------------------------------------------------------------------------
+
+    def serves(self, engine: Any | None) -> bool:
+        """Whether no engine takes part."""
+        return engine is None
+
+    def filling(self, wanted: Wanted) -> Filling | None:
+        """Let the directory be filled out of sight for the next save. Call it on every rank. None if it cannot have a root."""
+        try:
+            target = self._target(wanted.directory)
+        except (UsageError, FormatError) as error:
+            log.warning("%s is written without checkpointd: %s", wanted.directory, error)
+            return None
+        self.handle = None  # an error below must not leave the handle of an earlier save
+        said, above = {"directory": wanted.directory, "step": wanted.step}, os.path.dirname(wanted.directory)
+        fault = unmade(above) if find_ranks().rank == COORDINATOR else None
+        fault = agreed("save", said, fault, self._timeout_s)[COORDINATOR]
+        if fault is not None:
+            raise UsageError(f"{above} cannot be made, and nothing can be saved there: {fault}")
+        checkpointer = self._roots.to_save(target.root)
+        given = checkpointer.fill(target.at, whole=True)
+        taking = Taking(given.path, stepped(wanted.optimizers))
+        save = functools.partial(self._save, checkpointer, target, wanted.step, taking)
+        refused = functools.partial(self._refused, checkpointer, target, wanted.step, given.name)
+        return Filling(wanted.directory, Filled(given.name, given.path), save, taking.active, refused)
+
+    def _target(self, directory: str) -> SaveTarget:
+        """Where a directory is saved: its root is the directory above. Accelerate's `checkpoints` may contain nothing else, so
+        the root of what lies in it is above that.
+        """
+        above, name = os.path.split(directory)
+        root = self._root or (os.path.dirname(above) if os.path.basename(above) == "checkpoints" else above)
+        return SaveTarget.of(above, name, root)
+
+    def _save(
+        self, checkpointer: Core, target: SaveTarget, step: int, taking: Taking, filling: Filling, usual: tuple[str, ...]
+    ) -> SaveHandle:
+        del usual  # of engines
+        name = filling.filled.name
+        fault = filling.filled.fault or mount_fault(store_of(target.root), os.path.dirname(filling.directory))
+        if fault is not None:
+            handle = checkpointer.refuse(step, StoreError(fault), tag=target.tag, unfinished=name)
+        else:
+            try:
+                files = taking.files()
+            except CheckpointdError as error:
+                self._refused(checkpointer, target, step, name, error)
+                raise
+            handle = checkpointer.save_files(step, files, tag=target.tag, at=target.at, unfinished=name)
+        self.handle = handle
+        SAVES.add(filling.directory, handle)
+        if self._synchronous:
+            handle.wait()
+        return handle
+
+    def _refused(self, checkpointer: Core, target: SaveTarget, step: int, unfinished: str, error: BaseException) -> None:
+        """Vote no because of `error`, which is raised here."""
+        told = error if isinstance(error, CheckpointdError) else StagingError(f"{target.at} cannot be saved: {error!r}")
+        self.handle = checkpointer.refuse(step, told, tag=target.tag, unfinished=unfinished)
+        self.handle.observed = True
+
+    # --- resuming ----------------------------------------------------------------------------------------------
+
+    def chosen(self, engine: Any | None, folder: str, asked: str | None) -> str | None:
+        """The checkpoint to load, found whole by all ranks; None if checkpointd has saved none there. Call it on every rank.
+
+        DamagedError on every rank if `asked` is damaged, or all checkpoints in `folder` are; UnreadableError if it cannot be
+        read now.
+        """
+        del engine
+        SAVES.settle()
+        folder = os.path.abspath(folder if asked is None else os.path.dirname(os.path.abspath(asked)))
+        try:
+            root = self._target(os.path.join(folder, "any")).root
+        except (UsageError, FormatError):
+            return None
+        is_ours, how = root in self._roots.checkpointers or os.path.isdir(store_of(root)), said_of(store_of(root))
+        is_ours, how = agreed("load", {"folder": folder, "asked": asked}, [is_ours, how], self._timeout_s)[COORDINATOR]
+        if not is_ours:
+            return None
+        begin = functools.partial(self._roots.checkpointer, root)
+        with opened(store_of(root), begin, how, self._timeout_s, self._options, saves=False) as source:
+            found = self._found(source, folder, asked)
+            if found is not None:
+                source.take_up()
+            return found
+
+    def _found(self, source: Opened, folder: str, asked: str | None) -> str | None:
+        ranks, (known, fault) = find_ranks(), known_of(source)
+        shown = {c.outcome.shown_at: c for c in reversed(known.values())}  # the newest of each directory
+        names = _numbered(folder) if asked is None else [os.path.basename(os.path.abspath(asked))]
+        listed = [(name, self._prefix_of(shown, os.path.join(folder, name))) for name in names]
+        candidates = first_said(source, listed, fault)
+        for name, prefix in candidates:
+            if prefix is None:  # another program saved it
+                return os.path.join(folder, name)
+            heard = source.meet(words_of(source, known.get(prefix), ranks.rank, ranks.world_size), _DOING)
+            damage = [text for _, text in sorted(heard.items()) if text != WHOLE]
+            if not damage:
+                return os.path.join(folder, name)
+            why = f"{os.path.join(folder, name)}: {'; '.join(damage)}"
+            if any(text.startswith(UNREADABLE) for text in damage):
+                raise UnreadableError(
+                    f"{'; '.join(damage)}. It may be whole, so no older one is loaded: repair the storage first"
+                )
+            if asked is not None:
+                raise DamagedError(f"{why}: it is damaged")
+            log.error("%s: it is damaged, and an older one is looked for", why)
+            source.pass_over(prefix.partition("/")[0], "; ".join(damage))
+        if candidates:
+            raise DamagedError(f"every checkpoint in {folder} is damaged: {command('verify', folder)} says how")
+        return None
+
+    def _prefix_of(self, shown: dict[str, Checkpoint], directory: str) -> str | None:
+        try:
+            found = shown.get(self._target(directory).at)
+        except (UsageError, FormatError):
+            return None
+        return None if found is None else found.prefix
+
+
+def _numbered(folder: str) -> list[str]:
+    """The names in `folder` that the libraries give to checkpoints, with the highest number first."""
+    try:
+        names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
+    except OSError:
+        return []
+    numbered = [(int(found[1]), name) for name in names if (found := re.fullmatch(r"checkpoint[-_](\d+)", name))]
+    return [name for _, name in sorted(numbered, reverse=True)]
+
+
+def stepped(optimizers: tuple[Any, ...]) -> set[int]:
+    """The addresses of the storages that only steps of `optimizers` change. Frozen parameters are not among them: they may be
+    an average that the user computes.
+    """
+    found = set[int]()
+    for optimizer in (getattr(one, "optimizer", one) for one in optimizers):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            tensors = [getattr(one, "_local_tensor", one) for one in [*parameters, *states]]
+            found |= {one.untyped_storage().data_ptr() for one in tensors if isinstance(one, torch.Tensor)}
+    return found - {0}
