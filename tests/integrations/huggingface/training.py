@@ -1,0 +1,412 @@
+"""A process that trains with Hugging Face's Trainer and with Accelerate, and saves through checkpointd; or one rank of two.
+
+training.py FOLDER CASE... runs the cases, each a function below, in a folder of its own, and notes what is wrong in them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointd.errors import DamagedError, StateError
+from checkpointd.pipeline.write import persist
+from checkpointd.store.posix.plain import PlainFiles
+from checkpointd_client.integrations import huggingface
+from checkpointd_client.integrations.huggingface.saving import DirectorySaver
+from tests.e2e.rank_cases import CaseNotes
+
+INSTALLED: DirectorySaver = huggingface.install(commit_timeout_s=60, absence_s=0.1)
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import ProjectConfiguration, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+NUMBER = re.compile(r"checkpoint[-_](\d+)")
+
+
+class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """64 of them, each of eight tokens."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class After(TrainerCallback):
+    """Calls `act` after each step; the training stops after `last`."""
+
+    def __init__(self, last: int, act: Callable[[int], None]) -> None:
+        self.last, self.act = last, act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.last
+        self.act(state.global_step)
+
+
+def trainer_of(
+    folder: Path, last: int, act: Callable[[int], None] = lambda _: None, model: Any = None, **options: Any
+) -> Trainer:
+    """A Trainer of a tiny model with dropout, which saves every second of its eight steps and stops after `last`."""
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        attention_dropout=0.1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=8,
+        per_device_train_batch_size=2,
+        save_steps=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=1,
+        ddp_find_unused_parameters=False,
+        **{"save_total_limit": 3, "logging_steps": 100, **options},
+    )
+    made = LlamaForCausalLM(config)
+    made = made if model is None else model(made)
+    return Trainer(made, arguments, train_dataset=Examples(), eval_dataset=Examples(), callbacks=[After(last, act)])
+
+
+def state_of(trainer: Trainer) -> list[Any]:
+    """All that a training goes on with."""
+    assert trainer.lr_scheduler is not None
+    optimizer: Any = trainer.optimizer
+    return [
+        trainer.model.state_dict() if isinstance(trainer.model, torch.nn.Module) else None,
+        optimizer.state_dict(),
+        trainer.lr_scheduler.state_dict(),
+        [torch.get_rng_state(), random.getstate(), np.random.get_state()],
+        trainer.state.global_step,
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are the same, bit for bit."""
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return bool((torch.as_tensor(one).view(-1) == torch.as_tensor(other).view(-1)).all())
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def shown(folder: Path) -> list[int]:
+    """The numbers of the checkpoints that anybody sees."""
+    return sorted(int(found[1]) for path in folder.iterdir() if (found := NUMBER.fullmatch(path.name)))
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damage the stored file that `path` shows."""
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def phase() -> str | None:
+    """Of the last save."""
+    return None if INSTALLED.handle is None else INSTALLED.handle.phase
+
+
+def together() -> None:
+    if WORLD > 1:
+        torch.distributed.barrier()
+
+
+# --- Trainer ------------------------------------------------------------------------------------------------------
+
+
+def eight_steps_are_four_and_four_that_are_resumed(folder: Path) -> None:
+    whole = trainer_of(folder / "whole", 8)
+    whole.train()
+    assert phase() == "committed"
+    assert shown(folder / "whole") == [4, 6, 8], shown(folder / "whole")
+    trainer_of(folder / "parts", 4).train()
+    assert get_last_checkpoint(folder / "parts") == str(folder / "parts" / "checkpoint-4")
+    resumed = trainer_of(folder / "parts", 8)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(state_of(whole), state_of(resumed))
+    assert shown(folder / "parts") == [4, 6, 8]
+    names = {path.name for path in (folder / "parts" / "checkpoint-8").iterdir()}
+    states = {"rng_state.pth"} if WORLD == 1 else {f"rng_state_{rank}.pth" for rank in range(WORLD)}
+    assert names >= {*states, "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json"}, names
+    assert {path.name for path in (folder / "parts").iterdir() if not NUMBER.fullmatch(path.name)} == {".checkpointd"}
+    loaded = LlamaForCausalLM.from_pretrained(folder / "parts" / "checkpoint-8")
+    assert same(dict(loaded.state_dict()), dict(resumed.model.state_dict()))  # type: ignore[union-attr]  # a module
+
+
+def the_best_checkpoint_stays_and_is_loaded_in_the_end(folder: Path) -> None:
+    kept: dict[int, Any] = {}
+    options = {"eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True, "metric_for_best_model": "eval_loss"}
+
+    def keep(step: int) -> None:
+        kept[step] = {key: value.clone() for key, value in trainer.model.state_dict().items()}  # type: ignore[union-attr]
+
+    trainer = trainer_of(folder, 8, keep, save_total_limit=1, load_best_model_at_end=True, **options)
+    trainer.train()
+    best = int(NUMBER.fullmatch(os.path.basename(str(trainer.state.best_model_checkpoint)))[1])  # type: ignore[index]  # it has a number
+    assert best == 2, "the loss falls, and the highest counts as the best"
+    assert same(kept[best], dict(trainer.model.state_dict()))  # type: ignore[union-attr]
+    assert shown(folder) == [2], shown(folder)
+
+
+def a_damaged_checkpoint_is_not_resumed_from(folder: Path) -> None:
+    trainer_of(folder, 4).train()
+    together()
+    if RANK == 0:
+        flip_a_byte(folder / "checkpoint-4" / "model.safetensors")
+    together()
+    INSTALLED.close()
+    begun: list[int] = []
+    trainer = trainer_of(folder, 4, begun.append)
+    with pytest.raises(DamagedError, match="checkpoint-4"):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    trainer.train(resume_from_checkpoint=True)
+    assert begun[0] == 3, begun
+
+
+def what_cannot_be_pickled_ends_the_save_and_leaves_nothing(folder: Path) -> None:
+    trainer = trainer_of(folder, 2)
+    save = trainer._save_scaler
+
+    def refused(directory: str) -> None:
+        save(directory)
+        torch.save({"a function": lambda: None}, os.path.join(directory, "extra.pt"))
+
+    trainer._save_scaler = refused  # type: ignore[method-assign]  # as a subclass would
+    with pytest.raises(StateError, match=r"extra.pt cannot be saved as torch.save saves it, because of 'a function'"):
+        trainer.train()
+    INSTALLED.settle()
+    assert phase() == "failed"
+    assert shown(folder) == []
+
+
+def adapters_are_saved_alone_and_resumed(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(base: Any) -> Any:
+        model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+        return model
+
+    whole = trainer_of(folder / "whole", 8, model=adapted)
+    whole.train()
+    trainer_of(folder / "parts", 4, model=adapted).train()
+    resumed = trainer_of(folder / "parts", 8, model=adapted)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(state_of(whole), state_of(resumed))
+    checkpoint = folder / "parts" / "checkpoint-8"
+    weights = sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*.safetensors"))
+    assert weights == ["adapter_model.safetensors", "second/adapter_model.safetensors"], weights
+    size = (checkpoint / weights[0]).stat().st_size
+    assert size < 20_000, f"{size} bytes are more than the adapters have"
+
+
+# --- Accelerate ---------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """An object of the user."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n, "as a tensor": torch.full((3,), float(self.n))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n = state["n"]
+
+
+def accelerated(folder: Path, last: int, *, resume: bool = False, sharded: bool = False) -> list[Any]:
+    """Train until step `last`, saving every second; the state in the end."""
+    set_seed(0)
+    naming = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=naming)
+    if sharded:
+        shard_on_cpu(accelerator)
+    layers = [torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)]
+    model: Any = torch.nn.Sequential(*layers)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64, 4))
+    model, optimizer, schedule, batches = accelerator.prepare(
+        model, optimizer, schedule, torch.utils.data.DataLoader(data, batch_size=4)
+    )
+    counter, first = Counter(), last // 2 if resume else 0
+    accelerator.register_for_checkpointing(counter)
+    for step, (x, y) in enumerate(batches):
+        if resume and step == first:
+            accelerator.load_state()
+            assert counter.n == first, counter.n
+            naming.iteration = first // 2
+        if step < first:
+            continue
+        if step == last:
+            break
+        accelerator.backward(((model(x) - y) ** 2).mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        counter.n = step + 1
+        if step % 2 == 1:
+            accelerator.save_state()
+    INSTALLED.settle()
+    together()
+    weights = {key: getattr(value, "to_local", lambda v=value: v)() for key, value in model.state_dict().items()}
+    moments = [getattr(v, "to_local", lambda v=v: v)() for state in optimizer.optimizer.state.values() for v in state.values()]
+    found = [weights, moments, schedule.state_dict(), [torch.get_rng_state(), random.getstate()], counter.n]
+    accelerator.free_memory()
+    return found
+
+
+def shard_on_cpu(accelerator: Accelerator) -> None:
+    """Accelerate itself chooses FSDP on devices only; everything below that choice runs on a CPU, too."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap"
+    )
+    for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+        shared["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    plugin.activation_checkpointing = False
+
+
+def a_state_is_saved_and_loaded(folder: Path) -> None:
+    whole = accelerated(folder / "whole", 8)
+    assert shown(folder / "whole" / "checkpoints") == [2, 3]
+    accelerated(folder / "parts", 4)
+    resumed = accelerated(folder / "parts", 8, resume=True)
+    assert same(whole, resumed)
+    assert shown(folder / "parts" / "checkpoints") == [2, 3]
+    names = {path.name for path in (folder / "parts" / "checkpoints" / "checkpoint_3").iterdir()}
+    states = {f"random_states_{rank}.pkl" for rank in range(WORLD)}
+    assert names == {*states, "custom_checkpoint_0.pkl", "model.safetensors", "optimizer.bin", "scheduler.bin"}, names
+
+
+def a_sharded_state_is_saved_and_loaded(folder: Path) -> None:
+    from accelerate.utils import merge_fsdp_weights
+
+    whole = accelerated(folder / "whole", 8, sharded=True)
+    accelerated(folder / "parts", 4, sharded=True)
+    resumed = accelerated(folder / "parts", 8, resume=True, sharded=True)
+    assert same(whole, resumed)
+    checkpoint = folder / "parts" / "checkpoints" / "checkpoint_3"
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        names = {path.name for path in (checkpoint / part).iterdir()}
+        assert names == {".metadata", *(f"__{rank}_0.distcp" for rank in range(WORLD))}, names
+    if RANK == 0:
+        merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(folder / "merged"))
+        assert (folder / "merged" / "model.safetensors").is_file()
+
+
+# --- killed -------------------------------------------------------------------------------------------------------
+
+
+def killed(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die(point: str, step: int) -> None:
+    """From here on this process dies in the save of `step`: while it fills the directory ("filling"), before it votes
+    ("persisting"), or before the directory appears ("showing").
+    """
+    if point == "filling":
+        save = Trainer._save_rng_state
+
+        def dying(self: Any, directory: str) -> None:
+            save(self, directory)
+            if self.state.global_step == step:
+                killed()
+
+        Trainer._save_rng_state = dying  # type: ignore[method-assign]  # a mutation
+    elif point == "persisting":
+        write = persist.write_shard
+
+        async def dies(job: Any, plan: Any) -> Any:
+            stored = await write(job, plan)
+            return killed() if job.info.step == step else stored
+
+        persist.write_shard = dies  # a mutation
+    else:
+        reveal = PlainFiles.reveal
+
+        async def dies_before(self: PlainFiles, name: str, at: str, *rest: Any) -> bool:
+            return bool(killed()) if at.endswith(f"-{step}") else await reveal(self, name, at, *rest)
+
+        PlainFiles.reveal = dies_before  # type: ignore[method-assign]  # a mutation
+
+
+def dies_filling(folder: Path) -> None:
+    _dies("filling", folder)
+
+
+def dies_persisting(folder: Path) -> None:
+    _dies("persisting", folder)
+
+
+def dies_showing(folder: Path) -> None:
+    _dies("showing", folder)
+
+
+def _dies(point: str, folder: Path) -> None:
+    """Every save but the one that kills has ended before the next begins."""
+    die(point, 6)
+    trainer_of(folder.parent / "killed", 8, lambda _: INSTALLED.settle()).train()
+
+
+def goes_on(folder: Path) -> None:
+    """After a kill: from what there is, to the end of an uninterrupted run."""
+    last = get_last_checkpoint(folder.parent / "killed")
+    assert last is not None
+    assert os.path.basename(last) == "checkpoint-4", last
+    assert os.path.isfile(os.path.join(last, "trainer_state.json"))
+    resumed = trainer_of(folder.parent / "killed", 8)
+    resumed.train(resume_from_checkpoint=True)
+    whole = trainer_of(folder / "whole", 8)
+    whole.train()
+    assert same(state_of(whole), state_of(resumed))
+    left = list((folder.parent / "killed").glob(".checkpointd/.checkpointd/unfinished/*"))
+    assert left == [], left
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    notes = CaseNotes(folder, RANK)
+    for name in names:
+        with notes.case(name):
+            globals()[name](folder / name)
+            INSTALLED.settle()
+            together()
+    notes.finish()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
