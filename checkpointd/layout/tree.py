@@ -1,12 +1,13 @@
 """The state tree: the structure of the user's state, with tensors replaced by references to their FQNs.
 
-Plain `None`, bool, int (64 bits), float and str stand for themselves; everything else is a tagged node. Only enum members and
-named tuples name a class, and no node names a function. Decoding a tree imports nothing and never runs code.
+Plain `None`, bool, int (64 bits), float and str stand for themselves; everything else is a tagged node. Only enum members,
+named tuples, and composite tensors with what lies beside their inner tensors name a class, and no node names a function.
+Decoding a tree imports nothing and never runs code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, Final, Literal, TypeAlias
 
@@ -110,6 +111,32 @@ class Sequence(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, 
     items: tuple[Node, ...]
 
 
+class Composite(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="W"):
+    """A tensor whose elements lie in other tensors, its inner tensors (`inner`, by name), such as a sparse or a quantized one.
+
+    `kind`: `sparse_coo`, `sparse_csr`, `sparse_csc`, `sparse_bsr`, `sparse_bsc`, `jagged`, `nested`, `quantized`, or the module
+    and the name of a class of tensors, as `torchao.optim.subclass_8bit:OptimState8bit`. A load compares it with a list of
+    classes that the user allows; it never imports one. `shape` and `dtype` are those of the whole tensor; a nested one has the
+    shape `()`. `context`: everything else that its kind needs to make it again, as plain values and Named values.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    inner: tuple[tuple[str, Node], ...]
+    context: Node = None
+    requires_grad: bool = False
+
+
+class Named(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="O"):
+    """A value in the context of a Composite: a member of an enumeration (`items` has its name under `name`), or the fields of a
+    dataclass or a namedtuple. `name`: the module and the name of its class, which the user must allow, too.
+    """
+
+    name: str
+    items: tuple[tuple[str, Node], ...]
+
+
 class Deque(Sequence, frozen=True, array_like=True, forbid_unknown_fields=True, tag="Q"):
     kind: Literal["deque"]  # type: ignore[assignment]  # no other sequence has it
     items: tuple[Node, ...]
@@ -211,6 +238,8 @@ Node: TypeAlias = (
     | Member
     | TorchName
     | LibraryValue
+    | Composite
+    | Named
     | None
 )
 
@@ -246,16 +275,30 @@ def _is_flat_enough(root: Node) -> bool:
 
 
 def children(node: Node) -> Iterable[Node]:
-    """The nodes directly below `node`: the elements of a sequence, the keys and values of a mapping, the parts of a value."""
+    """The nodes directly below `node`: the elements of a sequence, the keys and values of a mapping, the parts of a value, and
+    the inner tensors and the context of a composite tensor.
+    """
     match node:
         case Dict():
             return chain.from_iterable(node.items)
+        case Composite():
+            return (*(child for _, child in node.inner), node.context)
+        case Named():
+            return tuple(child for _, child in node.items)
         case LibraryValue():
             return node.parts
         case Member():
             return (node.value,)
         case _:
             return elements(node)
+
+
+def fqns(node: Node) -> Iterator[str]:
+    """The FQNs of all tensors and arrays at or below `node`."""
+    if isinstance(node, Tensor | Array):
+        yield node.fqn
+    for child in children(node):
+        yield from fqns(child)
 
 
 def items(node: Node) -> tuple[tuple[Node, Node], ...]:

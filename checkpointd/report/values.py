@@ -11,6 +11,7 @@ from checkpointd.layout.tree import Node
 
 _STATE = "state."
 """The path of the state in the tree; FQNs are relative to it."""
+_TENSORS = (tree.Tensor, tree.Array, tree.Composite)
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +30,7 @@ def values_of(root: Node) -> Iterator[Value]:
         children = _children(node)
         if children and not (isinstance(node, tree.Sequence) and _is_plain(node)):
             todo += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
-        elif not isinstance(node, tree.Tensor | tree.Array):
+        elif not isinstance(node, _TENSORS):
             yield Value(path=path.removeprefix(_STATE), kind=kind_of(node), text=text_of(node))
 
 
@@ -42,7 +43,7 @@ def _children(node: Node) -> list[tuple[str, Node]]:
 
 
 def _is_plain(node: tree.Sequence) -> bool:
-    return not any(isinstance(item, tree.Tensor | tree.Array | tree.Dict | tree.Sequence) for item in node.items)
+    return not any(isinstance(item, (*_TENSORS, tree.Dict, tree.Sequence)) for item in node.items)
 
 
 def kind_of(node: Node) -> str:

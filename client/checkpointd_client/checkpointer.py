@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -60,6 +60,8 @@ class Checkpointer:
     from there. The next start on this node uploads what was left. With a sidecar, give it the spool instead.
     `export`: a rule by which rank 0 exports checkpoints after their commits, for Hugging Face's libraries. close() waits until
     what is due is exported, unless the job was preempted. With a sidecar, give it the rule instead; nothing waits for it then.
+    `tensor_classes`: your own subclasses of torch.Tensor with `__tensor_flatten__` and `__tensor_unflatten__`, and the classes
+    in what these return beside the inner tensors. Only such classes, and some of torchao and bitsandbytes, are stored and made.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
     (another job is alive at the root), RootNotSharedError, DeadlineError (ranks that did not come), StoreError, SidecarError
@@ -96,6 +98,7 @@ class Checkpointer:
         max_overhead: float | None = 0.03,
         spool: str | os.PathLike[str] | SpoolConfig | None = None,
         export: ExportConfig | None = None,
+        tensor_classes: Iterable[type] = (),
     ) -> None:
         self._core = Core(
             root,
@@ -126,6 +129,7 @@ class Checkpointer:
                 max_overhead=max_overhead,
                 spool=spool,
                 export=export,
+                tensor_classes=tensor_classes,
             ),
         )
 

@@ -131,6 +131,7 @@ class Core:
                 pickles=options.pickle_client_state,
                 afresh=options.afresh,
                 max_overhead=options.max_overhead,
+                classes=options.classes,
             )
             self._exports = self._begin_exports(options.export)
             undo.pop_all()
@@ -281,7 +282,9 @@ class Core:
             load_round=self._load_rounds.begin(),
             timeout_s=self._options.commit_timeout_s,
             state=state,
-            options=LoadOptions(strict, cast, self._options.pickle_client_state, verify_first, share_reads),
+            options=LoadOptions(
+                strict, cast, self._options.pickle_client_state, verify_first, share_reads, self._options.classes
+            ),
             sidecar=self._sidecar,
             surviving=self._started.surviving if self._started is not None else (),
             afresh=self._options.afresh,

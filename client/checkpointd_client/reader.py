@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Coroutine, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
@@ -40,6 +40,7 @@ from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store import open_store
+from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.lifetime import check_no_tag
 from checkpointd_client.loader import LOOK_S, Loaded, loaded_of, what_is_awaited
@@ -65,6 +66,7 @@ def open_checkpoint(
     absence_s: float = ABSENCE_S,
     pickle_client_state: bool = False,
     pinned_bytes: int = PINNED_BYTES,
+    tensor_classes: Iterable[type] = (),
 ) -> OpenCheckpoint:
     """Open the newest whole checkpoint below `root`, or `tag`, for reading. A job that saves there is not disturbed.
 
@@ -77,6 +79,7 @@ def open_checkpoint(
     `absence_s`: how long to look for a file that must be there before it counts as lost.
     `pickle_client_state`: load values that were stored as pickles; their code runs. Otherwise they are refused by name.
     `pinned_bytes`: the most host memory that one load to devices pins; 0 pins none.
+    `tensor_classes`: your own classes of tensors that a load may make, as Checkpointer has them.
 
     Raises NotFoundError if there is no checkpoint, no such tag or no root, UsageError, DamagedError, StoreError.
     """
@@ -88,6 +91,7 @@ def open_checkpoint(
         absence_s=absence_s,
         pickle_client_state=pickle_client_state,
         pinned_bytes=pinned_bytes,
+        tensor_classes=tensor_classes,
     )
 
 
@@ -108,11 +112,13 @@ class OpenCheckpoint:
         absence_s: float,
         pickle_client_state: bool,
         pinned_bytes: int,
+        tensor_classes: Iterable[type] = (),
     ) -> None:
         arguments.path("root", root)
         arguments.seconds("timeout_s", timeout_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         arguments.seconds("absence_s", absence_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         arguments.flag("pickle_client_state", pickle_client_state)
+        self._classes = TensorClasses.of(tensor_classes)
         self._store = open_store(root, read_only=True)
         if directory_of(self._store.url) is not None:
             if not os.path.isdir(self._store.url):
@@ -274,7 +280,7 @@ class OpenCheckpoint:
         state = into if names is None else _chosen(into, names)
         restoration, client_state = self._filled(
             state,
-            LoadOptions(strict, cast, self._unpickle, verify_first),
+            LoadOptions(strict, cast, self._unpickle, verify_first, classes=self._classes),
             lambda content: content if names is None else part_of(content, names, client_state=False),
         )
         if names is not None and not into:
@@ -342,7 +348,8 @@ class OpenCheckpoint:
     def _read_client_state(self) -> dict[str, object]:
         def fill(source: StoredSource) -> Restoration:
             content = part_of(source.content(), (), client_state=True)
-            restoration = prepare({}, content, LoadOptions(strict=False, unpickle=self._unpickle, stand_in=True))
+            options = LoadOptions(strict=False, unpickle=self._unpickle, stand_in=True, classes=self._classes)
+            restoration = prepare({}, content, options)
             source.fill(restoration.targets, content)
             return restoration
 

@@ -41,6 +41,7 @@ from checkpointd_client.capture.pickled import packed
 from checkpointd_client.capture.recapture.capturer import Capturer
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.capture.state import Captured
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.capture.torch_files import capture_files
 from checkpointd_client.ranks.board import Board
 from checkpointd_client.ranks.startup import Begun, say_unknown
@@ -157,6 +158,7 @@ class Saver:
         pickles: bool = False,
         afresh: bool = False,
         max_overhead: float | None = None,
+        classes: TensorClasses = ONLY_BUILT_IN,
     ) -> None:
         self.history = SaveHistory()
         self.governor = Governor(
@@ -171,7 +173,7 @@ class Saver:
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._may_be_taken_over, self._pickles = sidecar is not None, pickles
-        self._capturer = Capturer()
+        self._capturer = Capturer(classes)
         self._arrangement: object = None
         self._layout: SlotLayout | None = None
         self._stagings: list[tuple[Staging, SaveHandle]] = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import get_args
 
 from checkpointd import arguments
@@ -25,6 +26,7 @@ from checkpointd.config import (
 )
 from checkpointd.errors import UsageError
 from checkpointd_client.capture.scalars import type_name
+from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from checkpointd_client.ranks.preemption import PreemptSignals, graces_of
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import WhenBusy
@@ -65,6 +67,7 @@ class Options:
     max_overhead: float | None = 0.03
     spool: str | os.PathLike[str] | SpoolConfig | None = None
     export: ExportConfig | None = None
+    tensor_classes: Iterable[type] = ()
 
     def __post_init__(self) -> None:
         if self.sidecar is not None:
@@ -84,7 +87,7 @@ class Options:
         _ = self.graces
         for name in ("device_checksums", "pickle_client_state", "afresh", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))
-        _ = self.persist, self.commit, self.load
+        _ = self.persist, self.commit, self.load, self.classes
         if self.spooling is not None and self.sidecar is not None:
             raise UsageError("with a sidecar, the spool is the sidecar's: start that one with a spool, and give no spool= here")
         check_export(self.export, has_sidecar=self.sidecar is not None)
@@ -115,6 +118,11 @@ class Options:
             on_no_progress=self.on_no_progress,
             read_back=self.read_back,
         )
+
+    @cached_property
+    def classes(self) -> TensorClasses:
+        """The classes of tensors that may be stored and made."""
+        return TensorClasses.of(self.tensor_classes)
 
     @property
     def spooling(self) -> SpoolConfig | None:

@@ -121,6 +121,9 @@ class _Contents:
             return type(node).__name__, identity(node.fqn, self._own, self._aliases, self._shared)
         if isinstance(node, tree.Sequence):
             return tree.kind_of(node), [self._print(child) for child in node.items]
+        if isinstance(node, tree.Composite):
+            head = tree.encode(msgspec.structs.replace(node, inner=()))
+            return head, [(name, self._print(child)) for name, child in node.inner]
         return tree.encode(node)
 
 

@@ -231,5 +231,6 @@ def _trained(root: tree.Node) -> set[str]:
     level: list[tree.Node] = [root]
     while level:
         found |= {node.fqn for node in level if isinstance(node, tree.Tensor) and node.requires_grad}
+        found |= {fqn for node in level if isinstance(node, tree.Composite) and node.requires_grad for fqn in tree.fqns(node)}
         level = [child for node in level for child in tree.children(node)]
     return found

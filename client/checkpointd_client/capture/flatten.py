@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,10 @@ from checkpointd_client.capture.plain import classes
 from checkpointd_client.capture.plain.containers import NAMESPACES
 from checkpointd_client.capture.scalars import encode, is_scalar, key_node, key_text, refused, type_name
 from checkpointd_client.capture.state_dicts import HandedOut
+from checkpointd_client.capture.tensor_kinds import contexts, sharded
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses, kind_of_torch
+from checkpointd_client.capture.tensor_kinds.kind import Facts, TensorKind
+from checkpointd_client.capture.tensor_kinds.low_bit import is_low_bit
 from checkpointd_client.capture.tensors import array_tensor, refusal
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import (
@@ -66,16 +70,19 @@ class Flattener:
 
     `held`: by position, the local shard of a distributed tensor; `tensors` has its local memory. `sharded`: by position, the
     DTensor or FlatShard itself. `tied`: by position of a LocalShardTensor that the walk has met before, its first position.
-    `begins`: the position at which each item of the state begins, then the one at which client_state begins.
+    `begins`: the position at which each item of the state begins, then the one at which client_state begins. `outer`: by
+    position of an inner tensor, the composite tensor around it, with its FQN.
     """
 
-    def __init__(self, *, exclude_frozen_parameters: bool) -> None:
+    def __init__(self, *, exclude_frozen_parameters: bool, classes: TensorClasses = ONLY_BUILT_IN) -> None:
         self.fqns: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.held: dict[int, LocalShard] = {}
         self.sharded: dict[int, Any] = {}
         self.tied: dict[int, int] = {}
         self.begins: list[int] = []
+        self.outer: dict[int, tuple[str, Any]] = {}
+        self._classes = classes
         self._met: dict[int, int] = {}
         self.optimizer_only: set[int] = set()
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -87,6 +94,7 @@ class Flattener:
         self._loose = Loose()
         self._explained = False
         self._owners: Mapping[int, Any] = {}
+        self._low_bit: torch.optim.Optimizer | None = None
 
     def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
         """The tree of both; StateError for a value that cannot be stored."""
@@ -126,8 +134,26 @@ class Flattener:
         """The node for any value at `fqn`; notes the tensors in it."""
         return _HANDLERS.get(type(value), Flattener._other)(self, value, fqn)
 
-    def _tensor(self, value: torch.Tensor, fqn: str) -> tree.Tensor:
+    def _tensor(self, value: torch.Tensor, fqn: str) -> tree.Node:
+        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            kind = kind_of_torch(value)
+            if kind is not None:
+                return self._composite(value, kind, fqn)
         return self._noted(value, fqn, trained=value.requires_grad)
+
+    def _composite(self, value: torch.Tensor, kind: TensorKind, fqn: str) -> tree.Node:
+        self._enter(value, fqn)
+        try:
+            apart = kind.apart(value)
+        except (ValueError, RuntimeError) as error:
+            raise StateError(f"{fqn}: this {type_name(value)} cannot be stored: {error}") from error
+        context = contexts.encode(apart.context, fqn, self._classes.allows)
+        first, facts = len(self.tensors), Facts.of(value)
+        inner = tuple((name, self.node(one, f"{fqn}.{name}")) for name, one in apart.inner.items())
+        self.outer.update(dict.fromkeys(range(first, len(self.tensors)), (fqn, value)))
+        self._path.discard(id(value))
+        dtype = str(facts.dtype).removeprefix("torch.")
+        return tree.Composite(kind.name, facts.shape, dtype, inner, context, facts.requires_grad)
 
     def _noted(self, memory: torch.Tensor, fqn: str, *, trained: bool) -> tree.Tensor:
         self.fqns.append(fqn)
@@ -135,6 +161,10 @@ class Flattener:
         return tree.Tensor(fqn, trained, "cpu" if memory.is_cpu else memory.device.type)
 
     def _sharded(self, value: Any, fqn: str) -> tree.Node:
+        if is_dtensor(value):
+            parts = sharded.parts_of(value, fqn, self._classes, self._low_bit, self._owners.get(id(value)))
+            if parts is not None:
+                return self._sharded_composite(value, parts, fqn)
         position, local = len(self.tensors), local_of(value)
         self.held[position], self.sharded[position] = held_by(value, fqn), value
         if not self._explained and type(value) is not FlatShard:
@@ -143,6 +173,22 @@ class Flattener:
         owner = self._owners.get(id(value))
         has_own_layout = owner is not None and owner.shape != value.shape and is_dtensor(value)
         return optimizer_layout.noted(node, value) if has_own_layout else node
+
+    def _sharded_composite(self, value: Any, parts: Sequence[sharded.Part], fqn: str) -> tree.Node:
+        first, nodes = len(self.tensors), list[tree.Node]()
+        for part in parts:
+            inner: list[tuple[str, tree.Node]] = []
+            for name, (memory, held) in part.inner.items():
+                position = len(self.tensors)
+                self.held[position], self.sharded[position] = held, value
+                if not self._explained:
+                    self._loose.note(position, value)
+                below = ".".join(one for one in (fqn, part.name, name) if one)
+                inner.append((name, self._noted(memory, below, trained=False)))
+            context = contexts.encode(part.context, fqn, self._classes.allows)
+            nodes.append(part.node(tuple(inner), context))
+        self.outer.update(dict.fromkeys(range(first, len(self.tensors)), (fqn, value)))
+        return sharded.joined(parts, nodes, value)
 
     def _held_tensor(self, value: LocalShardTensor, fqn: str) -> tree.Node:
         position = len(self.tensors)
@@ -222,7 +268,10 @@ class Flattener:
             _HANDLERS[type(value)] = Flattener._sharded  # the next value of this type comes there directly
             return self._sharded(value, fqn)
         if isinstance(value, torch.Tensor):
-            raise StateError(f"{fqn}: {refusal(value)}")
+            kind = self._classes.kind_of(value)
+            if kind is None:
+                raise StateError(f"{fqn}: {refusal(value)}")
+            return self._composite(value, kind, fqn)
         if not objects.is_object(value):
             if classes.is_namedtuple(value):
                 return self._sequence(value, fqn)
@@ -262,9 +311,18 @@ class Flattener:
             if outer is not None:
                 self.held[i] = spread(self.held[i], outer)
         if part.replicas:
-            held = {f"{fqn}.{part.name(key)}": one for key in tensors if (one := part.held(key)) is not None}
-            self.held.update((i, held[name]) for i in range(first, len(self.fqns)) if (name := self.fqns[i]) in held)
+            keys = {f"{fqn}.{part.name(key)}": key for key in tensors}
+            for i in range(first, len(self.fqns)):
+                key = keys.get(self._outermost(i)[0])
+                held = None if key is None else part.held(key, tuple(self.tensors[i].shape))
+                if held is not None:
+                    self.held[i] = held
         return node
+
+    def _outermost(self, position: int) -> tuple[str, Any]:
+        """The tensor of the user's that the one at `position` is, or is a part of, with its FQN."""
+        alone = self.fqns[position], self.sharded.get(position, self.tensors[position])
+        return self.outer.get(position, alone)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, fqn: str) -> tree.Node:
         self.optimizers.append(optimizer)
@@ -277,15 +335,16 @@ class Flattener:
             has_flat = numbers is not None and fsdp1.has_flat(optimizer, shards)
             own = optimizers.owners_of(stored["state"], numbers or {}) if has_flat else optimizers.owners(optimizer)
         around, self._explained, self._owners = self._explained, True, own
+        self._low_bit = optimizer if is_low_bit(optimizer) else None
         node = self.node(optimizers.named(stored, numbers, names) or stored, fqn)
-        self._explained, self._owners = around, {}
+        self._explained, self._owners, self._low_bit = around, {}, None
         self._note_own(optimizer, own, first)
         return node
 
     def _note_own(self, optimizer: torch.optim.Optimizer, own: Mapping[int, Any], first: int) -> None:
         """Note which tensors, from position `first` on, the optimizer itself keeps. A state_dict hook may have added others."""
         for i in range(first, len(self.tensors)):
-            parameter = own.get(id(self.sharded.get(i, self.tensors[i])))
+            parameter = own.get(id(self._outermost(i)[1]))
             if parameter is None:
                 continue
             self.optimizer_only.add(i)

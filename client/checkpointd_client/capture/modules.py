@@ -49,11 +49,13 @@ class StateModule:
         """The stored name of the tensor at `key`, below the module's FQN."""
         return self.renamed.get(key, key)
 
-    def held(self, key: str) -> LocalShard | None:
-        """The local shard of the plain tensor at `key` if it has replicas; None if it is this rank's own."""
+    def held(self, key: str, shape: tuple[int, ...]) -> LocalShard | None:
+        """The local shard of the plain tensor at `key`, or of its inner tensor, if it has replicas; None if it is this rank's
+        own. `shape`: that of the memory.
+        """
         value = self.tensors[key]
         around = self.replicated(key) if isinstance(value, torch.Tensor) and not is_sharded(value) else None
-        return None if around is None else around.held(value)
+        return None if around is None else around.held(value, shape)
 
     def replicated(self, key: str) -> Replicas | None:
         """The DistributedDataParallel that keeps the tensor at `key` equal on its ranks; None if there is none."""
@@ -74,12 +76,12 @@ class Replicas:
     buffers: bool
     ignored: frozenset[str]
 
-    def held(self, value: torch.Tensor) -> LocalShard | None:
-        """The local shard of one of its tensors; None if each rank has its own."""
+    def held(self, value: torch.Tensor, shape: tuple[int, ...]) -> LocalShard | None:
+        """The local shard of memory of one of its tensors; None if each rank has its own."""
         if isinstance(value, nn.Parameter):
-            return replicated(tuple(value.shape), self.group)
+            return replicated(shape, self.group)
         # Before the broadcast, the buffers may differ. Rank 0 writes its own, since the others will get it.
-        return replicated(tuple(value.shape), self.group, first_writes=True) if self.buffers else None
+        return replicated(shape, self.group, first_writes=True) if self.buffers else None
 
 
 def _replicas_in(wrapped: nn.Module, fqn: str, keys: Mapping[str, object]) -> tuple[Replicas, ...]:

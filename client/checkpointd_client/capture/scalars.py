@@ -137,7 +137,7 @@ def _decode(node: tree.Node, known: type | None, stand_in: bool) -> Any:
             return values.BY_NAME[kind].made(tuple(decode(part, stand_in=stand_in) for part in parts))
         case tree.Member():
             return _decode_member(node, known, stand_in)
-        case tree.Tensor() | tree.Array() | tree.Dict() | tree.Sequence():
+        case tree.Tensor() | tree.Array() | tree.Dict() | tree.Sequence() | tree.Composite() | tree.Named():
             raise TypeError("it is not a scalar")
         case _:
             return node

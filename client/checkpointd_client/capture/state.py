@@ -31,6 +31,7 @@ from checkpointd_client.capture.dtypes import NAMES, overlaps_itself
 from checkpointd_client.capture.flatten import Flattener
 from checkpointd_client.capture.leaves import Columns, Leaves
 from checkpointd_client.capture.scalars import decode_key
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.capture.tensors import LIKELY_LOWEST_ADDRESS, refusal
 from checkpointd_client.sharding.dtensor import LocalShard, is_dtensor, local_of
 from checkpointd_client.sharding.write_split import written_parts
@@ -52,13 +53,18 @@ class Captured:
 
 
 def capture(
-    state: Mapping[str, object], client_state: Mapping[str, object] | None, *, exclude_frozen_parameters: bool
+    state: Mapping[str, object],
+    client_state: Mapping[str, object] | None,
+    *,
+    exclude_frozen_parameters: bool,
+    classes: TensorClasses = ONLY_BUILT_IN,
 ) -> Captured:
     """Turn `state` and `client_state` into leaves and a tree, without copying tensors. StateError if a value cannot be stored.
 
     With `exclude_frozen_parameters`, parameters (not buffers) of modules that have requires_grad off are left out and listed.
+    `classes`: the classes of tensors that may be stored.
     """
-    return walked(state, client_state, exclude_frozen_parameters=exclude_frozen_parameters).captured
+    return walked(state, client_state, exclude_frozen_parameters=exclude_frozen_parameters, classes=classes).captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +85,14 @@ class Walked:
 
 
 def walked(
-    state: Mapping[str, object], client_state: Mapping[str, object] | None, *, exclude_frozen_parameters: bool
+    state: Mapping[str, object],
+    client_state: Mapping[str, object] | None,
+    *,
+    exclude_frozen_parameters: bool,
+    classes: TensorClasses = ONLY_BUILT_IN,
 ) -> Walked:
     """Do what `capture` does, and tell more."""
-    walk = Flattener(exclude_frozen_parameters=exclude_frozen_parameters)
+    walk = Flattener(exclude_frozen_parameters=exclude_frozen_parameters, classes=classes)
     try:
         refused = state_dicts.refused(state)
         if refused is not None:
@@ -149,6 +159,9 @@ def _places(node: tree.Node, path: tuple[object, ...]) -> Iterator[tuple[tuple[o
     elif isinstance(node, tree.Sequence):
         for i, child in enumerate(node.items):
             yield from _places(child, (*path, i))
+    elif isinstance(node, tree.Composite):
+        for name, child in node.inner:
+            yield from _places(child, (*path, name))
 
 
 def _way(path: tuple[object, ...]) -> str:
@@ -245,7 +258,7 @@ def _share_nothing(walk: Flattener, found: CheckedTensors, aliases: Aliases) -> 
         if found.starts[i] < found.ends[i]:
             continue
         # Two names of one object, or of two objects that were detached from the same one.
-        memory = local_of(tensor).untyped_storage()._cdata if is_dtensor(tensor) else id(tensor)
+        memory = found.live[i].untyped_storage()._cdata if is_dtensor(tensor) else id(tensor)
         o = owners.setdefault(memory, i)
         if o != i and found.held[i].alike(found.held[o]) and found.dtypes[i] == found.dtypes[o]:
             shape = found.held[o].shape
@@ -314,5 +327,7 @@ def _mark(node: tree.Node, overlaps: Mapping[str, tree.Overlap]) -> tree.Node:
             return tree.Dict(kind, tuple((key, _mark(child, overlaps)) for key, child in items))
         case tree.Sequence(_, items):
             return tree.with_elements(node, (_mark(child, overlaps) for child in items))
+        case tree.Composite():
+            return msgspec.structs.replace(node, inner=tuple((name, _mark(child, overlaps)) for name, child in node.inner))
         case _:
             return node

@@ -26,14 +26,9 @@ def refusal(tensor: torch.Tensor) -> str | None:
         return _subclass_refusal(tensor)
     if tensor.is_meta:
         return "a meta tensor has no data: materialise it first (module.to_empty(device=...))"
-    if tensor.is_nested:
-        return "a nested tensor cannot be stored: store its .values() and .offsets(), or a list of tensors"
-    if tensor.is_quantized:
-        return "a quantized tensor cannot be stored: store its int_repr(), scale and zero point"
-    if tensor.layout is not torch.strided:
-        return (
-            f"a tensor of layout {tensor.layout} cannot be stored: convert it with .to_dense(), or store its indices and values"
-        )
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "a quantized" if tensor.is_quantized else f"a {str(tensor.layout).removeprefix('torch.')}"
+        return f"{kind} tensor cannot be stored here: convert it with .to_dense() or .dequantize()"
     if tensor.dtype not in NAMES:
         return f"dtype {tensor.dtype} cannot be stored: store .view(torch.uint8)"
     if tensor.nbytes and tensor.data_ptr() < LIKELY_LOWEST_ADDRESS and tensor.untyped_storage().nbytes() == 0:
@@ -72,7 +67,12 @@ def _subclass_refusal(tensor: torch.Tensor) -> str:
         return f"a {name} cannot be stored: use a DTensor for a tensor that is sharded over ranks"
     if torch.nn.parameter.is_lazy(tensor):
         return "a lazy module's parameter has no shape yet: run one forward pass first"
-    return f"the tensor subclass {name} would lose its class: store .as_subclass(torch.Tensor) or its parts"
+    if hasattr(tensor, "__tensor_flatten__"):
+        return (
+            f"the class {name} is not allowed: if it has __tensor_flatten__ and __tensor_unflatten__, pass "
+            f"tensor_classes=[{type(tensor).__name__}] to the Checkpointer, which then stores its inner tensors"
+        )
+    return f"the tensor subclass {name} would lose its class: store .as_subclass(torch.Tensor)"
 
 
 def array_tensor(array: NDArray[np.generic], fqn: str) -> torch.Tensor:

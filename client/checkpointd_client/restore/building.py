@@ -123,6 +123,8 @@ def words(node: tree.Node) -> str:
     match node:
         case tree.Tensor():
             return "a tensor"
+        case tree.Composite(kind):
+            return f"a {kind} tensor"
         case tree.Array():
             return "a numpy array"
         case tree.NamedTuple():
@@ -135,4 +137,4 @@ def words(node: tree.Node) -> str:
 
 def is_scalar(node: tree.Node) -> bool:
     """Whether `node` stands for a value without parts."""
-    return not isinstance(node, tree.Tensor | tree.Array | tree.Dict | tree.Sequence)
+    return not isinstance(node, tree.Tensor | tree.Array | tree.Dict | tree.Sequence | tree.Composite)

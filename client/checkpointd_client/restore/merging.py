@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from checkpointd.errors import FormatError
 from checkpointd.layout import tree
@@ -65,6 +67,8 @@ class Merging:
             made = self._sequence(first, having, fqn)
         elif isinstance(first, tree.Tensor | tree.Array) and all(type(n) is type(first) for n in nodes):
             made = self._tensor(first, having)
+        elif isinstance(first, tree.Composite) and all(isinstance(n, tree.Composite) for n in nodes):
+            made = self._composite(first, having, fqn)
         elif len({tree.encode(node) for node in nodes}) == 1:
             made = first
         if isinstance(made, _Different) and self.keep is not None and self.keep in having[0][0]:
@@ -74,7 +78,7 @@ class Merging:
 
     def _choose(self, node: tree.Node, rank: int) -> None:
         """Take all tensors at or below `node` from `rank`."""
-        self.chosen |= dict.fromkeys(_tensors(node), rank)
+        self.chosen |= dict.fromkeys(tree.fqns(node), rank)
 
     def _dict(self, first: tree.Dict, having: Having, fqn: str) -> tree.Node:
         children: dict[bytes, tuple[tree.Node, list[tuple[Ranks, tree.Node]]]] = {}
@@ -111,6 +115,20 @@ class Merging:
             return _DIFFERENT
         return tree.with_elements(first, (item for item in made if not isinstance(item, _Different)))
 
+    def _composite(self, first: tree.Composite, having: Having, fqn: str) -> tree.Node | _Different:
+        """Merge a composite tensor, as a whole: all ranks must have had the same inner tensors."""
+        heads = {tree.encode(msgspec.structs.replace(n, inner=())) for _, n in having if isinstance(n, tree.Composite)}
+        inner = [(ranks, dict(node.inner)) for ranks, node in having if isinstance(node, tree.Composite)]
+        if len(heads) > 1 or any(of.keys() != inner[0][1].keys() for _, of in inner):
+            return _DIFFERENT
+        before = len(self.left)
+        made = {name: self._any([(ranks, of[name]) for ranks, of in inner], f"{fqn}.{name}") for name, _ in first.inner}
+        kept = tuple((name, node) for name, node in made.items() if not isinstance(node, _Different))
+        if len(kept) < len(made) or len(self.left) > before:
+            del self.left[before:]
+            return _DIFFERENT
+        return msgspec.structs.replace(first, inner=kept)
+
     def _groups(self, having: Sequence[tuple[Ranks, Sequence[tree.Node]]]) -> tuple[tree.Node, ...] | None:
         """Merge the param groups of an optimizer by the names of their parameters, since ranks may hold different layers.
 
@@ -125,7 +143,7 @@ class Merging:
             for position, node in enumerate(groups):
                 assert isinstance(node, tree.Dict)  # _is_named looked
                 settings = self._print(rank, node)
-                apart = rank != self.keep and any(_tensors(node)) and any(self._print(r, node) != settings for r in ranks)
+                apart = rank != self.keep and any(tree.fqns(node)) and any(self._print(r, node) != settings for r in ranks)
                 if apart or not made.add(_Group(position, settings, [(rank, node)]), joined):
                     return None
         chosen = made.chosen()
@@ -235,10 +253,10 @@ class _Groups:
         used: set[str] = set()
         nodes: dict[int, tuple[int, tree.Dict]] = {}
         for group in sorted(found, key=lambda group: len(group.parts)):
-            part = next(((r, node) for r, node in group.parts if used.isdisjoint(_tensors(node))), None)
+            part = next(((r, node) for r, node in group.parts if used.isdisjoint(tree.fqns(node))), None)
             if part is None:
                 return None
-            used.update(_tensors(part[1]))
+            used.update(tree.fqns(part[1]))
             nodes[id(group)] = part[0], group.made(part[1])
         return [nodes[id(group)] for group in sorted(found, key=lambda group: group.position)]
 
@@ -253,11 +271,3 @@ def _is_named(group: tree.Node) -> bool:
     """Whether `group` is a param group whose parameters are stored by name."""
     params = [child for key, child in tree.items(group) if key == _PARAMS]
     return len(params) == 1 and isinstance(params[0], tree.Sequence) and all(isinstance(i, str) for i in params[0].items)
-
-
-def _tensors(node: tree.Node) -> Iterator[str]:
-    """The FQNs of all tensors and arrays at or below `node`."""
-    if isinstance(node, tree.Tensor | tree.Array):
-        yield node.fqn
-    for child in tree.children(node):
-        yield from _tensors(child)

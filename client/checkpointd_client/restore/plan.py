@@ -22,7 +22,9 @@ from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.modules import Modules
 from checkpointd_client.capture.pickled import unpacked
 from checkpointd_client.capture.scalars import key_text
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.ranks import mismatches
+from checkpointd_client.restore import building
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.bind import Equal, Target
 from checkpointd_client.restore.content import RankContent
@@ -60,8 +62,8 @@ class Restoration:
     _missing_told: tuple[str, ...] = field(repr=False)
     _tree: tree.Dict = field(repr=False)
     _copies: list[Callable[[], None]] = field(repr=False)
-    _steps: list[tuple[Callable[[Any], object], Any]] = field(repr=False)
-    _client_state: dict[str, object] = field(repr=False)
+    _steps: list[tuple[Callable[[Any], object], Callable[[], Any]]] = field(repr=False)
+    _client_state: Callable[[], dict[str, object]] = field(repr=False)
     live: tuple[torch.Tensor, ...] = field(repr=False)
     """The memory of the user's objects that is filled. New memory, which the objects get in `finish`, is left out."""
 
@@ -84,9 +86,9 @@ class Restoration:
         """Tie and copy places that share a stored tensor, set other values and let objects load; returns the client state."""
         for copy in self._copies:
             copy()
-        for apply, value in self._steps:
-            apply(value)
-        return self._client_state
+        for apply, build in self._steps:
+            apply(build())
+        return self._client_state()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class LoadOptions:
     are read and verified before any object is touched, and then read again to fill them. `share_reads`: ranks that read the
     same share the reading when they fill. `stand_in`: values whose class this process does not have get a stand-in
     (`building.value_of`).
+    `classes`: the classes of tensors that may be made.
     """
 
     strict: bool = True
@@ -106,6 +109,7 @@ class LoadOptions:
     verify_first: bool = False
     share_reads: bool = False
     stand_in: bool = False
+    classes: TensorClasses = ONLY_BUILT_IN
 
 
 def _unknown(_one: str, _two: str) -> bool:
@@ -170,7 +174,8 @@ def _prepare(
         state, faults = places.state, places.faults
     elif (refused := state_dicts.refused(state)) is not None:
         raise refused
-    match = Matcher(stored, content, Modules(state), cast=options.cast, equal=equal, answers=answers)
+    modules = Modules(state)
+    match = Matcher(stored, content, modules, cast=options.cast, equal=equal, answers=answers, classes=options.classes)
     match.stand_in = options.stand_in
     match.mapping(state, stored.state, "")
     if faults is not None:  # a TargetChooser leaves out what it does not want
@@ -191,7 +196,12 @@ def _prepare(
         raise mismatches.error(found)
     live = match.bindings.live()
     targets, copies = match.bindings.bind(stored.entries)
-    steps = [(step.apply, step.build()) for step in sorted(match.steps, key=attrgetter("turn"))]
+    steps = [(step.apply, step.build) for step in sorted(match.steps, key=attrgetter("turn"))]
+    # All values are made here, so that those that cannot be made are found before anything is changed.
+    values = [step() for _, step in steps]
+    unpickled = unpacked(client(), allowed=options.unpickle)
+    if not match.has_late:
+        steps = [(apply, building.given(value)) for (apply, _), value in zip(steps, values, strict=True)]
     return Restoration(
         targets=targets,
         missing=tuple(match.missing),
@@ -205,9 +215,9 @@ def _prepare(
         strangers=strangers,
         _missing_told=_missing(match, state),
         _tree=stored.state,
-        _copies=copies,
+        _copies=[*copies, *match.checks, match.note_filled],
         _steps=steps,
-        _client_state=unpacked(client(), allowed=options.unpickle),
+        _client_state=(lambda: unpacked(client(), allowed=options.unpickle)) if match.has_late else building.given(unpickled),
         live=live,
     )
 

@@ -14,6 +14,7 @@ import torch
 from checkpointd.layout import indexes, tree
 from checkpointd_client.capture.dtypes import DTYPES, copy_bits, overlaps_itself
 from checkpointd_client.capture.state import Captured, capture
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.plan import LoadOptions, Restoration, Target, prepare
 
@@ -29,7 +30,13 @@ class Saved:
     excluded: tuple[str, ...]
 
     def prepare(
-        self, state: MutableMapping[str, Any], *, strict: bool = True, cast: bool = False, left: Sequence[str] = ()
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        left: Sequence[str] = (),
+        classes: TensorClasses = ONLY_BUILT_IN,
     ) -> Restoration:
         """`left`: what the saving ranks had different values of."""
         content = RankContent(
@@ -40,11 +47,19 @@ class Saved:
             excluded=self.excluded,
             left=frozenset(left),
         )
-        return prepare(state, content, LoadOptions(strict, cast), equal=lambda one, two: self.data[one] == self.data[two])
+        options = LoadOptions(strict, cast, classes=classes)
+        return prepare(state, content, options, equal=lambda one, two: self.data[one] == self.data[two])
 
-    def load(self, state: MutableMapping[str, Any], *, strict: bool = True, cast: bool = False) -> dict[str, object]:
+    def load(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        classes: TensorClasses = ONLY_BUILT_IN,
+    ) -> dict[str, object]:
         """Load into `state`, returning client_state."""
-        restoration = self.prepare(state, strict=strict, cast=cast)
+        restoration = self.prepare(state, strict=strict, cast=cast, classes=classes)
         self.fill(restoration, cast=cast)
         return restoration.finish()
 
@@ -97,9 +112,13 @@ def write(captured: Captured) -> Saved:
 
 
 def save(
-    state: Mapping[str, object], client_state: Mapping[str, object] | None = None, *, exclude_frozen: bool = False
+    state: Mapping[str, object],
+    client_state: Mapping[str, object] | None = None,
+    *,
+    exclude_frozen: bool = False,
+    classes: TensorClasses = ONLY_BUILT_IN,
 ) -> Saved:
-    return write(capture(state, client_state, exclude_frozen_parameters=exclude_frozen))
+    return write(capture(state, client_state, exclude_frozen_parameters=exclude_frozen, classes=classes))
 
 
 def same(one: Any, two: Any) -> bool:

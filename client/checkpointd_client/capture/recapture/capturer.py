@@ -19,6 +19,7 @@ import torch
 from checkpointd_client.capture.leaves import Columns, Leaves
 from checkpointd_client.capture.recapture.plan import CapturePlan, Recaptured, State
 from checkpointd_client.capture.state import Captured, Walked, walked
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 
 STATES_MAX = 4
 """The most states that are remembered, for a Checkpointer that saves several in turn."""
@@ -27,7 +28,8 @@ STATES_MAX = 4
 class Capturer:
     """Captures one state after another, and gives captures that are arranged alike the same `Captured.arrangement`."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: TensorClasses = ONLY_BUILT_IN) -> None:
+        self._classes = classes
         self._known: dict[object, _Remembered] = {}
         self._arrangements: list[_Arrangement] = []
 
@@ -42,8 +44,8 @@ class Capturer:
             else:
                 known.walks = 0
                 return self._arranged_by(known, again)
-        whole = walked(state, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
-        known.plan_for(state, whole)
+        whole = walked(state, client_state, exclude_frozen_parameters=exclude_frozen_parameters, classes=self._classes)
+        known.plan_for(state, whole, self._classes)
         return self.arranged(whole.captured)
 
     def arranged(self, captured: Captured) -> Captured:
@@ -79,13 +81,13 @@ class _Remembered:
     arrangement: object = None
     fresh: object = None
 
-    def plan_for(self, state: State, whole: Walked) -> None:
+    def plan_for(self, state: State, whole: Walked, classes: TensorClasses) -> None:
         self.plan = self.arrangement = None
         # A state that is made anew for every save is planned ever more rarely: after 0, 1, 2, 4, 8 walks.
         if self.walks & (self.walks - 1) == 0:
             try:
                 with torch._C.DisableTorchFunction():
-                    self.plan = CapturePlan(state, whole)
+                    self.plan = CapturePlan(state, whole, classes)
             except Exception:  # an object that a walk can read may have no facts; such a state is walked at every save
                 self.plan = None
         self.walks += 1

@@ -30,6 +30,7 @@ from checkpointd_client.capture.recapture import facts
 from checkpointd_client.capture.recapture.facts import Found, Unfit, ValueFacts, picker
 from checkpointd_client.capture.scalars import key_node
 from checkpointd_client.capture.state import Captured, CheckedTensors, Walked, inspected, leaves_of
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.sharding.dtensor import LocalBox
 
 T = TypeVar("T")
@@ -67,8 +68,9 @@ class Recaptured:
 class CapturePlan:
     """How to capture a state again while its facts are those at `whole`. Unfit if this cannot be done."""
 
-    def __init__(self, state: State, whole: Walked) -> None:
+    def __init__(self, state: State, whole: Walked, classes: TensorClasses = ONLY_BUILT_IN) -> None:
         walk, captured = whole.walk, whole.captured
+        self._classes = classes
         self._items = [_Item(_kind(value)) for value in state.values()]
         self._check_kinds(state, walk)
         found = self._look(state)
@@ -135,7 +137,7 @@ class CapturePlan:
             raise Unfit
         with torch._C.DisableTorchFunction():
             planned = self._leaves.made(self._values.memory(list(chain.from_iterable(one.values for one in found))))
-        walk, cuts = _Walk(), [0]
+        walk, cuts = _Walk(self._classes), [0]
         pairs = []
         for (name, value), item in zip(state.items(), self._items, strict=True):
             pairs.append(walk.pair(name, value, item))
@@ -241,8 +243,8 @@ def _shares(found: CheckedTensors) -> bool:
 class _Walk(Flattener):
     """A walk over what is walked at every save."""
 
-    def __init__(self) -> None:
-        super().__init__(exclude_frozen_parameters=False)
+    def __init__(self, classes: TensorClasses) -> None:
+        super().__init__(exclude_frozen_parameters=False, classes=classes)
 
     def _module(self, wrapped: nn.Module, fqn: str) -> tree.Node:
         raise Unfit

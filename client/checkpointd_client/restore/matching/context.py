@@ -16,13 +16,14 @@ import torch
 from checkpointd.layout import tree
 from checkpointd_client.capture import scalars
 from checkpointd_client.capture.modules import Modules
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.restore import building
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.bind import Bindings, Equal
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.stored import Stored, StridedView
-from checkpointd_client.sharding.dtensor import FlatShard
+from checkpointd_client.sharding.dtensor import FlatShard, is_dtensor
 
 
 class StepOrder(IntEnum):
@@ -59,8 +60,20 @@ class Context(ABC):
         cast: bool,
         equal: Equal,
         answers: HandedOutStates | None = None,
+        classes: TensorClasses = ONLY_BUILT_IN,
     ) -> None:
         self.bindings = Bindings()
+        self.classes = classes
+        self.low_bit = False
+        """Whether the state of a low-bit optimizer is matched, whose tensors may be converted."""
+        self.checks: list[Callable[[], None]] = []
+        """Run once every tensor is filled, before the steps."""
+        self.inner: dict[object, torch.Tensor] = {}
+        """New inner tensors of composite tensors, by their stored tensor and device."""
+        self.has_late = False
+        """Whether some values can be made only when every tensor is filled."""
+        self.filled = False
+        """Whether every tensor is filled, so that composite tensors can be made."""
         self.steps: list[Step] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -128,6 +141,24 @@ class Context(ABC):
         """Note a step. Returns None, since the parent has nothing to change."""
         self.steps.append(Step(turn, build, apply))
         return None
+
+    def is_composite(self, live: object) -> bool:
+        """Whether `live` is a composite tensor, or one whose local part is."""
+        one = live._local_tensor if is_dtensor(live) else live
+        return isinstance(one, torch.Tensor) and self.classes.kind_of(one) is not None
+
+    def finally_do(self, check: Callable[[], None]) -> None:
+        """Run `check` once every tensor is filled."""
+        self.checks.append(check)
+
+    def note_filled(self) -> None:
+        """Every tensor is filled."""
+        self.filled = True
+
+    def late(self, build: Build) -> Build:
+        """`build`, which needs filled tensors: until then, a tensor without elements stands for its value."""
+        self.has_late = True
+        return lambda: build() if self.filled else torch.empty(0)
 
     @abstractmethod
     def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:

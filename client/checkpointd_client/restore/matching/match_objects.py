@@ -103,8 +103,12 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
         return True
 
     def build() -> dict[str, Any]:
-        # Absent values stay as they are; tensors are copied onto themselves.
-        filled = {key: value for key, value in live.items() if key not in absent or isinstance(value, torch.Tensor)}
+        # Absent values stay as they are; tensors are copied onto themselves, if their kind is one that torch can copy.
+        filled = {
+            key: value
+            for key, value in live.items()
+            if (key not in absent or isinstance(value, torch.Tensor)) and not match.is_composite(value)
+        }
         return _with_metadata(live, filled | {str(key): made() for key, made in extra.items()})
 
     options = {"strict": False} if objects.takes(module.load_state_dict, "strict") else {}

@@ -25,10 +25,12 @@ import torch
 from checkpointd.layout import tree
 from checkpointd_client.capture import objects, optimizer_layout, optimizers
 from checkpointd_client.capture.plain.containers import NAMESPACES
+from checkpointd_client.capture.tensor_kinds.low_bit import is_low_bit, state_like
 from checkpointd_client.capture.tensors import is_meta, refuse_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching.context import Context, StepOrder
+from checkpointd_client.restore.matching.conversion import shape_of
 from checkpointd_client.restore.matching.optimizer_fit import (
     OF_OTHERS,
     OF_PARAMETERS,
@@ -412,17 +414,22 @@ def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: S
     first = optimizer_layout.FirstStep(live.optimizer, group, parameter) if is_dtensor(parameter) else None
     made = _Like(parameter.device, parameter, first, was=was)
     parts: dict[Hashable, Build] = {}
+    match.low_bit = is_low_bit(live.optimizer)
     for key, child in match.stored.children(node):
+        value = _item(there, key)
+        if value is None and match.low_bit and key != "step" and shape_of(match, child) == tuple(parameter.shape):
+            value = state_like(live.optimizer, parameter, key)  # the class depends on what this rank holds
         like = made.below(key)
         if key == "step" and (steps_stay or not isinstance(child, tree.MeshTensor)):
             like = _Like(torch.device("cpu") if steps_stay else parameter.device)
-        parts[key] = filled(match, _item(there, key), child, f"{fqn}.{key}", like)
+        parts[key] = filled(match, value, child, f"{fqn}.{key}", like)
+    match.low_bit = False
     return building.dict_of(node.kind, parts)
 
 
 def filled(match: Context, live: Any, node: tree.Node, fqn: str, like: _Like = _ANYHOW) -> Build:
     """The stored value: tensors that `live` has at the same places are filled, and all others are made like `like`."""
-    if isinstance(node, tree.Tensor) and isinstance(live, torch.Tensor | FlatShard):
+    if isinstance(node, tree.Tensor | tree.Composite) and isinstance(live, torch.Tensor | FlatShard):
         return match.tensor(live, node, fqn, replaceable=True) or building.given(live)
     if isinstance(node, tree.Dict):
         children = match.stored.children(node)

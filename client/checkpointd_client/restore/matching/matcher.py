@@ -26,6 +26,7 @@ from checkpointd_client.restore import building
 from checkpointd_client.restore.bind import Binding
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching.context import Context, StepOrder
+from checkpointd_client.restore.matching.match_composite import fresh, match_composite
 from checkpointd_client.restore.matching.match_objects import hands_out_weights, match_object
 from checkpointd_client.restore.stored import Stored, StridedView
 from checkpointd_client.sharding.dtensor import FlatShard, held_by, is_sharded, local_of
@@ -73,6 +74,8 @@ class Matcher(Context):
     # --- tensors -------------------------------------------------------------------------------------------------
 
     def tensor(self, live: torch.Tensor | FlatShard, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
+        if isinstance(node, tree.Composite) or self.is_composite(live):
+            return match_composite(self, live, node, fqn)
         try:
             held = held_by(live, fqn) if is_sharded(live) else None
         except StateError as error:
@@ -154,6 +157,8 @@ class Matcher(Context):
                 self._made_like(binding, like, was)
             self.bindings.add(binding)
             return lambda: binding.value
+        if isinstance(node, tree.Composite):
+            return fresh(self, node, _name_of(node), device)
         if isinstance(node, tree.Dict):
             children = self.stored.children(node, stand_in=self.stand_in)
             return building.dict_of(node.kind, {key: self.fresh(child, device, like, was) for key, child in children})
@@ -259,6 +264,12 @@ def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -
                 yield from with_weights(there[key], child, stored, _join(fqn, key))
     elif hands_out_weights(live, node, stored):
         yield fqn, live
+
+
+def _name_of(node: tree.Composite) -> str:
+    """The FQN of a composite tensor, from that of its first inner tensor."""
+    name = next(iter(tree.fqns(node)), "")
+    return name.removesuffix(f".{node.inner[0][0]}") if node.inner else name
 
 
 def _join(fqn: str, key: Hashable) -> str:

@@ -382,8 +382,7 @@ def function() -> None: ...
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch.ones(2, device="meta"), "meta tensor"),
     (lambda: torch.ones(0, device="meta"), "meta tensor"),
-    (lambda: torch.eye(2).to_sparse(), "to_dense"),
-    (lambda: torch.eye(2).to_sparse_csr(), "to_dense"),
+    (lambda: torch.eye(2).to_mkldnn(), r"a _mkldnn tensor cannot be stored.*to_dense"),
     (lambda: torch.ones(2).as_subclass(Tagged), "Tagged would lose its class"),
     (lambda: nn.Parameter(torch.ones(2).as_subclass(Tagged)), "Tagged would lose its class"),
     (lambda: nn.UninitializedParameter(), "run one forward pass"),
@@ -438,18 +437,6 @@ def test_what_cannot_be_stored_is_refused_with_its_name_and_what_to_do(make: Cal
     assert str(raised.value).startswith("outer.1.bad")
     with pytest.raises(StateError, match=r"^client_state\.bad"):
         captured({}, {"bad": value})
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*nested tensors:UserWarning", "ignore:.*quantized tensor:UserWarning", "ignore:torch.quantize"
-)
-def test_nested_and_quantized_tensors_are_refused() -> None:
-    with pytest.raises(StateError, match=r"^t: a nested tensor"):
-        captured({"t": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])})
-    with pytest.raises(StateError, match=r"^t: .*NestedTensor"):
-        captured({"t": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)})
-    with pytest.raises(StateError, match=r"^t: a quantized tensor"):
-        captured({"t": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)})
 
 
 def test_a_sharded_tensor_of_the_older_kind_is_refused_with_the_kind_to_use() -> None:

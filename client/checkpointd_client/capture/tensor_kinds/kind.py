@@ -1,0 +1,65 @@
+"""A kind of composite tensors, whose elements lie in other tensors. Each kind takes tensors apart and makes them again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Inner = Mapping[str, torch.Tensor]
+"""The inner tensors of a composite tensor, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A composite tensor that was taken apart. `inner`: views of its own memory. `context`: all else, as plain values."""
+
+    inner: dict[str, torch.Tensor]
+    context: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What every composite tensor has. `shape` is () for a nested tensor, whose shape has no plain numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Facts:
+        return cls(() if tensor.is_nested else tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+class TensorKind(ABC):
+    """One kind. `name` is what the state tree has."""
+
+    name: str
+    names: frozenset[str] | None = None
+    """The names that its inner tensors may have; None if the class decides."""
+    needed: frozenset[str] = frozenset()
+    """The names that its inner tensors must have."""
+
+    @abstractmethod
+    def apart(self, tensor: Any) -> Apart:
+        """Take `tensor` apart. Filling its inner tensors fills `tensor`. ValueError, with the reason, if it cannot be."""
+
+    @abstractmethod
+    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+        """A new tensor on the memory of `inner` where that is possible. Any error means that the parts do not fit."""
+
+    @abstractmethod
+    def refill(self, live: Any, made: torch.Tensor) -> None:
+        """Give `live` the content of `made`, of the same kind, shape and dtype, whatever the shapes of their inner tensors."""
+
+    def check(self, facts: Facts, inner: Inner, context: Any) -> None:
+        """Raise ValueError or RuntimeError if filled inner tensors contradict each other. Most cannot."""
+        return
+
+    def plain(self, tensor: Any) -> torch.Tensor:
+        """The values of `tensor` as an ordinary tensor. Any error means that it has none."""
+        dense: torch.Tensor = tensor.to_dense()
+        return dense

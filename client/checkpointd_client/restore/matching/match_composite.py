@@ -1,0 +1,299 @@
+"""Matches composite tensors: sparse, nested and quantized ones, and those of wrapper classes.
+
+Invariants
+  COMPOSITE-1  If the user's tensor is of the stored kind with the same context, and its inner tensors have the stored shapes,
+      they are filled in place. Otherwise a tensor of the kind is made once all bytes are verified, and the user's tensor gets
+      its content.
+  COMPOSITE-2  A composite tensor is loaded whole, or stays as it is and is reported.
+  COMPOSITE-3  Filled inner tensors that contradict each other are an error, before anything uses them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from checkpointd.errors import FormatError, StateError
+from checkpointd.layout import tree
+from checkpointd_client.capture.dtypes import ALL
+from checkpointd_client.capture.tensor_kinds import contexts
+from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, inner_held, range_of
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Facts, Inner, TensorKind
+from checkpointd_client.capture.tensor_kinds.sharded import ROWS, elementwise, within
+from checkpointd_client.capture.tensors import PLAIN_TENSORS
+from checkpointd_client.restore import building
+from checkpointd_client.restore.bind import Binding
+from checkpointd_client.restore.building import Build
+from checkpointd_client.restore.matching import conversion
+from checkpointd_client.restore.matching.context import Context, StepOrder
+from checkpointd_client.restore.matching.match_optimizer import Trial
+from checkpointd_client.sharding.dtensor import LocalShard, ReplicaGroup, held_by, is_dtensor
+
+
+def match_composite(match: Context, live: Any, node: tree.Node, fqn: str) -> Build | None:
+    """Match a live tensor with a stored one, if either is composite."""
+    if not isinstance(node, tree.Tensor | tree.Composite) or not isinstance(live, torch.Tensor):
+        return match.note_kind(live, node, fqn)
+    if is_dtensor(live):
+        _match_sharded(match, live, node, fqn)
+        return None
+    kind = match.classes.kind_of(live)
+    if isinstance(node, tree.Composite) and kind is not None and _is_alike(node, kind, live):
+        return _match_alike(match, live, node, kind, fqn)
+    shape = conversion.shape_of(match, node)
+    _convert(match, node, live, (0, math.prod(shape)), tuple(live.shape) if not live.is_nested else (), fqn)
+    return None
+
+
+def _is_alike(node: tree.Composite, kind: TensorKind, live: torch.Tensor) -> bool:
+    """Whether both are of one kind, shape and dtype; a class that keeps blocks only shows its dtype to others."""
+    facts = Facts.of(live)
+    dtype = str(facts.dtype).removeprefix("torch.")
+    return node.kind == kind.name and node.shape == facts.shape and (node.dtype == dtype or kind.name in BLOCKS)
+
+
+def _match_alike(match: Context, live: torch.Tensor, node: tree.Composite, kind: TensorKind, fqn: str) -> Build | None:
+    """Match a live tensor with a stored one of the same kind, shape and dtype."""
+    facts = _facts(node, fqn)
+    try:
+        apart = kind.apart(live)
+        context = _context(match, node)
+    except (StateError, ValueError, RuntimeError) as error:
+        match.mismatched.append(f"{fqn}: {words(node)} is stored, and this one cannot be filled: {error}")
+        return None
+    inner = _inner(node, kind, fqn)
+    if _fits_in_place(match, kind, apart, context, inner) and _is_its_memory(kind, live, apart):
+        trial = Trial(match)
+        for name, one in apart.inner.items():
+            match.tensor(one, inner[name], f"{fqn}.{name}")
+        if trial.fits(fqn):
+            match.finally_do(partial(_checked, kind, facts, apart.inner, context, fqn))
+        return None
+    if kind.name in BLOCKS:
+        _convert(match, node, live, (0, live.numel()), tuple(live.shape), fqn)
+        return None
+    build = fresh(match, node, fqn, live.device)
+    return match.do(StepOrder.CONTAINERS, build, partial(_refill, kind, live))
+
+
+# --- DTensors -------------------------------------------------------------------------------------------------------
+
+
+def _match_sharded(match: Context, live: Any, node: tree.Tensor | tree.Composite, fqn: str) -> None:
+    """Match this rank's part of a DTensor: in place if the stored rows are of its class, otherwise converted."""
+    local, shape = live._local_tensor, conversion.shape_of(match, node)
+    kind = match.classes.kind_of(local)
+    try:
+        held = held_by(live, fqn)
+    except StateError as error:
+        match.mismatched.append(str(error))
+        return
+    wanted = range_of(held)
+    if shape != tuple(live.shape) or wanted is None:
+        why = "" if wanted is not None else "; this rank holds other parts of it than consecutive whole rows"
+        match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now{why}")
+        return
+    part, inside = _containing(match, node, held, wanted)
+    targets = _sharded_targets(match, local, kind, part, inside)
+    if targets is None:
+        _convert(match, node, local, wanted, tuple(local.shape), fqn)
+        return
+    for child, memory, inner_held_here in targets:
+        whole = inner_held_here is None or inner_held_here.is_whole
+        held_here = None if whole else inner_held_here
+        match.bindings.add(
+            Binding(child, match.stored.place(child.fqn), memory.device, memory.detach(), memory, held=held_here),
+            again=child.fqn in match.bindings.by_fqn,
+        )
+
+
+def _containing(match: Context, node: tree.Node, held: LocalShard, wanted: tuple[int, int]) -> tuple[tree.Node, LocalShard]:
+    """The part of `node` that has all rows that this rank holds, and what it holds of that part."""
+    if not isinstance(node, tree.Composite) or node.kind != ROWS:
+        return node, held
+    start, row = 0, max(1, math.prod(node.shape[1:]))
+    for _, part in node.inner:
+        stop = start + (conversion.shape_of(match, part) or (0,))[0]
+        if start * row <= wanted[0] and wanted[1] <= stop * row:
+            return part, within(held, start, stop)
+        start = stop
+    return node, held
+
+
+Target = tuple[tree.Tensor, torch.Tensor, LocalShard | None]
+"""An inner tensor that is stored, this rank's memory, and the part that it is; None for all of it."""
+
+
+def _sharded_targets(
+    match: Context, local: torch.Tensor, kind: TensorKind | None, node: tree.Node, held: LocalShard
+) -> list[Target] | None:
+    """The memory of this rank that the stored inner tensors fill; None if they cannot fill it as they are."""
+    if kind is None:
+        same = isinstance(node, tree.Tensor) and match.stored.place(node.fqn).dtype == str(local.dtype).removeprefix("torch.")
+        return [(node, local, held)] if same and isinstance(node, tree.Tensor) else None
+    if not isinstance(node, tree.Composite) or node.kind != kind.name:
+        return None
+    apart, context = kind.apart(local), _context(match, node)
+    blocks = BLOCKS.get(kind.name)
+    if blocks is None:
+        blocks = elementwise(kind, apart.inner, tuple(local.shape))
+    if not _alike(blocks.essence(apart.context), blocks.essence(context)):
+        return None
+    targets: list[Target] = []
+    nodes = _inner(node, kind, kind.name)
+    if nodes.keys() != apart.inner.keys():
+        return None
+    for name, memory in apart.inner.items():
+        child = nodes[name]
+        if not isinstance(child, tree.Tensor):
+            return None
+        size = local.numel() // memory.numel() if memory.numel() else 0
+        here = inner_held(blocks, name, held, size, tuple(memory.shape), ReplicaGroup(0, 1))
+        place = match.stored.place(child.fqn)
+        if (place.shape, f"torch.{place.dtype}") != (here.shape, str(memory.dtype)):
+            return None
+        targets.append((child, memory, here if name in blocks.elements | blocks.items else None))
+    return targets
+
+
+# --- conversions ----------------------------------------------------------------------------------------------------
+
+
+def _convert(
+    match: Context,
+    node: tree.Tensor | tree.Composite,
+    live: torch.Tensor,
+    wanted: tuple[int, int],
+    shape: tuple[int, ...],
+    fqn: str,
+) -> None:
+    """Fill `live`, of the class or dtype that it has, with the range `wanted` of the stored tensor, if that is allowed."""
+    kind = match.classes.kind_of(live)
+    can = not live.is_nested and live.layout is torch.strided and (live.is_floating_point() or live.is_quantized)
+    alike = wanted[1] - wanted[0] == math.prod(shape) and can
+    if not alike or not (match.cast or match.low_bit):
+        hint = " (load(..., cast=True) converts it)" if alike else ""
+        match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now{hint}")
+        return
+    if wanted[0] < wanted[1]:
+        conversion.convert(match, node, wanted, lambda row: live.copy_(row.reshape(shape)), fqn)
+
+
+def fresh(match: Context, node: tree.Composite, fqn: str, device: torch.device | None = None) -> Build:
+    """Make a stored composite tensor anew, once its inner tensors are filled."""
+    facts = _facts(node, fqn)
+    try:
+        kind = match.classes.kind(node.kind)
+        context = _context(match, node)
+    except StateError as error:
+        match.mismatched.append(f"{fqn}: {error}")
+        return building.given(None)
+    nodes = _inner(node, kind, fqn)
+    builds = {name: match.fresh(child, device) for name, child in nodes.items()}
+    owners = {
+        name: place.owner
+        for name, child in nodes.items()
+        if isinstance(child, tree.Tensor) and (place := match.stored.place(child.fqn)).whole
+    }
+
+    def build() -> torch.Tensor:
+        inner = {name: one() for name, one in builds.items()}
+        # Nested tensors fit each other only if they have the same offsets object, so it is shared as it was.
+        inner |= {name: match.inner.setdefault((owner, device), inner[name]) for name, owner in owners.items()}
+        return _made(kind, facts, inner, context, fqn)
+
+    return match.late(build)
+
+
+def _made(kind: TensorKind, facts: Facts, inner: Inner, context: Any, fqn: str) -> torch.Tensor:
+    try:
+        return kind.made(facts, inner, context)
+    except Exception as error:  # of torch's checks, or of the user's class
+        raise FormatError(f"{fqn}: the stored {kind.name} tensor cannot be made: {error}", fqn=fqn) from error
+
+
+def _checked(kind: TensorKind, facts: Facts, inner: Inner, context: Any, fqn: str) -> None:
+    try:
+        kind.check(facts, inner, context)
+    except (ValueError, RuntimeError) as error:
+        raise FormatError(f"{fqn}: the stored {kind.name} tensor contradicts itself: {error}", fqn=fqn) from error
+
+
+def _refill(kind: TensorKind, live: Any, made: torch.Tensor) -> None:
+    with torch.no_grad():
+        kind.refill(live, made)
+
+
+def _facts(node: tree.Composite, fqn: str) -> Facts:
+    dtype = ALL.get(node.dtype)
+    if dtype is None:
+        raise FormatError(f"{fqn} has the dtype {node.dtype!r}, which this torch does not have", fqn=fqn)
+    return Facts(node.shape, dtype, node.requires_grad)
+
+
+def _context(match: Context, node: tree.Composite) -> Any:
+    return contexts.decode(node.context, match.classes.in_context)
+
+
+def _inner(node: tree.Composite, kind: TensorKind, fqn: str) -> dict[str, tree.Node]:
+    """The inner tensors by name; FormatError if they are not those of `kind`."""
+    found = dict(node.inner)
+    strange = kind.names is not None and not kind.needed <= found.keys() <= kind.names
+    if strange or len(found) != len(node.inner) or not all(isinstance(n, tree.Tensor | tree.Composite) for n in found.values()):
+        raise FormatError(f"{fqn}: a {kind.name} tensor cannot have the inner tensors {', '.join(found) or 'none'}", fqn=fqn)
+    return found
+
+
+def _fits_in_place(match: Context, kind: TensorKind, apart: Apart, context: object, inner: dict[str, tree.Node]) -> bool:
+    """Whether the stored inner tensors can fill those of the live tensor."""
+    blocks = BLOCKS.get(kind.name)
+    one, two = (apart.context, context) if blocks is None else map(blocks.essence, (apart.context, context))
+    if apart.inner.keys() != inner.keys() or not _alike(one, two):
+        return False
+    for name, live in apart.inner.items():
+        node = inner[name]
+        if not isinstance(node, tree.Tensor):
+            continue
+        place = match.stored.place(node.fqn)
+        if tuple(live.shape) != place.shape or str(live.dtype) != f"torch.{place.dtype}":
+            return False
+    return True
+
+
+def _is_its_memory(kind: TensorKind, live: torch.Tensor, apart: Apart) -> bool:
+    """Whether the inner tensors are the memory of `live`. If its class copies them, they have other addresses each time."""
+    again = kind.apart(live).inner
+    return all(
+        one.data_ptr() == again[name].data_ptr()
+        for name, one in apart.inner.items()
+        if type(one) in PLAIN_TENSORS and one.numel()
+    )
+
+
+def _alike(one: Any, two: Any) -> bool:
+    try:
+        return type(one) is type(two) and bool(one == two)
+    except Exception:  # the comparison of a class in a context, which may raise anything
+        return False
+
+
+def _words(match: Context, node: tree.Tensor | tree.Composite) -> str:
+    if isinstance(node, tree.Composite):
+        return words(node)
+    place = match.stored.place(node.fqn)
+    return f"a tensor of {place.dtype}{list(place.shape)}"
+
+
+def words(node: tree.Composite) -> str:
+    """A stored composite tensor in words."""
+    return f"a {node.kind} tensor of {node.dtype}{list(node.shape)}"
+
+
+def words_of(live: Any, kind: TensorKind | None) -> str:
+    """A live tensor in words."""
+    facts = Facts.of(live)
+    name = "" if kind is None else f"{kind.name} "
+    return f"a {name}tensor of {str(facts.dtype).removeprefix('torch.')}{list(facts.shape)}"
