@@ -33,7 +33,6 @@ class Model(nn.Module):
         self.halves = nn.Parameter(torch.randn(96, 128))
         self.uneven = nn.Parameter(torch.randn(7, 1024))
         self.few = nn.Parameter(torch.randn(2, 8192))
-        self.narrow = nn.Parameter(torch.randn(64, dtype=torch.bfloat16).repeat(256, 1))
 
     def forward(self) -> torch.Tensor:
         return sum((p.float() * torch.linspace(0.5, 2, p.shape[1])).square().mean() for p in self.parameters())  # type: ignore[return-value]
@@ -42,7 +41,7 @@ class Model(nn.Module):
 def job() -> tuple[nn.Module, torch.optim.Optimizer]:
     import torchao.optim
 
-    model = Model()
+    model = Model().to(getattr(torch, os.environ.get("DTYPE", "float32")))
     fully_shard(model)
     return model, getattr(torchao.optim, CLASS)(model.parameters(), lr=1e-2)
 
@@ -135,11 +134,13 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             whole = torch.from_numpy(np.concatenate([file[f"{name}.{key}"] for file in files]))
             low = np.concatenate([np.full(len(file[f"{name}.{key}"]), file[f"{name}.{key}.low"]) for file in files])
             expected = whole[start : start + count]
-            fresh = optimizer._new_buffer(torch.empty(expected.shape), key == "exp_avg")
+            fresh = optimizer._new_buffer(torch.empty(expected.shape, dtype=parameter.dtype), key == "exp_avg")
             assert type(state) is type(fresh), (name, key, type(state), type(fresh))
             if hasattr(state, "codes") and not low[start : start + count].all():
                 fresh.copy_(expected)
                 expected = fresh.dequantize()
+            elif not hasattr(state, "codes"):
+                expected = expected.to(state.dtype).float()
             assert torch.equal(plain(state), expected), (name, key, type(state))
 
 
