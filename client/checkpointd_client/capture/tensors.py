@@ -56,8 +56,8 @@ def refuse_meta(fqn: str, found: Sequence[str]) -> None:
     """StateError if the object at `fqn` has meta tensors, `found`, which a load would have to fill."""
     if found:
         raise StateError(
-            f"{fqn}: {len(found)} of its tensors, such as {found[0]}, are on the meta device, which has no memory to load "
-            "into: call to_empty(device=...) on the module and make the optimizer after that, then load"
+            f"{fqn}: {len(found)} of its tensors, such as {found[0]}, are on the meta device and in no module that is loaded, "
+            "so nothing gives them memory: load the module as well, or call to_empty(device=...) on it first"
         )
 
 

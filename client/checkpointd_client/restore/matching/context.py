@@ -64,6 +64,10 @@ class Context(ABC):
     ) -> None:
         self.bindings = Bindings()
         self.classes = classes
+        self.materialised: dict[int, str] = {}
+        """By the id() of each tensor on the meta device that gets memory, the stored tensor that fills it."""
+        self.addresses: set[int] = set()
+        """Where the memory begins that these tensors have got."""
         self.low_bit = False
         """Whether the state of a low-bit optimizer is matched, whose tensors may be converted."""
         self.checks: list[Callable[[], None]] = []
@@ -114,6 +118,10 @@ class Context(ABC):
             return was.owner == other.owner or self._equal(was.owner, other.owner)
         return tree.encode(one) == tree.encode(two)
 
+    def are_equal(self, one: str, two: str) -> bool:
+        """Whether two stored tensors are the same, bit for bit."""
+        return one == two or (self.stored.entries[one] == self.stored.entries[two] and self._equal(one, two))
+
     def note_missing(self, fqn: str) -> None:
         if fqn in self._content.left:
             self.per_rank_left.append(fqn)
@@ -159,6 +167,10 @@ class Context(ABC):
         """`build`, which needs filled tensors: until then, a tensor without elements stands for its value."""
         self.has_late = True
         return lambda: build() if self.filled else torch.empty(0)
+
+    @abstractmethod
+    def device_of(self, kind: str) -> torch.device:
+        """This process's device of a kind; the CPU if it has none."""
 
     @abstractmethod
     def value(self, live: Any, node: tree.Node, fqn: str) -> Build | None:

@@ -14,13 +14,14 @@ from checkpointd_client.capture import objects
 from checkpointd_client.capture.dtypes import is_floating
 from checkpointd_client.capture.modules import StateModule
 from checkpointd_client.capture.rng import RngState
-from checkpointd_client.capture.tensors import is_meta, refuse_meta
+from checkpointd_client.capture.tensors import is_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching import schedulers
 from checkpointd_client.restore.matching.context import Context, StepOrder
 from checkpointd_client.restore.matching.match_handed_out import handed_back
 from checkpointd_client.restore.matching.match_optimizer import match_optimizer
+from checkpointd_client.restore.matching.materialise import note_left_on_meta
 from checkpointd_client.restore.stored import Stored
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import FlatShard, dtensors_are_known
@@ -77,8 +78,7 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
     """Fill the tensors of state_dict(), then pass it to load_state_dict(): parameters are not copied, hooks run as usual."""
     module, live = part.module, part.tensors
     stored = dict(match.stored.children(node))
-    names = ((part.name(key), value) for key, value in live.items())
-    refuse_meta(fqn, [f"{fqn}.{name}" for name, value in names if name in stored and is_meta(value)])
+    note_left_on_meta(match, module, live, fqn)
     extra: dict[Hashable, Build] = {}
     absent: set[str] = set()
     filled_before = len(match.bindings.by_fqn)
@@ -86,7 +86,12 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
         key = part.name(live_key)
         path = f"{fqn}.{key}"
         if key not in stored:
-            _note_absent(match, value, path)
+            if is_meta(value):
+                match.mismatched.append(
+                    f"{path}: it is on the meta device, and is not in the checkpoint: give it its value first"
+                )
+            else:
+                _note_absent(match, value, path)
             absent.add(live_key)
         elif isinstance(value, torch.Tensor | FlatShard) and not live_key.endswith("_extra_state"):
             match.tensor(value, stored.pop(key), path)
@@ -107,7 +112,7 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
         filled = {
             key: value
             for key, value in live.items()
-            if (key not in absent or isinstance(value, torch.Tensor)) and not match.is_composite(value)
+            if (key not in absent or isinstance(value, torch.Tensor)) and not (match.is_composite(value) or is_meta(value))
         }
         return _with_metadata(live, filled | {str(key): made() for key, made in extra.items()})
 

@@ -41,7 +41,7 @@ from checkpointd_client.restore.matching.optimizer_fit import (
 )
 from checkpointd_client.restore.stored import StridedView
 from checkpointd_client.sharding import fsdp1
-from checkpointd_client.sharding.dtensor import FlatShard, is_dtensor
+from checkpointd_client.sharding.dtensor import FlatShard, is_dtensor, sharded_like
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,9 @@ def _live(match: Context, optimizer: torch.optim.Optimizer, fqn: str) -> Live | 
     params = optimizers.numbered(optimizer, state, shards)
     if params is None or not isinstance(state, dict):
         return None
-    refuse_meta(fqn, [f"parameter {number}" for number, parameter in params.items() if is_meta(parameter)])
+    known = match.modules.names()
+    alone = [f"parameter {number}" for number, one in params.items() if is_meta(one) and id(one) not in known]
+    refuse_meta(fqn, alone)
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = {number: live for live, group in pairs for number in group["params"]}
     return Live(optimizer, state, params, groups, shards)
@@ -412,19 +414,33 @@ def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: S
     parameter, group = live.params[number], live.groups[number]
     steps_stay = not (group.get("capturable") or group.get("fused"))
     first = optimizer_layout.FirstStep(live.optimizer, group, parameter) if is_dtensor(parameter) else None
-    made = _Like(parameter.device, parameter, first, was=was)
+    device = None if is_meta(parameter) else parameter.device
+    made = _Like(device, parameter, first, was=was)
     parts: dict[Hashable, Build] = {}
     match.low_bit = is_low_bit(live.optimizer)
     for key, child in match.stored.children(node):
         value = _item(there, key)
         if value is None and match.low_bit and key != "step" and shape_of(match, child) == tuple(parameter.shape):
-            value = state_like(live.optimizer, parameter, key)  # the class depends on what this rank holds
+            value = _state_like(match, live.optimizer, parameter, child, key)  # the class depends on what this rank holds
         like = made.below(key)
         if key == "step" and (steps_stay or not isinstance(child, tree.MeshTensor)):
-            like = _Like(torch.device("cpu") if steps_stay else parameter.device)
+            like = _Like(torch.device("cpu") if steps_stay else device)
         parts[key] = filled(match, value, child, f"{fqn}.{key}", like)
     match.low_bit = False
     return building.dict_of(node.kind, parts)
+
+
+def _state_like(match: Context, optimizer: Any, parameter: Any, node: tree.Node, key: Hashable) -> Any:
+    """The state that a low-bit optimizer makes for `parameter`, which may be on the meta device still."""
+    if is_meta(parameter):
+        device = match.device_of(
+            next((one.device for one in (node, *tree.children(node)) if isinstance(one, tree.Tensor)), "cpu")
+        )
+        if is_dtensor(parameter):
+            parameter = sharded_like(parameter, parameter.dtype, device)[1]
+        else:
+            parameter = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    return state_like(optimizer, parameter, key)
 
 
 def filled(match: Context, live: Any, node: tree.Node, fqn: str, like: _Like = _ANYHOW) -> Build:

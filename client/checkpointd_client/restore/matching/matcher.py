@@ -28,6 +28,7 @@ from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching.context import Context, StepOrder
 from checkpointd_client.restore.matching.match_composite import fresh, match_composite
 from checkpointd_client.restore.matching.match_objects import hands_out_weights, match_object
+from checkpointd_client.restore.matching.materialise import materialise
 from checkpointd_client.restore.stored import Stored, StridedView
 from checkpointd_client.sharding.dtensor import FlatShard, held_by, is_sharded, local_of
 from checkpointd_client.sharding.flat_range import LocalShardTensor, MultiTarget
@@ -81,7 +82,8 @@ class Matcher(Context):
         except StateError as error:
             self.mismatched.append(str(error))
             return None
-        why = tensors.refusal(live) if held is None and isinstance(live, torch.Tensor) else None
+        has_no_memory = tensors.is_meta(live)
+        why = tensors.refusal(live) if held is None and isinstance(live, torch.Tensor) and not has_no_memory else None
         if why is not None:
             self.mismatched.append(f"{fqn}: it cannot be filled: {why}")
             return None
@@ -93,6 +95,9 @@ class Matcher(Context):
         if not self._fits(fqn, (dtype if converted else place.dtype, place.shape), (dtype, tuple(live.shape))):
             if place.dtype != dtype and live.is_floating_point() and is_floating(place.dtype):
                 self.mismatched[-1] += " (load(..., cast=True) converts floating dtypes)"
+            return None
+        if has_no_memory:
+            materialise(self, live, node, place, held, _device(node.device), fqn)
             return None
         memory = local_of(live) if is_sharded(live) else live.detach()  # type: ignore[union-attr]  # a FlatShard is sharded
         binding = Binding(node, place, live.device, memory, live, replaceable, held)
@@ -177,6 +182,9 @@ class Matcher(Context):
         follows = was is None or was.dtype == binding.place.dtype
         if self.cast and follows and like.is_floating_point() and is_floating(binding.place.dtype):
             binding.dtype = like.dtype
+
+    def device_of(self, kind: str) -> torch.device:
+        return _device(kind)
 
     # --- containers ----------------------------------------------------------------------------------------------
 

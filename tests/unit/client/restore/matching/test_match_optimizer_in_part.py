@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
-from checkpointd.errors import MismatchError, StateError
-from tests.unit.client.capture_and_fill import Saved, bytes_of, same, save
+from checkpointd.errors import MismatchError
+from tests.unit.client.capture_and_fill import Saved, same, save
 
 Wrap = Callable[[nn.Module], nn.Module]
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -476,33 +476,3 @@ def test_a_part_of_another_name_names_what_the_checkpoint_has(strict: bool) -> N
     with pytest.raises(MismatchError, match=r"net: missing from the checkpoint, which has model\n") as caught:
         saved.load({"net": nn.Linear(2, 2)}, strict=strict)
     assert caught.value.mismatches[0] == "net: missing from the checkpoint, which has model"
-
-
-# --- without memory ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("wrap", [plain, sharded])
-def test_a_module_on_the_meta_device_is_refused_in_one_line_and_nothing_is_touched(wrap: Wrap, strict: bool) -> None:
-    saved = save({"t": torch.ones(1), "m": nn.Linear(2, 2)})
-    with torch.device("meta"):
-        module = wrap(nn.Linear(2, 2))
-    target = {"t": torch.zeros(1), "m": module}
-    with pytest.raises(
-        StateError, match=r"^m: 2 of its tensors, such as m\.weight, .* call to_empty\(device=\.\.\.\)"
-    ) as caught:
-        saved.load(target, strict=strict)
-    assert "\n" not in str(caught.value)
-    assert bytes_of(target["t"]) == bytes(4)  # type: ignore[arg-type]  # a tensor
-    module.to_empty(device="cpu")
-    saved.load(target, strict=strict)
-    assert bytes_of(target["t"]) == bytes_of(torch.ones(1))  # type: ignore[arg-type]
-
-
-def test_an_optimizer_of_parameters_on_the_meta_device_is_refused() -> None:
-    optimizer = pair(10, adam, steps=1)[1]
-    with torch.device("meta"):
-        model = language_model(10)
-    with pytest.raises(StateError, match=r"^o: 3 of its tensors, such as parameter 0, .* call to_empty\(device=\.\.\.\)"):
-        save({"o": optimizer}).load({"o": adam(model.parameters())})
