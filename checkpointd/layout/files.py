@@ -50,6 +50,11 @@ def check_place(at: str) -> str:
     return at
 
 
+def is_lone(at: str, names: Collection[str]) -> bool:
+    """Whether a commit shows its one file as `at` itself, and not in a directory `at`: the file is named as `at` is."""
+    return [*names] == [at.rpartition("/")[2]]
+
+
 def check_unfinished(name: str) -> str:
     """Return `name` if an unfinished directory can have this name, else raise FormatError."""
     if unfinished_epoch(name) is None:

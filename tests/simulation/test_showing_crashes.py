@@ -505,3 +505,23 @@ def test_what_the_user_puts_there_in_the_middle_of_a_showing_is_there_after_the_
 async def _both(showing_: Coroutine[Any, Any, None], writing: asyncio.Task[None]) -> None:
     await showing_
     await asyncio.wait({writing})
+
+
+@pytest.mark.parametrize("clones", [False, True])
+@pytest.mark.parametrize("how", ["power cut", "killed"])
+def test_a_lone_file_is_the_old_or_the_new_one_and_the_next_start_shows_the_new(how: str, clones: bool) -> None:
+    async def scenario(crash: Crash) -> bool:
+        world = World(clones=clones)
+        await world.shown(await world.committed("last.ckpt", 1, {"last.ckpt": b"old"}))
+        outcome = await world.committed("last.ckpt", 2, {"last.ckpt": b"new"})
+        store, disk = world.store("shower")
+        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, outcome)))
+        assert (await world.contents("") or {}) in ([{"last.ckpt": b"new"}, *([{"last.ckpt": b"old"}] if struck else [])])
+        await world.started()
+        assert await world.contents("") == {"last.ckpt": b"new"}
+        await world.removed(outcome)
+        assert await world.contents("") == {}
+        return struck
+
+    kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
+    assert every_crash_point(scenario, SEEDS, kill) > 5 * len(SEEDS)

@@ -2,7 +2,8 @@
 
 Invariants
   TAGDIR-1  A directory shows all files of exactly one commit. A newer commit replaces an older one, never the reverse. Files
-      that somebody else has saved in the directory after the commit count as newer.
+      that somebody else has saved in the directory after the commit count as newer. If the commit's one file has the name of
+      its directory, it is shown in place of that directory, as a lone file, and `latest` never names it.
   TAGDIR-2  `latest` names the newest directory beside it that is shown and whose save asked for it. If another program wrote
       `latest` after that commit, it stays.
   TAGDIR-3  A rank reports an attempt as committed only after its files are shown. If showing fails, the next start shows them.
@@ -39,6 +40,7 @@ from checkpointd.layout.files import (
     check_leftovers,
     check_place,
     check_unfinished,
+    is_lone,
     unfinished_epoch,
     unfinished_folder,
 )
@@ -157,6 +159,8 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
             f"{unfinished_folder(outcome.unfinished, at) if filled else at} away, and the next start shows {outcome.tag}; or "
             f"delete {outcome.tag}"
         )
+    elif is_lone(at, files):
+        await plain.show_lone(at, files[os.path.basename(at)])
     elif not filled:
         await plain.show(at, files, leftover)
         await _point(store, plain, folder, newest, since=_outcome_key(outcome))
@@ -279,6 +283,8 @@ async def _point(
         record = await _record(store, at) if entry.is_prefix and entry.name != hidden else None
         if record is not None:
             names.add(entry.name)
+        if record is not None and is_lone(at, record.files):
+            continue  # not in a directory that `latest` could name
         if record is not None and record.save_latest and (newest is None or record.order > newest[0]):
             newest = record.order, at
     pointed = await plain.pointed(folder)
@@ -338,7 +344,7 @@ async def _hide_one(
     if not by_others:
         staying = [paths for other, paths in of_others.items() if os.path.dirname(other) == folder]
         await _hide(store, plain, at, record, set[str]().union(*staying))
-    if await plain.is_there(folder):
+    if not is_lone(at, record.files) and await plain.is_there(folder):
         await _point(store, plain, folder, None, hidden=name)
         if record.beside and not by_others:
             await plain.hide(folder, ())  # removes the folder if it is empty

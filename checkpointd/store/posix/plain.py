@@ -12,6 +12,7 @@ Invariants
   PLAINDIR-2  The user's own files, directories and symbolic links in a directory stay in it when the directory is replaced.
       If a crash leaves some of them outside, the next `finish` brings them back; every showing, start and sweep calls it first.
       If one cannot be brought back, it waits for a later `finish`, and other directories can still be shown.
+      A lone file replaces an older one of its name by one rename.
   PLAINDIR-3  When a call returns, its changes are durable.
   PLAINDIR-4  A program that writes to a shown file changes no object. (The superuser may write to read-only files; `verify`
       finds that.)
@@ -29,7 +30,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 import msgspec
 
 from checkpointd.errors import StoreError
-from checkpointd.layout.files import by_directory, unfinished_folder
+from checkpointd.layout.files import by_directory, is_lone, unfinished_folder
 from checkpointd.store.names import SERVICE, TEMPORARY
 from checkpointd.store.posix.anchor import LinkMet
 from checkpointd.store.posix.disk import Child, FileStatus
@@ -68,7 +69,8 @@ def can_show(root: str) -> bool:
 class PlainFiles:
     """The directories beside the root, by their paths relative to the directory in which the root lies.
 
-    Hold `alone` while you call `show`, `reveal`, `hide` or `finish`.
+    A lone file (`is_lone`) lies beside the root itself, as `at`, and not in a directory `at`.
+    Hold `alone` while you call `show`, `show_lone`, `reveal`, `hide` or `finish`.
     """
 
     def __init__(self, root: Root) -> None:
@@ -87,9 +89,16 @@ class PlainFiles:
         return self._root.locked()
 
     async def is_there(self, at: str) -> bool:
-        """Whether the directory `at` exists."""
+        """Whether the directory or the lone file `at` exists."""
+        target = f"{self._beside}/{at}"
         async with self._root.guard("looking at", at, reads=True):
-            return await self._there(f"{self._beside}/{at}") is not None
+            try:
+                await self._disk.children(target)
+            except FileNotFoundError:
+                return False
+            except NotADirectoryError:
+                return await self._status(target) is not None
+        return True
 
     async def show(self, at: str, files: Mapping[str, str], leftover: Callable[[str], bool]) -> None:
         """Show `files` (name to key of the object) in the directory `at`, instead of the files that were shown there before.
@@ -118,6 +127,18 @@ class PlainFiles:
                 if there is not None or not await self._put(place, target):
                     await self._exchange(place, target)
                 await self._settle(place, leftover)
+
+    async def show_lone(self, at: str, key: str) -> None:
+        """Show the object `key` as the file `at`, in place of a file or link of that name. StoreError if it is a directory."""
+        target, temporary = f"{self._beside}/{at}", self._root.temporary_path()
+        async with self._root.guard("showing", at):
+            try:
+                await self._root.directories.within(temporary, lambda: self._give(f"{self._root.path}/{key}", temporary))
+                await self._root.directories.within(target, lambda: self._disk.rename(temporary, target))
+                await self._sync_above(target)
+            finally:
+                with suppress(FileNotFoundError):  # it stays if the name is that of the same object already
+                    await self._disk.unlink(temporary)
 
     async def reveal(
         self, name: str, at: str, files: Mapping[str, str], latest: str | None, leftover: Callable[[str], bool]
@@ -152,10 +173,14 @@ class PlainFiles:
         return False
 
     async def hide(self, at: str, files: Collection[str]) -> None:
-        """Remove `files` from the directory `at`, and the directory itself if it is empty then. Does nothing if `at` is a
-        symbolic link, which leads to files that do not belong to checkpointd.
+        """Remove `files` from the directory `at`, and the directory itself if it is empty then; or the lone file `at`. Does
+        nothing if `at` is a symbolic link, which leads to files that do not belong to checkpointd.
         """
         await self.finish()
+        if is_lone(at, files):
+            async with self._root.guard("hiding", at):
+                await self._hide_lone(f"{self._beside}/{at}")
+            return
         for directory, names in reversed((by_directory(files) or {"": set[str]()}).items()):
             await self._hide(os.path.join(at, directory).rstrip("/"), names)
 
@@ -176,6 +201,13 @@ class PlainFiles:
                     await self._disk.remove_directory(f"{place}/{_BUILT}")
                     await self._disk.rename(target, f"{place}/{_BUILT}")
                 await self._settle(place)
+
+    async def _hide_lone(self, target: str) -> None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if not await self._is_link(target):
+                await self._disk.size(target)  # raises for a directory, which is somebody else's
+                await self._disk.unlink(target)
+        await self._sync_above(target)
 
     async def finish(self) -> int:
         """Finish showings that were interrupted: bring the user's files and directories back (PLAINDIR-2) and remove the rest.
@@ -207,7 +239,8 @@ class PlainFiles:
         async with self._root.guard("comparing", at):
             for name, key in files.items():
                 try:
-                    same = await self._same(f"{self._beside}/{at}/{name}", f"{self._root.path}/{key}")
+                    shown = at if is_lone(at, files) else f"{at}/{name}"
+                    same = await self._same(f"{self._beside}/{shown}", f"{self._root.path}/{key}")
                 except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                     found[name] = "gone"
                 else:

@@ -529,3 +529,21 @@ def test_a_directory_is_of_one_layout(tmp_path: Path) -> None:
     for root in (files / ".checkpointd", states):
         with Checkpointer(root) as ckpt:
             assert [found.tag for found in ckpt.list()] == ["global_step1"]
+
+
+def test_a_file_with_the_name_of_its_place_is_shown_as_that_place_and_latest_names_no_lone_file(ckpt: Checkpointer) -> None:
+    for value in (1, 2):
+        lone = save(ckpt, {"last.ckpt": {"value": torch.full((3,), value)}}, tag="last.ckpt")
+        assert torch.load(lone)["value"].tolist() == [value] * 3
+    assert ckpt.latest() == "last.ckpt"
+    save(ckpt, {"best.ckpt": {"value": torch.ones(3)}}, tag="deep--best.ckpt", at="deep/best.ckpt")
+    assert sorted(path.name for path in lone.parent.iterdir()) == [".checkpointd", "deep", "last.ckpt"]
+    assert run(["verify", ckpt.status().root]) == 0
+    shown = save(ckpt, example())
+    delete(ckpt, "global_step7")
+    assert not shown.exists()
+    assert not (lone.parent / "latest").exists()
+    delete(ckpt, "deep--best.ckpt")
+    assert list((lone.parent / "deep").iterdir()) == []
+    lone.unlink()
+    assert core_of(ckpt).removed() == {checkpoint.prefix for checkpoint in core_of(ckpt).checkpoints()}

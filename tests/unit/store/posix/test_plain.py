@@ -298,3 +298,46 @@ async def test_what_was_filled_goes_and_what_a_link_leads_to_stays(store: Store,
         await unfinished.discard(name)
     assert not place.parent.exists()
     assert (theirs / "file").exists()
+
+
+@pytest.mark.parametrize("clones", [False, True])
+async def test_a_lone_file_replaces_a_file_or_a_link_of_its_name_and_shows_again_what_it_shows(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clones: bool
+) -> None:
+    """PLAINDIR-1 and PLAINDIR-4: a link is replaced, and its target stays."""
+    if clones:
+
+        async def clone(disk: OsDisk, source: str, target: str) -> bool:
+            shutil.copy2(source, target)
+            return True
+
+        monkeypatch.setattr(OsDisk, "clone", clone)
+    plain = plain_of(store)
+    (tmp_path / "other").write_bytes(b"mine")
+    (tmp_path / "last.ckpt").symlink_to("other")
+    for key in ("tag/one", "tag/one", "tag/two"):
+        await plain.show_lone("last.ckpt", key)
+        assert (tmp_path / "last.ckpt").read_bytes() == await store.get(key)
+        assert await plain.is_there("last.ckpt")
+        assert await plain.changed("last.ckpt", {"last.ckpt": key}) == {}
+    assert await plain.changed("last.ckpt", {"last.ckpt": "tag/one"}) == {"last.ckpt": "changed"}
+    assert (tmp_path / "other").read_bytes() == b"mine"
+    assert os.listdir(tmp_path / SERVICE / SERVICE / "tmp") == []
+    await plain.hide("last.ckpt", ["last.ckpt"])
+    await plain.hide("last.ckpt", ["last.ckpt"])
+    assert not await plain.is_there("last.ckpt")
+    assert await plain.changed("last.ckpt", {"last.ckpt": "tag/two"}) == {"last.ckpt": "gone"}
+
+
+async def test_a_lone_file_takes_the_place_of_no_directory_and_hides_no_link(store: Store, tmp_path: Path) -> None:
+    plain = plain_of(store)
+    (tmp_path / "last.ckpt").mkdir()
+    (tmp_path / "last.ckpt" / "notes").write_bytes(b"mine")
+    (tmp_path / "best.ckpt").symlink_to("last.ckpt")
+    with pytest.raises(StoreError, match=r"last\.ckpt"):
+        await plain.show_lone("last.ckpt", "tag/one")
+    with pytest.raises(StoreError, match=r"last\.ckpt"):
+        await plain.hide("last.ckpt", ["last.ckpt"])
+    await plain.hide("best.ckpt", ["best.ckpt"])
+    assert (tmp_path / "best.ckpt" / "notes").read_bytes() == b"mine"
+    assert os.listdir(tmp_path / SERVICE / SERVICE / "tmp") == []
