@@ -110,6 +110,10 @@ LAYERS = {
     "checkpointd_client.integrations.directories": 42,
     "checkpointd_client.integrations.huggingface": 43,
     "checkpointd_client.integrations.deepspeed": 44,
+    "checkpointd_client.integrations.deepspeed.huggingface": 42,
+    "checkpointd_client.integrations.deepspeed": 43,
+    "checkpointd_client.integrations.lightning": 44,
+    "checkpointd_client.integrations.deepspeed.huggingface.trainers": 44,
     "checkpointd_client.integrations.deepspeed.attaching": 45,
 }
 PURE = {"arguments", "phrases", "layout", "codec", "commit"}
@@ -124,6 +128,11 @@ EXTRAS_OF_ROOMS = {
     TORCHTITAN: "torchtitan",
     "checkpointd/store/objects/": "s3",
 }
+LIGHTNING = "client/checkpointd_client/integrations/lightning/"
+DEVICES = "client/checkpointd_client/devices.py"
+EXTRAS = {"testing": "test", "daemon": "serve"}
+"""The extra whose dependencies a part of the service may import."""
+EXTRAS_OF_ROOMS = {DEEPSPEED: "deepspeed", LIGHTNING: "lightning", "checkpointd/store/objects/": "s3"}
 """The same for single rooms."""
 # What a pure package may import from outside; of the service: `errors` and its own kind.
 PURE_MODULES = {
@@ -143,8 +152,10 @@ MAY_PICKLE: dict[str, set[str]] = {
     # Files for torch.load(weights_only=True), of tensors and DeepSpeed's own objects: on the way out.
     f"{CLIENT_FILES}export/torch_file.py": {"torch.save"},
     f"{DEEPSPEED}offline/exporting.py": {"torch.save"},
-    # DeepSpeed's own files, which are pickles: made and read as it does, or read as records by `opcodes.py`.
+    # DeepSpeed's and Lightning's own files, which are pickles: made and read as it does, or read as records by `opcodes.py`.
     f"{CLIENT_FILES}capture/torch_files.py": {"pickle", "torch.save"},
+    f"{LIGHTNING}checkpoint_io.py": {"torch.load"},
+    f"{LIGHTNING}strategy.py": {"torch.save", "torch.load"},
     f"{DEEPSPEED}checkpoint_engine.py": {"torch.save", "torch.load"},
     f"{DEEPSPEED}offline/safe_unpickle.py": {"torch.load"},
     # DCP's own bytes, and its `.metadata` on the way out.

@@ -21,7 +21,7 @@ LEFTOVERS_MAX = 16
 WHOLE = "-whole"
 """Ends the name of an unfinished directory that will be the directory of the files itself, not the one above it."""
 _NAME_BYTES_MAX = 255
-_PLACE_MAX = 2000
+PLACE_MAX = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class FilePiece:
 
 def check_place(at: str) -> str:
     """Return `at` if a checkpoint beside a root can have this directory, else raise FormatError."""
-    fault = "it is too long" if len(at) > _PLACE_MAX else next(filter(None, map(_name_fault, at.split("/"))), None)
+    fault = "it is too long" if len(at) > PLACE_MAX else next(filter(None, map(_name_fault, at.split("/"))), None)
     if fault:
         raise FormatError(f"{at!r} cannot be the directory of a checkpoint: {fault}")
     return at

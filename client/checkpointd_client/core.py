@@ -25,11 +25,12 @@ from checkpointd import arguments
 from checkpointd.admin.gc import delete_once
 from checkpointd.bucket_urls import directory_of
 from checkpointd.commands import start_sidecar
-from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, SpoolConfig, check_job
+from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, Ranks, SpoolConfig, check_job
 from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StateError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.files import WHOLE, check_leftovers, check_names, check_place
 from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
 from checkpointd.pipeline.attempt import WriterState
+from checkpointd.pipeline.read.readback import survivor
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.candidates import listed, note_tag_passed_over
 from checkpointd.pipeline.root.catalog import Checkpoint
@@ -76,13 +77,16 @@ class Unfinished:
 
 
 class Core:
-    """One rank's part in a job at `root`. Raises as Checkpointer does, which documents the options."""
+    """One rank's part in a job at `root`. Raises as Checkpointer does, which documents the options.
 
-    def __init__(self, root: str | os.PathLike[str], options: Options) -> None:
+    `ranks`: the ranks that save; by default, all ranks of the process group.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], options: Options, ranks: Ranks | None = None) -> None:
         self._closed = True  # until everything below has worked: close() and the exit hook then do nothing
         arguments.path("root", root)
         self._options, persist, commit, graces = options, options.persist, options.commit, options.graces
-        self._ranks = find_ranks()
+        self._ranks = find_ranks() if ranks is None else ranks
         self._started: Started | None = None
         with ExitStack() as undo:
             self._give_back_root = claim_root(root)
@@ -218,10 +222,18 @@ class Core:
         exclude_frozen_parameters: bool = False,
         metrics: Mapping[str, float] | None = None,
         required: bool = False,
+        shown_at: str = "",
     ) -> SaveHandle:
-        """Snapshot `state` and return; it is persisted and committed in the background. Raises as Checkpointer.save()."""
+        """Snapshot `state` and return; it is persisted and committed in the background. Raises as Checkpointer.save().
+
+        `shown_at`: the path of an empty directory that appears at the commit and goes with the checkpoint, relative to the
+        directory in which the root lies. The root must be a directory `.checkpointd`, and the parent directory must exist.
+        """
         self._check_open("save")
         request = asked(step, tag, save_latest, metrics, exclude_frozen_parameters=exclude_frozen_parameters, required=required)
+        if shown_at:
+            self._check_shows(shown_at)
+            request = replace(request, shown_at=shown_at)
         return self._saver.save(self._preempted(request), state, client_state)
 
     def _preempted(self, request: SaveRequest) -> SaveRequest:
@@ -382,6 +394,25 @@ class Core:
 
         self._writer.call(self._at_own_root(delete()), LOOK_S)
 
+    def let_go(self, tag: str) -> bool:
+        """Remove the checkpoint `tag` in favour of others: only if one that stays is read back whole (READBACK-3), or if it is
+        the only one. Returns whether it is gone. Raises StoreError.
+        """
+        self._check_open("let_go")
+
+        async def let_go() -> bool:
+            await epochs.check_fence(self._store, self._epoch.number)
+            checkpoints = await catalog.checkpoints(self._store)
+            staying = [checkpoint for checkpoint in checkpoints if checkpoint.tag != tag]
+            if len(staying) == len(checkpoints):
+                return True
+            if staying and await survivor(self._store, staying) is None:
+                return False
+            await delete_once(self._store, tag, force=True)
+            return True
+
+        return self._writer.call(self._at_own_root(let_go()), self._options.commit_timeout_s)
+
     def checkpoints(self) -> list[Checkpoint]:
         """All checkpoints in the store, newest first. Raises UnreadableError if failed reads hide which one is the newest."""
         self._check_open("list")
@@ -533,18 +564,25 @@ class Core:
         """
         self._check_open("save")
         request = asked(step, tag, save_latest, metrics, unfinished=unfinished, leftovers=tuple(leftovers))
-        if plain_files_of(self._store) is None:
-            raise UsageError(
-                f"files are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
-            )
         at = request.tag if at is None else at
+        self._check_shows(at)
         try:
-            check_place(at)
             check_names(files.keys())
             check_leftovers(leftovers)
         except FormatError as error:
             raise UsageError(str(error)) from error
         return self._saver.save_files(self._preempted(request), at, files, optimizer_only)
+
+    def _check_shows(self, at: str) -> None:
+        """UsageError if this root cannot show a checkpoint at `at`."""
+        if plain_files_of(self._store) is None:
+            raise UsageError(
+                f"checkpoints are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
+            )
+        try:
+            check_place(at)
+        except FormatError as error:
+            raise UsageError(str(error)) from error
 
     def fill(self, folder: str, *, whole: bool = False) -> Unfinished:
         """Make an unfinished directory for the next save. Call it on every rank before the save; every rank fills it. When the

@@ -82,6 +82,7 @@ class SaveRequest:
     metrics: tuple[tuple[str, float], ...] = ()
     unfinished: str = ""
     leftovers: tuple[str, ...] = ()
+    shown_at: str = ""
     required: bool = False
     """Whether it must not be skipped."""
 
@@ -350,6 +351,7 @@ class Saver:
             may_be_taken_over=self._may_be_taken_over,
             unfinished=request.unfinished,
             leftovers=request.leftovers,
+            shown_at=request.shown_at,
             required=request.required,
         )
         self._saves_of_tag[request.tag] += 1

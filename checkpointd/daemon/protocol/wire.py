@@ -23,7 +23,7 @@ from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Mode, Retention
 from checkpointd.errors import WireError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.files import LEFTOVERS_MAX
+from checkpointd.layout.files import LEFTOVERS_MAX, PLACE_MAX
 from checkpointd.layout.indexes import Alias, Scope
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
@@ -206,6 +206,8 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     """The unfinished directory of the save, which is removed if the save aborts."""
     leftovers: Annotated[tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=LEFTOVERS_MAX)] = ()
     """Endings of file names: such files of other saves are removed where the save's files are shown."""
+    shown_at: Annotated[str, Meta(max_length=PLACE_MAX)] = ""
+    """The directory that shows a state; that of files is in the tree."""
     required: bool = False
     """It must not be dropped from the spool for a newer save."""
     spooled: bool = False

@@ -3,7 +3,8 @@
 Invariants
   TAGDIR-1  A directory shows all files of exactly one commit. A newer commit replaces an older one, never the reverse. Files
       that somebody else has saved in the directory after the commit count as newer. If the commit's one file has the name of
-      its directory, it is shown in place of that directory, as a lone file, and `latest` never names it.
+      its directory, it is shown in place of that directory, as a lone file. For a state, an empty directory is shown, if the
+      save asks for one. `latest` names neither.
   TAGDIR-2  `latest` names the newest directory beside it that is shown and whose save asked for it. If another program wrote
       `latest` after that commit, it stays.
   TAGDIR-3  A rank reports an attempt as committed only after its files are shown. If showing fails, the next start shows them.
@@ -163,7 +164,8 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         await plain.show_lone(at, files[os.path.basename(at)])
     elif not filled:
         await plain.show(at, files, leftover)
-        await _point(store, plain, folder, newest, since=_outcome_key(outcome))
+        if files:
+            await _point(store, plain, folder, newest, since=_outcome_key(outcome))
     elif not await plain.reveal(outcome.unfinished, at, files, os.path.basename(at) if newest else None, leftover):
         await _point(store, plain, folder, newest, since=_outcome_key(outcome))
     record = Shown(
@@ -283,14 +285,19 @@ async def _point(
         record = await _record(store, at) if entry.is_prefix and entry.name != hidden else None
         if record is not None:
             names.add(entry.name)
-        if record is not None and is_lone(at, record.files):
-            continue  # not in a directory that `latest` could name
+        if record is not None and not _has_files(at, record):
+            continue
         if record is not None and record.save_latest and (newest is None or record.order > newest[0]):
             newest = record.order, at
     pointed = await plain.pointed(folder)
     if pointed not in {None, *names} and (candidate is None or await _is_later(plain, folder, str(pointed), since)):
         return
     await plain.point(folder, os.path.basename(newest[1]) if newest is not None else None)
+
+
+def _has_files(at: str, record: Shown) -> bool:
+    """Whether `at` is a directory of files, as those that `latest` names."""
+    return bool(record.files) and not is_lone(at, record.files)
 
 
 async def _is_later(plain: PlainFiles, folder: str, pointed: str, since: str) -> bool:
@@ -344,7 +351,7 @@ async def _hide_one(
     if not by_others:
         staying = [paths for other, paths in of_others.items() if os.path.dirname(other) == folder]
         await _hide(store, plain, at, record, set[str]().union(*staying))
-    if not is_lone(at, record.files) and await plain.is_there(folder):
+    if _has_files(at, record) and await plain.is_there(folder):
         await _point(store, plain, folder, None, hidden=name)
         if record.beside and not by_others:
             await plain.hide(folder, ())  # removes the folder if it is empty

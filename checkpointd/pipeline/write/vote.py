@@ -101,7 +101,7 @@ def _yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
         metrics=dict(info.metrics),
         trained=trained(index, job.base),
         files=None if files is None else tuple(file.name for file in files.files),
-        shown_at="" if files is None else files.at,
+        shown_at=info.shown_at if files is None else files.at,
         unfinished=info.unfinished,
         leftovers=info.leftovers,
         beside=stored.beside,

@@ -564,7 +564,6 @@ class Link:
 
 
 def _fail(future: asyncio.Future[Any], error: CheckpointdError) -> None:
-    """End `future` with `error`, unless it has ended."""
     if not future.done():
         future.set_exception(error)
         future.exception()  # if nobody waits for it any more, asyncio must not log it
@@ -595,6 +594,7 @@ def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_bef
         keeps_before=keeps_before,
         unfinished=info.unfinished,
         leftovers=info.leftovers,
+        shown_at=info.shown_at,
         required=info.required,
         spooled=job.save.handle.was_spooled,
     )

@@ -547,3 +547,28 @@ def test_a_file_with_the_name_of_its_place_is_shown_as_that_place_and_latest_nam
     assert list((lone.parent / "deep").iterdir()) == []
     lone.unlink()
     assert core_of(ckpt).removed() == {checkpoint.prefix for checkpoint in core_of(ckpt).checkpoints()}
+
+
+def test_a_state_can_be_shown_as_an_empty_directory(ckpt: Checkpointer) -> None:
+    place = beside(ckpt) / "epoch=0.ckpt"
+    for value in (1, 2):
+        state = {"weights": torch.full((3,), value)}
+        core_of(ckpt).save(value, state, tag="epoch=0.ckpt", shown_at="epoch=0.ckpt").wait(60)
+        assert list(place.iterdir()) == []
+    assert not (beside(ckpt) / "latest").exists()
+    found = {"weights": torch.zeros(3, dtype=torch.int64)}
+    loaded = ckpt.load(found)
+    assert loaded is not None
+    assert found["weights"].tolist() == [2, 2, 2]
+    assert run(["verify", ckpt.status().root]) == 0
+    (place / "notes").write_text("mine")
+    delete(ckpt, "epoch=0.ckpt")
+    assert (place / "notes").read_text() == "mine"
+    core_of(ckpt).save(3, {"weights": torch.ones(3)}, tag="other", shown_at="other").wait(60)
+    delete(ckpt, "other")
+    assert not (beside(ckpt) / "other").exists()
+
+
+def test_only_a_root_with_something_beside_it_shows_states(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "plain") as plain, pytest.raises(UsageError, match="beside the root"):
+        core_of(plain).save(1, {"a": 1}, shown_at="a")

@@ -1,0 +1,162 @@
+"""CheckpointdIO: a CheckpointIO for Lightning's Trainer that commits in the background.
+
+Invariants
+  LIGHTNING-1  A path names a file only when its save has committed. The file is what torch.save would have written.
+  LIGHTNING-2  ModelCheckpoint's saves go on in the background. Any other save ends before the call returns: users who call
+      Trainer.save_checkpoint read the file next, and a Slurm job that is requeued ends.
+  LIGHTNING-3  All tensors are copied before the call returns. Lightning runs the forward and backward pass within the
+      optimizer's step, so there is no time between steps in which a copy could go on. Also, callbacks such as WeightAveraging
+      change weights outside of steps.
+  LIGHTNING-4  An old checkpoint is removed after a newer one has committed (PENDING-1) and was read back whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from checkpointd import arguments
+from checkpointd.config import Ranks
+from checkpointd_client.integrations.lightning.callbacks import follow, is_in_background
+from checkpointd_client.integrations.lightning.pending import Pending
+from checkpointd_client.integrations.lightning.places import local_path, place_shown
+from checkpointd_client.integrations.lightning.reading import stored_content
+from checkpointd_client.integrations.lightning.roots import Roots
+from checkpointd_client.restore.verified import VerifiedFile
+from checkpointd_client.saves.handle import SaveHandle
+
+log = logging.getLogger("checkpointd")
+
+
+def _on_host(storage: Any, location: Any) -> Any:
+    """Lightning's default: every tensor is loaded to the host."""
+    del location
+    return storage
+
+
+class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is not installed where types are checked
+    """Saves Lightning's checkpoints in the background: `Trainer(plugins=[CheckpointdIO()])`.
+
+    `root`: the directory in which `.checkpointd` lies; by default that of the checkpoints (ModelCheckpoint's `dirpath`).
+    Checkpoints outside of it have roots of their own. `options`: those of Checkpointer, without `retention` and
+    `pickle_client_state`.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        super().__init__()
+        if root is not None:
+            arguments.path("root", root)
+        self._roots = Roots(root, options, Ranks())  # rank 0 alone saves
+        self._has_saved_in_background = False
+        self.pending = Pending(self._remove)
+        follow()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a process that Lightning has spawned."""
+        self.__dict__.update(state)
+        follow()
+
+    @property
+    def handle(self) -> SaveHandle | None:
+        """The handle of the last save on rank 0; None on other ranks, and before the first one."""
+        return self.pending.handle
+
+    # --- saving ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+        """Copy `checkpoint` and return; the file `path` appears at the commit. Called on rank 0.
+
+        Raises StateError for an object that cannot be pickled. A failure of the storage is in `handle` and the log, and if the
+        call waits for the commit (LIGHTNING-2), it raises.
+        """
+        place = self._roots.place(path) if storage_options is None else None
+        if place is None:
+            if local_path(path) is None:
+                log.warning("%s lies in another file system: Lightning itself saves it, before the call returns", path)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        in_background = is_in_background()
+        os.makedirs(os.path.dirname(place.path), exist_ok=True)
+        self._has_saved_in_background |= in_background
+        step = checkpoint.get("global_step", 0)
+        try:
+            handle = self._roots.core(place.folder).save_files(
+                step if type(step) is int and step >= 0 else 0, {place.name: checkpoint}, tag=place.tag, at=place.at
+            )
+            self.pending.begin(place.path, handle)
+            if not in_background:
+                handle.wait()
+        finally:
+            if not self._has_saved_in_background:
+                self._close()  # no teardown may follow
+
+    # --- loading -----------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = _on_host, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load the checkpoint at `path`. If checkpointd has committed it, every byte is verified. Raises DamagedError if one is
+        wrong. Other files are loaded as Lightning loads them. `weights_only` means the same for both.
+        """
+        self.settle()
+        absolute = local_path(path)
+        place = None if absolute is None else place_shown(os.path.realpath(absolute))
+        if place is not None:
+
+            def load(file: VerifiedFile) -> Any:
+                return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[arg-type]
+
+            is_ours, content = stored_content(place, load, self._roots.timeout_s)
+            if is_ours:
+                return content  # type: ignore[no-any-return]  # a dict, if Lightning has saved it
+        found: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
+        return found
+
+    # --- removing ----------------------------------------------------------------------------------------------
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove the checkpoint at `path` once a newer one has committed (LIGHTNING-4). Called on rank 0."""
+        absolute = local_path(path)
+        if absolute is None:
+            super().remove_checkpoint(path)
+            return
+        self.pending.remove(absolute)
+        if not self._has_saved_in_background:
+            self._close()
+
+    def _remove(self, path: str) -> bool:
+        """Remove it now; returns whether it is gone, or will never go."""
+        place = None if os.path.islink(path) else place_shown(path)
+        if place is not None:
+            return self._roots.remove(place)
+        try:
+            super().remove_checkpoint(path)
+        except OSError as error:
+            log.error("%s is no longer needed and cannot be removed: %s", path, error)
+        return True
+
+    # --- ending ------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until no save is in flight and what was to be removed is gone, without raising the errors of saves."""
+        self.pending.settle()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save is in flight. Raises their first error, or WaitTimeoutError after `timeout` seconds."""
+        self._roots.wait(timeout)
+
+    def teardown(self) -> None:
+        """Called when a training ends: wait for the saves in flight and end the background threads.
+
+        Raises the error of the last save if it failed, unless the training itself has failed.
+        """
+        self._close()
+
+    def _close(self) -> None:
+        self.settle()
+        self._has_saved_in_background = False
+        self._roots.close()
