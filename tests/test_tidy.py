@@ -109,30 +109,24 @@ LAYERS = {
     "checkpointd_client.integrations.deepspeed.offline": 42,
     "checkpointd_client.integrations.directories": 42,
     "checkpointd_client.integrations.huggingface": 43,
+    "checkpointd_client.integrations.lightning": 43,
     "checkpointd_client.integrations.deepspeed": 44,
-    "checkpointd_client.integrations.deepspeed.huggingface": 42,
-    "checkpointd_client.integrations.deepspeed": 43,
-    "checkpointd_client.integrations.lightning": 44,
-    "checkpointd_client.integrations.deepspeed.huggingface.trainers": 44,
     "checkpointd_client.integrations.deepspeed.attaching": 45,
 }
 PURE = {"arguments", "phrases", "layout", "codec", "commit"}
 DEEPSPEED = "client/checkpointd_client/integrations/deepspeed/"
+LIGHTNING = "client/checkpointd_client/integrations/lightning/"
 TORCHTITAN = "client/checkpointd_client/integrations/torchtitan/"
 DEVICES = "client/checkpointd_client/devices.py"
 EXTRAS = {"testing": "test", "daemon": "serve"}
 """The extra whose dependencies a part of the service may import."""
 EXTRAS_OF_ROOMS = {
     DEEPSPEED: "deepspeed",
+    LIGHTNING: "lightning",
     "client/checkpointd_client/integrations/ray/": "ray",
     TORCHTITAN: "torchtitan",
     "checkpointd/store/objects/": "s3",
 }
-LIGHTNING = "client/checkpointd_client/integrations/lightning/"
-DEVICES = "client/checkpointd_client/devices.py"
-EXTRAS = {"testing": "test", "daemon": "serve"}
-"""The extra whose dependencies a part of the service may import."""
-EXTRAS_OF_ROOMS = {DEEPSPEED: "deepspeed", LIGHTNING: "lightning", "checkpointd/store/objects/": "s3"}
 """The same for single rooms."""
 # What a pure package may import from outside; of the service: `errors` and its own kind.
 PURE_MODULES = {

@@ -14,6 +14,7 @@ from checkpointd.errors import DamagedError, NotFoundError, StoreError, UsageErr
 from checkpointd.pipeline.gc.collect import Removal, collect, survey
 from checkpointd.pipeline.gc.retire import chosen_by
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
+from checkpointd.pipeline.read.readback import survivor
 from checkpointd.pipeline.root import catalog, epochs, reserve
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
@@ -123,6 +124,18 @@ async def delete_once(store: Store, tag: str, *, force: bool) -> None:
     except NotFoundError:
         if not await removed_by_hand(store, await catalog.attempts_of(store, tag)):
             raise
+
+
+async def delete_if_survived(store: Store, tag: str) -> bool:
+    """Delete `tag` if a checkpoint that stays is read back whole (READBACK-3), or if there is no other. Whether it is gone."""
+    checkpoints = await catalog.checkpoints(store)
+    staying = [checkpoint for checkpoint in checkpoints if checkpoint.tag != tag]
+    if len(staying) == len(checkpoints):
+        return True
+    if staying and await survivor(store, staying) is None:
+        return False
+    await delete_once(store, tag, force=True)
+    return True
 
 
 async def _indispensable(store: Store, tag: str, newest_first: Sequence[str]) -> str | None:

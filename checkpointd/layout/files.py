@@ -129,7 +129,7 @@ def check_names(names: Collection[str]) -> None:
     if len(names) > FILES_MAX:
         raise FormatError(f"{len(names)} files are more than the {FILES_MAX} that a rank may have in a checkpoint")
     for name in names:
-        fault = "it is too long" if len(name) > _PLACE_MAX else next(filter(None, map(_name_fault, name.split("/"))), None)
+        fault = "it is too long" if len(name) > PLACE_MAX else next(filter(None, map(_name_fault, name.split("/"))), None)
         if fault:
             raise FormatError(f"{name!r} cannot be the name of a file of a checkpoint: {fault}")
     if (both := clash(names)) is not None:

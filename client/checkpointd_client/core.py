@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd import arguments
-from checkpointd.admin.gc import delete_once
+from checkpointd.admin.gc import delete_if_survived, delete_once
 from checkpointd.bucket_urls import directory_of
 from checkpointd.commands import start_sidecar
 from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, Ranks, SpoolConfig, check_job
@@ -30,7 +30,6 @@ from checkpointd.errors import CheckpointdError, ClosedError, FormatError, State
 from checkpointd.layout.files import WHOLE, check_leftovers, check_names, check_place
 from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.read.readback import survivor
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.candidates import listed, note_tag_passed_over
 from checkpointd.pipeline.root.catalog import Checkpoint
@@ -38,6 +37,7 @@ from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.root.tag_directories import abandoned
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store import open_store
+from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.requests import requests_of
 from checkpointd.store.showing import plain_files_of
 from checkpointd_client.examining import Examination, Nobody, Taker
@@ -295,7 +295,7 @@ class Core:
             timeout_s=self._options.commit_timeout_s,
             state=state,
             options=LoadOptions(
-                strict, cast, self._options.pickle_client_state, verify_first, share_reads, self._options.classes
+                strict, cast, self._options.pickle_client_state, verify_first, share_reads, classes=self._options.classes
             ),
             sidecar=self._sidecar,
             surviving=self._started.surviving if self._started is not None else (),
@@ -402,14 +402,7 @@ class Core:
 
         async def let_go() -> bool:
             await epochs.check_fence(self._store, self._epoch.number)
-            checkpoints = await catalog.checkpoints(self._store)
-            staying = [checkpoint for checkpoint in checkpoints if checkpoint.tag != tag]
-            if len(staying) == len(checkpoints):
-                return True
-            if staying and await survivor(self._store, staying) is None:
-                return False
-            await delete_once(self._store, tag, force=True)
-            return True
+            return await delete_if_survived(self._store, tag)
 
         return self._writer.call(self._at_own_root(let_go()), self._options.commit_timeout_s)
 
@@ -573,9 +566,10 @@ class Core:
             raise UsageError(str(error)) from error
         return self._saver.save_files(self._preempted(request), at, files, optimizer_only)
 
-    def _check_shows(self, at: str) -> None:
-        """UsageError if this root cannot show a checkpoint at `at`."""
-        if plain_files_of(self._store) is None:
+    def _check_shows(self, at: str) -> PlainFiles:
+        """What shows checkpoints of this root at `at`; UsageError if nothing can."""
+        plain = plain_files_of(self._store)
+        if plain is None:
             raise UsageError(
                 f"checkpoints are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
             )
@@ -583,6 +577,7 @@ class Core:
             check_place(at)
         except FormatError as error:
             raise UsageError(str(error)) from error
+        return plain
 
     def fill(self, folder: str, *, whole: bool = False) -> Unfinished:
         """Make an unfinished directory for the next save. Call it on every rank before the save; every rank fills it. When the
@@ -591,13 +586,7 @@ class Core:
         `whole`: the save's own files are shown in `folder` itself, not in a directory in it, and no `latest` is written.
         """
         self._check_open("fill")
-        plain = plain_files_of(self._store)
-        if plain is None:
-            raise UsageError(f"directories are filled for a root named {SERVICE}: {self._store.url} is not")
-        try:
-            check_place(folder)
-        except FormatError as error:
-            raise UsageError(str(error)) from error
+        plain = self._check_shows(folder)
         name = f"{AttemptId(self._epoch.number, next(self._saver.fillings))}{WHOLE if whole else ''}"
         return Unfinished(name, plain.unfinished.path(name, folder))
 

@@ -105,7 +105,7 @@ def asked(
     arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)
     arguments.flag("required", required)
     numbers = check_metrics(metrics)
-    return SaveRequest(tag, step, save_latest, exclude_frozen_parameters, numbers, unfinished, leftovers, required)
+    return SaveRequest(tag, step, save_latest, exclude_frozen_parameters, numbers, unfinished, leftovers, required=required)
 
 
 def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:

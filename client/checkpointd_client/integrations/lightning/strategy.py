@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from checkpointd import arguments
 from checkpointd.errors import ERRORS, CheckpointdError, NotFoundError, StateError, StoreError
-from checkpointd_client.integrations.deepspeed.opening import opened, said_of
+from checkpointd_client.integrations.directories.opening import opened, said_of
 from checkpointd_client.integrations.lightning.callbacks import follow, is_in_background
 from checkpointd_client.integrations.lightning.checkpoint_io import CheckpointdIO
 from checkpointd_client.integrations.lightning.pending import Pending
