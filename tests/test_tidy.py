@@ -106,6 +106,7 @@ LAYERS = {
     "checkpointd_client.integrations.torchtitan": 42,
     "checkpointd_client.integrations.torchtitan.checkpoints": 43,
     "checkpointd_client.integrations.torchtitan.fault_tolerance": 44,
+    "checkpointd_client.integrations.torchdata": 42,
     "checkpointd_client.integrations.deepspeed.offline": 42,
     "checkpointd_client.integrations.directories": 42,
     "checkpointd_client.integrations.huggingface": 43,

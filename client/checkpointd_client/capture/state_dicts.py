@@ -91,7 +91,8 @@ def _is_scalers(value: Mapping[Any, Any]) -> bool:
 
 
 def _is_loaders(value: Mapping[Any, Any]) -> bool:
-    return "_iterator_finished" in value and not value.keys().isdisjoint({"_snapshot", "_num_yielded"})
+    torchdatas = "_iterator_finished" in value and not value.keys().isdisjoint({"_snapshot", "_num_yielded"})
+    return torchdatas or {"samples_seen", "dataset_size"} <= value.keys()  # a ReshardingLoader's
 
 
 _KINDS = (

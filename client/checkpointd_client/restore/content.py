@@ -32,7 +32,8 @@ class RankContent:
     whose tensor is read. `stored_as`: the stored FQN of each tensor that has another name here, since another rank's tensor has
     that FQN. `left`: FQNs that had different values on the saving ranks; they are not in the tree. `elsewhere`: FQNs that only
     some of the saving ranks had, and which may belong to another rank now. `among_many`: this is the content of all saving
-    ranks, and several ranks load it, so a value that has no place on one rank may have one on another.
+    ranks, and several ranks load it, so a value that has no place on one rank may have one on another. `resharded`: it was
+    saved by another number of ranks.
     """
 
     root: tree.Node
@@ -43,6 +44,7 @@ class RankContent:
     left: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
     among_many: bool = False
+    resharded: bool = False
     stored_as: Mapping[str, str] = field(default_factory=dict)
 
     def request(self, fqn: str, box: Box, sink: BoxSink | None = None) -> BoxRequest:
@@ -111,6 +113,7 @@ def merged_content(world: CheckpointView, *, keep: int | None, alone: bool, plan
         left=frozenset(merging.left),
         elsewhere=frozenset() if alone else frozenset(merging.partial),
         among_many=not alone,
+        resharded=keep is None,
     )
 
 

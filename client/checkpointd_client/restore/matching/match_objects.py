@@ -17,7 +17,7 @@ from checkpointd_client.capture.rng import RngState
 from checkpointd_client.capture.tensors import is_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
-from checkpointd_client.restore.matching import schedulers
+from checkpointd_client.restore.matching import data_loaders, schedulers
 from checkpointd_client.restore.matching.context import Context, StepOrder
 from checkpointd_client.restore.matching.match_handed_out import handed_back
 from checkpointd_client.restore.matching.match_optimizer import match_optimizer
@@ -36,10 +36,11 @@ def match_object(match: Context, live: Any, node: tree.Node, fqn: str) -> bool:
     if isinstance(live, torch.optim.Optimizer):
         return isinstance(node, tree.Dict) and match_optimizer(match, live, node, fqn)
     if objects.is_stateful(live):
-        if match.left_below(fqn):  # loading only a part of its state would be worse than none
+        of_one_rank = match.resharded and data_loaders.is_of_one_rank(live)
+        if of_one_rank or match.left_below(fqn):  # loading only a part of its state would be worse than none
             match.per_rank_left.append(fqn)
             return True
-        why = schedulers.misfit(live, node, match.stored, fqn)
+        why = schedulers.misfit(live, node, match.stored, fqn) or data_loaders.misfit(live, node, fqn)
         if why is not None:
             match.mismatched.append(why)
             return True
