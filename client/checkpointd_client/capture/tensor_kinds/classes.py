@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from checkpointd.errors import StateError, UsageError
+from checkpointd_client.capture.tensor_kinds import four_bit
 from checkpointd_client.capture.tensor_kinds.contexts import name_of
 from checkpointd_client.capture.tensor_kinds.kind import Apart, Facts, Inner, TensorKind
 from checkpointd_client.capture.tensor_kinds.nested import Jagged, StridedNested
@@ -74,16 +75,36 @@ _COMPRESSED = {
 _COO, _JAGGED, _NESTED, _QUANTIZED = SparseCoo(), Jagged(), StridedNested(), Quantized()
 _OF_TORCH: Mapping[str, TensorKind] = {k.name: k for k in (_COO, *_COMPRESSED.values(), _JAGGED, _NESTED, _QUANTIZED)}
 
-_TORCHAO_QUANTIZE = "torchao.quantization.quantize_"
 BUILT_IN: frozenset[str] = frozenset(
     {
         "torchao.optim.subclass_8bit:OptimState8bit",
         "torchao.optim.subclass_4bit:OptimState4bit",
         "torchao.optim.subclass_fp8:OptimStateFp8",
+        "torchao.quantization:Float8Tensor",
+        "torchao.quantization:Int8Tensor",
+        "torchao.quantization:Int4Tensor",
+        "torchao.quantization:IntxUnpackedToInt8Tensor",
+        "torchao.prototype.mx_formats.mx_tensor:MXTensor",
+        "torchao.prototype.mx_formats.nvfp4_tensor:NVFP4Tensor",
+        four_bit.NAME,
     }
 )
 """Classes of tensors that every Checkpointer allows."""
-BUILT_IN_CONTEXTS: frozenset[str] = frozenset()
+BUILT_IN_CONTEXTS: frozenset[str] = frozenset(
+    {
+        "torchao.float8.inference:Float8MMConfig",
+        "torchao.prototype.mx_formats.config:ScaleCalculationMode",
+        "torchao.prototype.mx_formats.mx_tensor:QuantizeTensorToMXKwargs",
+        "torchao.prototype.mx_formats.nvfp4_tensor:QuantizeTensorToNVFP4Kwargs",
+        "torchao.quantization.granularity:PerGroup",
+        "torchao.quantization.granularity:PerRow",
+        "torchao.quantization.granularity:PerTensor",
+        "torchao.quantization.quant_primitives:MappingType",
+        "torchao.quantization.quantize_.common.kernel_preference:KernelPreference",
+        "torchao.quantization.quantize_.workflows.float8.float8_tensor:QuantizeTensorToFloat8Kwargs",
+        "torchao.quantization.quantize_.workflows.int8.int8_tensor:QuantizeTensorToInt8Kwargs",
+    }
+)
 """Classes of values that the context of a built-in class may hold."""
 
 
@@ -129,7 +150,7 @@ class TensorClasses:
         cls = type(tensor)
         name = name_of(cls)
         allowed = self.own.get(name) is cls or name in BUILT_IN
-        return WrapperClass(cls) if allowed and _follows_protocol(cls) else None
+        return _kind_of_class(cls) if allowed else None
 
     def kind(self, name: str) -> TensorKind:
         """The kind that the state tree calls `name`. StateError, with what to do, if it cannot be made here."""
@@ -137,9 +158,10 @@ class TensorClasses:
         if found is not None:
             return found
         cls = self._find(name, BUILT_IN)
-        if not _follows_protocol(cls):
+        kind = _kind_of_class(cls)
+        if kind is None:
             raise StateError(f"{name} is no class of tensors with {_FLATTEN} and {_UNFLATTEN}")
-        return WrapperClass(cls)
+        return kind
 
     def in_context(self, name: str) -> type:
         """The class of a value in a context. StateError if it is not allowed, or not imported."""
@@ -164,6 +186,12 @@ class TensorClasses:
 
 ONLY_BUILT_IN = TensorClasses()
 """What is allowed if the user allows no classes of his own."""
+
+
+def _kind_of_class(cls: type) -> TensorKind | None:
+    if name_of(cls) == four_bit.NAME:
+        return four_bit.FourBit(cls)
+    return WrapperClass(cls) if _follows_protocol(cls) else None
 
 
 def _follows_protocol(cls: type) -> bool:

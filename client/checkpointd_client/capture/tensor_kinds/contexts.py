@@ -35,7 +35,7 @@ def encode(value: object, fqn: str, allows: Callable[[type], bool], depth: int =
     if depth > _DEPTH_MAX:
         raise StateError(f"{fqn}: the context of this tensor is nested deeper than {_DEPTH_MAX} levels")
     below = depth + 1
-    if scalars.is_scalar(value):
+    if scalars.is_scalar(value) and not isinstance(value, enum.Enum):
         return scalars.encode(value, fqn)
     if type(value) in _SEQUENCES and isinstance(value, list | tuple):
         return tree.Sequence(_SEQUENCES[type(value)], tuple(encode(item, fqn, allows, below) for item in value))
@@ -77,6 +77,8 @@ def decode(node: tree.Node, find: Callable[[str], type]) -> Any:
         return _MAKERS[node.kind]([decode(child, find) for child in node.items])
     if isinstance(node, tree.Named):
         return _named(find(node.name), {name: decode(child, find) for name, child in node.items})
+    if isinstance(node, tree.Member):
+        raise FormatError(f"the context of a tensor holds an enum member of {node.module}:{node.qualname} that was not allowed")
     return scalars.decode(node)
 
 

@@ -14,6 +14,7 @@ from checkpointd_client.capture import objects
 from checkpointd_client.capture.dtypes import is_floating
 from checkpointd_client.capture.modules import StateModule
 from checkpointd_client.capture.rng import RngState
+from checkpointd_client.capture.tensor_kinds.four_bit import is_derived
 from checkpointd_client.capture.tensors import is_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
@@ -94,6 +95,8 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
             else:
                 _note_absent(match, value, path)
             absent.add(live_key)
+        elif is_derived(live_key, live):
+            stored.pop(key)
         elif isinstance(value, torch.Tensor | FlatShard) and not live_key.endswith("_extra_state"):
             match.tensor(value, stored.pop(key), path)
         else:
