@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from tests.builders import free_port
 
 pytest.importorskip("torchao.optim", reason="needs torchao: make integrations installs it")
 JOB = Path(__file__).parent / "sharded_job.py"
@@ -17,21 +16,14 @@ JOB = Path(__file__).parent / "sharded_job.py"
 
 def run(ranks: int, what: str, name: str, folder: Path, dtype: str = "float32") -> None:
     """One job of `ranks` ranks; each must end well."""
-    port = str(free_port())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    others = [str(ranks), port, str(folder / "reference")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DTYPE": dtype}
     jobs = [
         subprocess.Popen(
-            [
-                sys.executable,
-                str(JOB),
-                str(folder / "root"),
-                name,
-                what,
-                str(rank),
-                str(ranks),
-                port,
-                str(folder / "reference"),
-            ],
+            [sys.executable, str(JOB), str(folder / "root"), name, what, str(rank), *others],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
