@@ -12,7 +12,7 @@ from checkpointd_client.capture.tensor_kinds.classes import BUILT_IN
 from tests.unit.client.capture_and_fill import bytes_of, save
 from tests.unit.client.composite_tensors import KINDS, facts_of, made, quietly
 
-PAGE = Path(__file__).parents[5] / "docs" / "howto" / "TENSOR_KINDS.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "TENSOR_KINDS.md"
 LINES = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 ROWS = {cells[0]: cells[1:] for cells in LINES}
 ROW_OF = {"sparse": "sparse: ", "jagged": "nested: ", "nested": "nested: ", "q": "quantized: "}
