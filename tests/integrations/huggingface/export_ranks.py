@@ -1,6 +1,6 @@
 """One rank of a small Llama or GPT-2 that FSDP2 shards: trains two steps, saves each, and rank 0 keeps the model as it was.
 
-torchrun hugging_face_ranks.py ROOT FOLDER KIND [SIDECAR]
+torchrun export_ranks.py ROOT FOLDER KIND [SIDECAR]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loads an export as a user of transformers does, and compares it with the model that was trained.
 
-hugging_face_load.py EXPORT TRAINED.pt [DTYPE]
+export_load.py EXPORT TRAINED.pt [DTYPE]
 """
 
 from __future__ import annotations

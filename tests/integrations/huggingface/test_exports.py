@@ -20,7 +20,14 @@ from tests.servers.fixtures import Place, root_at
 pytest.importorskip("transformers", reason="needs transformers: make integrations installs it")
 
 HERE = Path(__file__).parent
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(sys.path),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 def run(script: str, *arguments: object, ranks: int = 0) -> str:
@@ -29,7 +36,7 @@ def run(script: str, *arguments: object, ranks: int = 0) -> str:
         [sys.executable, *launcher, str(HERE / script), *map(str, arguments)],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=ENVIRONMENT,
         timeout=240,
         check=False,
     )
@@ -40,10 +47,8 @@ def run(script: str, *arguments: object, ranks: int = 0) -> str:
 def files_for(folder: Path, kind: str) -> Path:
     place = folder / "files"
     place.mkdir()
-    code = "import sys; from tests.e2e.hugging_face_ranks import put_beside; put_beside(*sys.argv[1:])"
-    subprocess.run(
-        [sys.executable, "-c", code, str(place), kind], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=120
-    )
+    code = "import sys; from tests.integrations.huggingface.export_ranks import put_beside; put_beside(*sys.argv[1:])"
+    subprocess.run([sys.executable, "-c", code, str(place), kind], check=True, env=ENVIRONMENT, timeout=120)
     return place
 
 
@@ -65,13 +70,12 @@ def awaited(daemon: Daemon, is_so: Callable[[ExportProgress], bool]) -> ExportPr
     return found
 
 
-@pytest.mark.nightly
 def test_export_2_a_killed_sidecar_leaves_nothing_half_and_the_next_one_goes_on(tmp_path: Path) -> None:
     files, to = files_for(tmp_path, "llama"), tmp_path / "models"
     rule = {"to": str(to), "files": str(files), "max_shard_size": "20KB", "every_steps": 2}
     slow = configured(tmp_path, **rule, limit_bps=1)
     with Daemon(tmp_path, "--config", slow) as daemon:
-        run("hugging_face_ranks.py", tmp_path / "root", tmp_path, "llama", daemon.socket, ranks=2)
+        run("export_ranks.py", tmp_path / "root", tmp_path, "llama", daemon.socket, ranks=2)
         awaited(daemon, lambda one: one.total_bytes > 0)
         daemon.kill()
         assert [name for name in os.listdir(to) if not name.startswith(".")] == []
@@ -85,21 +89,20 @@ def test_export_2_a_killed_sidecar_leaves_nothing_half_and_the_next_one_goes_on(
     names = os.listdir(to / "global_step2")
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json", "checkpointd.json"} <= {*names}
     assert sum(name.startswith("model-") for name in names) > 3
-    assert "tensors are equal" in run("hugging_face_load.py", to / "global_step2", tmp_path / "step2.pt")
+    assert "tensors are equal" in run("export_load.py", to / "global_step2", tmp_path / "step2.pt")
 
 
-@pytest.mark.nightly
 def test_tied_weights_in_bf16_through_a_bucket(tmp_path: Path, s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     files = files_for(tmp_path, "gpt2")
     url = root_at(Place(s3_place.server, s3_place.bucket, f"{s3_place.prefix}/models".lstrip("/")), monkeypatch)
     rule = configured(tmp_path, to=url, files=str(files), dtype="bf16", max_shard_size="20KB")
     with Daemon(tmp_path, "--config", rule) as daemon:
-        run("hugging_face_ranks.py", tmp_path / "root", tmp_path, "gpt2", daemon.socket, ranks=2)
+        run("export_ranks.py", tmp_path / "root", tmp_path, "gpt2", daemon.socket, ranks=2)
         awaited(daemon, lambda one: one.state == "up to date" and one.newest_step == 2)
         assert daemon.terminate() == 0
     (tmp_path / "fetched").mkdir()
     asyncio.run(fetched(url, "global_step2", tmp_path / "fetched"))
-    assert "tensors are equal" in run("hugging_face_load.py", tmp_path / "fetched", tmp_path / "step2.pt", "bfloat16")
+    assert "tensors are equal" in run("export_load.py", tmp_path / "fetched", tmp_path / "step2.pt", "bfloat16")
 
 
 async def fetched(url: str, tag: str, folder: Path) -> None:
@@ -111,4 +114,4 @@ async def fetched(url: str, tag: str, folder: Path) -> None:
 
 def test_a_model_that_was_compiled_loads_as_it_was_trained(tmp_path: Path) -> None:
     """In one process: trained, saved, exported with the files beside it by the function, and loaded."""
-    assert "the model is the same" in run("hugging_face_alone.py", tmp_path)
+    assert "the model is the same" in run("export_alone.py", tmp_path)

@@ -1,6 +1,6 @@
 """Trains a small GPT-2 with tied weights under torch.compile's wrapper, saves it, exports it, and loads it with transformers.
 
-hugging_face_alone.py FOLDER
+export_alone.py FOLDER
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpointd_client import Checkpointer, consolidate
-from tests.e2e import hugging_face_load
-from tests.e2e.hugging_face_ranks import config_of, put_beside
+from tests.integrations.huggingface import export_load
+from tests.integrations.huggingface.export_ranks import config_of, put_beside
 
 
 def main(folder: Path) -> None:
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
         files=folder / "files",
     )
     assert done.tied == {"lm_head.weight": "transformer.wte.weight"}, done.tied
-    hugging_face_load.main(str(folder / "model"), str(folder / "trained.pt"))
+    export_load.main(str(folder / "model"), str(folder / "trained.pt"))
     print("the model is the same")
 
 
