@@ -7,7 +7,7 @@ Invariants
       one to hold the place removes or replaces.
   EXPORT-3  Nothing is written at the root, and no save waits for an export. A checkpoint that is removed, damaged or not
       exportable is named, and holds up no other.
-  EXPORT-4  An export is removed only by `keep_last`, when that many newer ones are there.
+  EXPORT-4  A whole export is removed only by `keep_last`, when that many newer ones are there.
 """
 
 from __future__ import annotations
@@ -251,7 +251,8 @@ class Exporter:
         for record in going:
             await self._hold.check()
             if await self._target.remove(record.tag, record):
-                log.info("keep_last removed the export of %s at %s", record.tag, self._config.to)
+                what = "an old" if record.complete else "an unfinished"
+                log.info("removed %s export: %s at %s", what, record.tag, self._config.to)
                 del self._there[record.tag]
             elif record.tag not in self._staying:
                 log.warning("the export of %s at %s stays: it holds files of other programs", record.tag, self._config.to)

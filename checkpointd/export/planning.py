@@ -14,7 +14,8 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 @dataclass(frozen=True, slots=True)
 class ExportAgenda:
     """The checkpoints to export, newest first: by the time an older one is ready, retention may remove the others. `blocked`:
-    those in whose place lies what this root did not export. `going`: the exports that `keep_last` lets go, oldest first.
+    those in whose place lies what this root did not export. `going`: the exports that `keep_last` lets go, oldest first, and
+    what is left of exports that were begun and are not due any more.
     """
 
     due: tuple[Checkpoint, ...] = ()
@@ -46,4 +47,6 @@ def planned(
             due.append(one)
     newest = sorted(done, key=lambda record: record.order, reverse=True)
     going = newest[config.keep_last :] if config.keep_last is not None else []
-    return ExportAgenda(tuple(due), tuple(blocked), tuple(reversed(going)))
+    begun = [one for one in there.values() if one is not None and not one.complete and is_same_root(one.root, root)]
+    left = [record for record in begun if record.tag not in {one.tag for one in due}]
+    return ExportAgenda(tuple(due), tuple(blocked), (*reversed(going), *left))

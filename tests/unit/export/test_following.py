@@ -7,10 +7,13 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from checkpointd.errors import StoreError, UsageError
+from checkpointd.export.bucket_output import record_at
 from checkpointd.export.following import Exporter
+from checkpointd.export.record import encode
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.root import catalog
@@ -102,6 +105,22 @@ async def test_export_4_what_others_put_into_an_export_is_never_removed(
     await exporter.round()
     assert sorted(os.listdir(tmp_path / "to"))[1:] == ["global_step1", "global_step3"]
     assert sum("it holds files of other programs" in record.getMessage() for record in caplog.records) == 1
+    await ended(exporter)
+
+
+async def test_what_is_left_in_a_bucket_of_an_export_that_is_not_due_any_more_is_removed(root: Store, files: str) -> None:
+    to = MemoryStore("to")
+    await save(root, 1, 2)
+    exporter = to_bucket(root, to, files=files)
+    await exporter.round()
+    whole = await record_at(to, "global_step1")
+    assert whole is not None
+    await to.put("global_step0/checkpointd.json", encode(msgspec.structs.replace(whole, tag="global_step0", complete=False)))
+    await to.put("global_step0/model.safetensors", b"half")
+    await exporter.round(again=True)
+    await save(root, 3)
+    await exporter.round()
+    assert await tags_at(to) == ["global_step1", "global_step2", "global_step3"]
     await ended(exporter)
 
 

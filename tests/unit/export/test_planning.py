@@ -105,6 +105,14 @@ def test_what_lies_in_the_place(found: ExportRecord | None, is_due: bool, is_blo
     assert (bool(agenda.due), bool(agenda.blocked)) == (is_due, is_blocked)
 
 
+def test_what_is_left_of_an_export_that_is_not_due_any_more_goes() -> None:
+    begun = {f"t{step}": record(checkpoint(step), complete=False) for step in (60, 5)}
+    begun["t7"] = record(checkpoint(7), complete=False, root="/other")
+    agenda = planned(NEWEST_FIRST, begun, ExportConfig(to="/m"), ROOT)
+    assert agenda.due[0].tag == "t60"
+    assert [one.tag for one in agenda.going] == ["t5"]
+
+
 def test_a_root_in_a_bucket_is_the_same_whatever_its_options() -> None:
     there = {"t10": record(checkpoint(10), root="s3://bucket/run?endpoint=http://a", ballot="older")}
     agenda = planned([checkpoint(10)], there, ExportConfig(to="/m"), "s3://bucket/run?endpoint=http://b")
