@@ -136,6 +136,7 @@ class DirectorySaver:
         SAVES.add(filling.directory, handle)
         if self._synchronous:
             handle.wait()
+            SAVES.settle()  # old checkpoints have gone, too
         return handle
 
     def _refused(self, checkpointer: Core, target: SaveTarget, step: int, unfinished: str, error: BaseException) -> None:
