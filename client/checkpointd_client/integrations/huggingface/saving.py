@@ -144,6 +144,7 @@ class DirectorySaver:
         told = error if isinstance(error, CheckpointdError) else StagingError(f"{target.at} cannot be saved: {error!r}")
         self.handle = checkpointer.refuse(step, told, tag=target.tag, unfinished=unfinished)
         self.handle.observed = True
+        SAVES.add(os.path.join(target.root, target.at), self.handle)
 
     # --- resuming ----------------------------------------------------------------------------------------------
 
