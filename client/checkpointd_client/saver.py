@@ -82,9 +82,9 @@ class SaveRequest:
     metrics: tuple[tuple[str, float], ...] = ()
     unfinished: str = ""
     leftovers: tuple[str, ...] = ()
-    shown_at: str = ""
     required: bool = False
     """Whether it must not be skipped."""
+    shown_at: str = ""
 
 
 def asked(

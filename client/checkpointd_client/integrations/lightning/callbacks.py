@@ -4,6 +4,8 @@ Invariants
   FOLLOW-1  A save is in the background only while ModelCheckpoint saves during a training.
   FOLLOW-2  `save_last="link"` links to a checkpoint when that has committed.
   FOLLOW-3  `ckpt_path="last"` sees what an earlier job has committed, even if that died before the file was shown.
+  FOLLOW-4  A name counts as taken while a save to it is in flight, and as free when its removal waits for a commit. So
+      checkpoints get the names and versions that they would get without checkpointd.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def follow() -> None:
     """Make ModelCheckpoint keep the invariants. It may be called again."""
     for name, wrap in (
         ("_save_checkpoint", _saving),
+        ("file_exists", _existing),
         ("_find_last_checkpoints", _finding),
     ):
         _replace(name, wrap)
@@ -86,6 +89,18 @@ def _pending_of(strategy: Any) -> Pending | None:
     """What waits for commits of this strategy; None if checkpointd does not save for it."""
     own = getattr(strategy, "pending", None) or getattr(strategy._checkpoint_io, "pending", None)
     return own if isinstance(own, Pending) else None
+
+
+def _existing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def file_exists(self: Any, filepath: Any, trainer: Any) -> Any:
+        pending, path = _pending_of(trainer.strategy), local_path(filepath)
+        will_exist = pending.will_exist(path) if pending is not None and path is not None and trainer.is_global_zero else None
+        if will_exist is None:
+            return original(self, filepath, trainer)
+        return trainer.strategy.reduce_boolean_decision(will_exist, all=False)  # as the other ranks do
+
+    return file_exists
 
 
 def _finding(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,6 +101,13 @@ class Pending:
             self._links[link] = _Link(link, target)
         self._work()
 
+    def will_exist(self, path: str) -> bool | None:
+        """Whether `path` will be there when all that waits is done; None if nothing waits for this path."""
+        with self._alone:
+            if path in self._links or any(begun.path == path for begun in self._begun.values()):
+                return True
+            return False if path in self._removals else None
+
     def settle(self) -> None:
         """Wait until no save is in flight and everything due is done. Raises no error of a save."""
         for begun in list(self._begun.values()):

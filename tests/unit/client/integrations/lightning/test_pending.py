@@ -146,3 +146,18 @@ def test_a_link_takes_the_place_of_a_directory_and_an_error_is_logged(tmp_path: 
     assert os.readlink(tmp_path / "last.ckpt") == "new.ckpt"
     job.pending.link(str(tmp_path / "gone" / "last.ckpt"), str(tmp_path / "new.ckpt"))
     assert "cannot be linked" in caplog.text
+
+
+def test_what_will_be_there_when_all_is_done() -> None:
+    job = Job()
+    assert job.pending.will_exist("new") is None
+    job.save("new")
+    job.pending.remove("old")
+    assert job.pending.will_exist("new") is True
+    assert job.pending.will_exist("old") is False
+    job.save("old")
+    assert job.pending.will_exist("old") is True
+    job.end("new")
+    job.end("old", well=False)
+    assert job.pending.will_exist("new") is None
+    assert job.pending.will_exist("old") is None
