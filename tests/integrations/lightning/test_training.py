@@ -105,7 +105,7 @@ def test_a_disk_that_fails_costs_no_checkpoint_and_not_the_training(tmp_path: Pa
     run = {"directory": str(tmp_path / "run")}
     (found,) = trained({**run, "fail": [6], "steps": 6})
     assert found["step"] == 6
-    assert "Error" in found["error"]  # of the last save, at the end of the training
+    assert "no space is left" in found["error"]  # of the last save, at the end of the training
     assert shown(tmp_path / "run") == ["epoch=0-step=4.ckpt", "last.ckpt"]
     (resumed,) = trained(run)
     assert resumed["error"] == ""
@@ -121,6 +121,6 @@ def test_a_failed_save_keeps_the_checkpoints_that_it_was_to_replace_and_the_link
     assert found["error"] == ""
     assert shown(one) == ["epoch=1-step=6.ckpt", "epoch=1-step=8.ckpt", "last.ckpt"]
     assert os.readlink(one / "last.ckpt") == "epoch=1-step=8.ckpt"
-    assert "Error" in failed["error"]
+    assert "no space is left" in failed["error"]
     assert shown(other) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     assert os.readlink(other / "last.ckpt") == "epoch=0-step=4.ckpt"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import warnings
@@ -20,6 +19,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
 
+from checkpointd.errors import StoreError
 from checkpointd.layout.keys import vote_name
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.lightning import CheckpointdIO
@@ -119,11 +119,17 @@ class Fails(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         step = trainer.global_step + 1
-        limit = 20_000 if step in self.given.fail else resource.RLIM_INFINITY
         self.io.settle()  # the saves before are not meant
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        PosixStore.open_writer = _fails if step in self.given.fail else _OPEN_WRITER  # type: ignore[method-assign]
         if step == self.given.die:
             _die_while_writing()
+
+
+_OPEN_WRITER = PosixStore.open_writer
+
+
+async def _fails(*_: Any, **__: Any) -> Any:
+    raise StoreError("no space is left on this disk")
 
 
 def _die_while_writing() -> None:
