@@ -323,9 +323,8 @@ def a_sharded_state_is_saved_and_loaded(folder: Path) -> None:
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         names = {path.name for path in (checkpoint / part).iterdir()}
         assert names == {".metadata", *(f"__{rank}_0.distcp" for rank in range(WORLD))}, names
-    if RANK == 0:
-        merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(folder / "merged"))
-        assert (folder / "merged" / "model.safetensors").is_file()
+    merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(folder / "merged"))  # rank 0 does it, all ranks wait
+    assert (folder / "merged" / "model.safetensors").is_file()
 
 
 # --- killed -------------------------------------------------------------------------------------------------------

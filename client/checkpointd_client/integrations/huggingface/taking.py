@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import filesystem
 
 from checkpointd.errors import FormatError, StateError
 from checkpointd.layout.files import check_names
-from checkpointd_client.capture.safetensors_files import capture_safetensors
 from checkpointd_client.capture.torch_files import CapturedFile, capture_file
 from checkpointd_client.integrations.huggingface.dcp_files import capture_items
 from checkpointd_client.integrations.huggingface.filling import current
 from checkpointd_client.integrations.huggingface.replacing import instead
+from checkpointd_client.integrations.huggingface.safetensors_files import capture_safetensors
 
 Function = Callable[..., Any]
 

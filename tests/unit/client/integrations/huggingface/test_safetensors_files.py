@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from checkpointd.errors import StateError
-from checkpointd_client.capture.safetensors_files import capture_safetensors
 from checkpointd_client.capture.torch_files import CapturedFile
+from checkpointd_client.integrations.huggingface.safetensors_files import capture_safetensors
 
 
 def written(file: CapturedFile) -> bytes:
