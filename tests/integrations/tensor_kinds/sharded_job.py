@@ -42,7 +42,7 @@ class Model(nn.Module):
 def job() -> tuple[nn.Module, torch.optim.Optimizer]:
     import torchao.optim
 
-    model = Model().to(getattr(torch, os.environ.get("DTYPE", "float32")))
+    model = Model()
     fully_shard(model)
     return model, getattr(torchao.optim, CLASS)(model.parameters(), lr=1e-2)
 
