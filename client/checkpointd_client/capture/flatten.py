@@ -21,7 +21,7 @@ from checkpointd_client.capture.scalars import encode, is_scalar, key_node, key_
 from checkpointd_client.capture.state_dicts import HandedOut
 from checkpointd_client.capture.tensor_kinds import contexts, sharded
 from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses, kind_of_torch
-from checkpointd_client.capture.tensor_kinds.kind import Facts, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import OuterFacts, TensorKind
 from checkpointd_client.capture.tensor_kinds.low_bit import is_low_bit
 from checkpointd_client.capture.tensors import array_tensor, refusal
 from checkpointd_client.sharding import fsdp1
@@ -148,7 +148,7 @@ class Flattener:
         except (ValueError, RuntimeError) as error:
             raise StateError(f"{fqn}: this {type_name(value)} cannot be stored: {error}") from error
         context = contexts.encode(apart.context, fqn, self._classes.allows)
-        first, facts = len(self.tensors), Facts.of(value)
+        first, facts = len(self.tensors), OuterFacts.of(value)
         inner = tuple((name, self.node(one, f"{fqn}.{name}")) for name, one in apart.inner.items())
         self.outer.update(dict.fromkeys(range(first, len(self.tensors)), (fqn, value)))
         self._path.discard(id(value))

@@ -1,9 +1,9 @@
 """The kinds of composite tensors of a Checkpointer: torch's own, and the classes of tensors that are allowed.
 
 Invariants
-  CLASSES-1  Only classes that are allowed, here or by the user, are stored and made. Nothing is imported: a name is looked up
-      among the modules that this process has imported.
-  CLASSES-2  A load calls no code that the checkpoint names, except `__tensor_unflatten__` of an allowed class and the
+  ALLOWED-1  Only classes that are allowed, here or by the user, are stored and made. Nothing is imported: a name is looked
+      up among the modules that this process has imported.
+  ALLOWED-2  A load calls no code that the checkpoint names, except `__tensor_unflatten__` of an allowed class and the
       constructors of allowed classes in its context. It calls the former only when every byte was verified.
 """
 
@@ -21,7 +21,7 @@ import torch
 from checkpointd.errors import StateError, UsageError
 from checkpointd_client.capture.tensor_kinds import four_bit
 from checkpointd_client.capture.tensor_kinds.contexts import name_of
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Facts, Inner, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
 from checkpointd_client.capture.tensor_kinds.nested import Jagged, StridedNested
 from checkpointd_client.capture.tensor_kinds.quantized import Quantized
 from checkpointd_client.capture.tensor_kinds.sparse import SparseCompressed, SparseCoo
@@ -52,7 +52,7 @@ class WrapperClass(TensorKind):
             raise ValueError(f"its {_FLATTEN} returned {names!r:.80} in place of the names of its inner tensors")
         return list(names), context
 
-    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+    def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         stride = torch.empty(facts.shape, device="meta").stride()
         made = self._class.__tensor_unflatten__(dict(inner), context, facts.shape, stride)
         if type(made) is not self._class or (tuple(made.shape), made.dtype) != (facts.shape, facts.dtype):

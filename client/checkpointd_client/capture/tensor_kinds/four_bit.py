@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkpointd_client.capture.tensor_kinds.contexts import name_of
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Facts, Inner, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
 
 NAME = "bitsandbytes.nn.modules:Params4bit"
 _PLAIN = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
@@ -46,7 +46,7 @@ class FourBit(TensorKind):
             context["state2"] = _numbers(state.state2)
         return Apart(inner, context)
 
-    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+    def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         options = {name: context[name] for name in _PLAIN}
         state = _state(inner, context) if "state" in context else None
         made: torch.Tensor = self._class(inner["data"], requires_grad=facts.requires_grad, quant_state=state, **options)
@@ -78,7 +78,7 @@ def _numbers(state: Any) -> dict[str, Any]:
 
 def _state(inner: Inner, context: Any) -> Any:
     """The quantization state. Its class comes with that of the parameter, which is allowed."""
-    make: Any = sys.modules["bitsandbytes.functional"].QuantState  # type: ignore[attr-defined]  # it need not be installed
+    make: Any = sys.modules["bitsandbytes.functional"].QuantState
     nested = None
     if "state2" in context:
         nested = make(inner["quant_state.state2.absmax"], code=inner["quant_state.state2.code"], **_options(context["state2"]))

@@ -22,7 +22,7 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class OuterFacts:
     """What every composite tensor has. `shape` is () for a nested tensor, whose shape has no plain numbers."""
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Facts:
     requires_grad: bool = False
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Facts:
+    def of(cls, tensor: torch.Tensor) -> OuterFacts:
         return cls(() if tensor.is_nested else tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
@@ -48,14 +48,14 @@ class TensorKind(ABC):
         """Take `tensor` apart. Filling its inner tensors fills `tensor`. ValueError, with the reason, if it cannot be."""
 
     @abstractmethod
-    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+    def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         """A new tensor on the memory of `inner` where that is possible. Any error means that the parts do not fit."""
 
     @abstractmethod
     def refill(self, live: Any, made: torch.Tensor) -> None:
         """Give `live` the content of `made`, of the same kind, shape and dtype, whatever the shapes of their inner tensors."""
 
-    def check(self, facts: Facts, inner: Inner, context: Any) -> None:
+    def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         """Raise ValueError or RuntimeError if filled inner tensors contradict each other. Most cannot."""
         return
 

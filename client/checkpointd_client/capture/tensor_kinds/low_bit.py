@@ -23,7 +23,7 @@ _SIGNED = "exp_avg"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Consecutive rows of a tensor, from `start` to `stop`, that ranks keep in one class. `like`: a state on the meta device as
     they keep it, of the class `kind`; None for an ordinary tensor.
     """
@@ -48,7 +48,7 @@ def state_like(optimizer: Any, parameter: Any, key: object) -> Any:
         return optimizer._new_buffer(parameter.detach(), key == _SIGNED)
 
 
-def spans(optimizer: Any, parameter: Any, key: object, classes: TensorClasses) -> list[Span]:
+def spans(optimizer: Any, parameter: Any, key: object, classes: TensorClasses) -> list[RowSpan]:
     """How the ranks keep the state `key` of `parameter`, a DTensor, by rows. ValueError if a rank does not hold whole rows."""
     spec, shape = parameter._spec, tuple(parameter.shape)
     layout = MeshLayout(shape, tuple(spec.mesh.shape), axes_of(spec.placements))
@@ -61,11 +61,11 @@ def spans(optimizer: Any, parameter: Any, key: object, classes: TensorClasses) -
     return known
 
 
-_known: dict[object, list[Span]] = {}
+_known: dict[object, list[RowSpan]] = {}
 _KNOWN_MAX = 1 << 14
 
 
-def _spans(optimizer: Any, dtype: torch.dtype, key: object, layout: MeshLayout, classes: TensorClasses) -> list[Span]:
+def _spans(optimizer: Any, dtype: torch.dtype, key: object, layout: MeshLayout, classes: TensorClasses) -> list[RowSpan]:
     shape = layout.shape
     found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     for coordinate in itertools.product(*map(range, layout.mesh_shape)):
@@ -76,15 +76,15 @@ def _spans(optimizer: Any, dtype: torch.dtype, key: object, layout: MeshLayout, 
                 raise ValueError("a rank holds other parts of it than consecutive whole rows")
             continue
         found.setdefault((runs[0][0], sum(runs[0])), []).append(coordinate)
-    made: list[Span] = []
+    made: list[RowSpan] = []
     for (start, stop), holders in sorted(found.items()):
         like = state_like(optimizer, torch.empty((stop - start, *shape[1:]), dtype=dtype, device="meta"), key)
         like = like.view(like.shape)  # as in a DTensor, which torchao's classes give another dtype
         kind = classes.kind_of(like)
-        one = Span(start, stop, kind, like if kind is not None else None, tuple(holders))
+        one = RowSpan(start, stop, kind, like if kind is not None else None, tuple(holders))
         last = made[-1] if made else None
         if last is not None and (last.kind is None) == (kind is None):
-            one = Span(last.start, stop, last.kind, last.like, last.holders + one.holders)
+            one = RowSpan(last.start, stop, last.kind, last.like, last.holders + one.holders)
             made.pop()
         made.append(one)
     return made

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Facts, Inner, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
 
 _LENGTHS = "lengths"
 
@@ -28,7 +28,7 @@ class Jagged(TensorKind):
         inner["offsets"] = tensor._offsets
         return Apart(inner, {"ragged_idx": context["ragged_idx"]})
 
-    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+    def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         from torch.nested._internal.nested_tensor import NestedTensor
 
         self.check(facts, inner, context)
@@ -41,7 +41,7 @@ class Jagged(TensorKind):
     def refill(self, live: torch.Tensor, made: torch.Tensor) -> None:
         _swap(live, made)
 
-    def check(self, facts: Facts, inner: Inner, context: Any) -> None:
+    def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         values, offsets, lengths = inner["values"], inner["offsets"], inner.get(_LENGTHS)
         dim = int(context["ragged_idx"]) - 1
         if offsets.dim() != 1 or offsets.numel() < 1 or not 0 <= dim < values.dim():
@@ -71,7 +71,7 @@ class StridedNested(TensorKind):
         count = plain.untyped_storage().nbytes() // tensor.itemsize
         return Apart({"buffer": buffer.set_(plain.untyped_storage(), 0, (count,), (1,))}, context)
 
-    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+    def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         self.check(facts, inner, context)
         parts = (torch.tensor(context[name], dtype=torch.int64) for name in ("sizes", "strides", "offsets"))
         made: torch.Tensor = torch._nested_view_from_buffer(inner["buffer"], *parts)
@@ -80,7 +80,7 @@ class StridedNested(TensorKind):
     def refill(self, live: torch.Tensor, made: torch.Tensor) -> None:
         _swap(live, made)
 
-    def check(self, facts: Facts, inner: Inner, context: Any) -> None:
+    def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         sizes, strides, offsets = context["sizes"], context["strides"], context["offsets"]
         count = inner["buffer"].numel()
         for size, stride, offset in zip(sizes, strides, offsets, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Facts, Inner, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
 
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 _PACKED = frozenset({torch.quint4x2, torch.quint2x4})
@@ -30,7 +30,7 @@ class Quantized(TensorKind):
         channels = {"scales": plain.q_per_channel_scales(), "zero_points": plain.q_per_channel_zero_points()}
         return Apart({"integers": integers, **channels}, {_AXIS: plain.q_per_channel_axis()})
 
-    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+    def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         device = inner["integers"].device
         made: torch.Tensor
         if _AXIS in context:

@@ -22,7 +22,7 @@ from checkpointd.layout.boxes import Box
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, Blocks, inner_held, range_of
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from checkpointd_client.capture.tensor_kinds.kind import TensorKind
-from checkpointd_client.capture.tensor_kinds.low_bit import Span, spans
+from checkpointd_client.capture.tensor_kinds.low_bit import RowSpan, spans
 from checkpointd_client.sharding.dtensor import LocalBox, LocalShard, ReplicaGroup, held_by, mesh_group
 
 ROWS = "rows"
@@ -75,7 +75,7 @@ def parts_of(value: Any, fqn: str, classes: TensorClasses, optimizer: Any, owner
         if not of_optimizer:
             assert kind is not None
             group = mesh_group(value) or ReplicaGroup(0, 1)
-            return [_part("", Span(0, held.shape[0] if held.shape else 1, kind, local), local, held, group)]
+            return [_part("", RowSpan(0, held.shape[0] if held.shape else 1, kind, local), local, held, group)]
         found = spans(optimizer, owner, fqn.rpartition(".")[2], classes)
         if not any(span.kind for span in found):
             return None
@@ -86,7 +86,7 @@ def parts_of(value: Any, fqn: str, classes: TensorClasses, optimizer: Any, owner
         raise StateError(f"{fqn}: this DTensor of {name} cannot be stored: {error}. Shard it by rows, with Shard(0)") from error
 
 
-def _check_own(found: Sequence[Span], held: LocalShard, kind: TensorKind | None) -> None:
+def _check_own(found: Sequence[RowSpan], held: LocalShard, kind: TensorKind | None) -> None:
     """ValueError if this rank keeps another class than torchao's rule says: the other ranks then expect something else."""
     own = range_of(held)
     if own is None:
@@ -97,7 +97,7 @@ def _check_own(found: Sequence[Span], held: LocalShard, kind: TensorKind | None)
             raise ValueError("it is of another class than its optimizer makes for so many elements")
 
 
-def _by_span(value: Any, found: Sequence[Span], held: LocalShard) -> list[Part]:
+def _by_span(value: Any, found: Sequence[RowSpan], held: LocalShard) -> list[Part]:
     coordinate = tuple(value._spec.mesh.get_coordinate() or ())
     parts = []
     for number, span in enumerate(found):
@@ -126,7 +126,7 @@ def within(held: LocalShard, start: int, stop: int) -> LocalShard:
     return held if shape == held.shape else LocalShard(shape, tuple(parts), held.replica, held.replicas)
 
 
-def _part(name: str, span: Span, local: Any, held: LocalShard, among: ReplicaGroup | None) -> Part:
+def _part(name: str, span: RowSpan, local: Any, held: LocalShard, among: ReplicaGroup | None) -> Part:
     """The rows of `span`, of which this rank keeps `local`, a composite tensor, or nothing."""
     assert span.kind is not None
     kind, blocks = span.kind, BLOCKS.get(span.kind.name)

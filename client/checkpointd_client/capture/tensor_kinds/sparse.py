@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Facts, Inner, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
 
 
 class SparseCoo(TensorKind):
@@ -19,7 +19,7 @@ class SparseCoo(TensorKind):
         plain = tensor.detach()
         return Apart({"indices": plain._indices(), "values": plain._values()}, {"is_coalesced": tensor.is_coalesced()})
 
-    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+    def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         return torch.sparse_coo_tensor(
             inner["indices"],
             inner["values"],
@@ -32,7 +32,7 @@ class SparseCoo(TensorKind):
     def refill(self, live: torch.Tensor, made: torch.Tensor) -> None:
         live.copy_(made)
 
-    def check(self, facts: Facts, inner: Inner, context: Any) -> None:
+    def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         torch._validate_sparse_coo_tensor_args(inner["indices"], inner["values"], facts.shape, bool(context["is_coalesced"]))
 
 
@@ -49,7 +49,7 @@ class SparseCompressed(TensorKind):
         plain = tensor.detach()
         return Apart({name: getattr(plain, name)() for name in (self._pointers, self._indices, "values")})
 
-    def made(self, facts: Facts, inner: Inner, context: Any) -> torch.Tensor:
+    def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         return torch.sparse_compressed_tensor(
             inner[self._pointers],
             inner[self._indices],
@@ -64,7 +64,7 @@ class SparseCompressed(TensorKind):
         live.resize_as_sparse_(made)
         live.copy_(made)
 
-    def check(self, facts: Facts, inner: Inner, context: Any) -> None:
+    def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         torch._validate_sparse_compressed_tensor_args(
             inner[self._pointers], inner[self._indices], inner["values"], facts.shape, self.layout
         )

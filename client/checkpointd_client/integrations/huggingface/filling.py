@@ -125,7 +125,7 @@ class Filling:
         return call
 
 
-class Saver(Protocol):
+class SupportsFilling(Protocol):
     """Saves what the libraries want to save."""
 
     def serves(self, engine: Any | None) -> bool:
@@ -141,7 +141,7 @@ class Saver(Protocol):
         ...
 
 
-SAVERS: list[Saver] = []
+SAVERS: list[SupportsFilling] = []
 """Those that are installed."""
 
 

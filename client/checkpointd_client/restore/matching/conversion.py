@@ -24,7 +24,7 @@ from checkpointd.layout.boxes import Box
 from checkpointd_client.capture.dtypes import ALL, DTYPES, empty, is_floating
 from checkpointd_client.capture.tensor_kinds import contexts
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, Blocks
-from checkpointd_client.capture.tensor_kinds.kind import Facts, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import OuterFacts, TensorKind
 from checkpointd_client.capture.tensor_kinds.sharded import ROWS
 from checkpointd_client.restore.bind import Binding
 from checkpointd_client.restore.matching.context import Context
@@ -120,7 +120,7 @@ class _Stored:
     """A stored composite tensor, checked."""
 
     kind: TensorKind
-    facts: Facts
+    facts: OuterFacts
     context: Any
     inner: dict[str, tree.Tensor]
 
@@ -131,7 +131,7 @@ def _stored(match: Context, node: tree.Composite) -> _Stored:
     if dtype is None or len(inner) != len(node.inner):
         raise ValueError(f"a {node.kind} tensor of {node.dtype} with other tensors inside is stored")
     context = contexts.decode(node.context, match.classes.in_context)
-    return _Stored(match.classes.kind(node.kind), Facts(node.shape, dtype), context, inner)
+    return _Stored(match.classes.kind(node.kind), OuterFacts(node.shape, dtype), context, inner)
 
 
 def _composite(match: Context, node: tree.Composite, wanted: Range, fqn: str) -> Read:
@@ -147,7 +147,7 @@ def _composite(match: Context, node: tree.Composite, wanted: Range, fqn: str) ->
     unit = math.lcm(*sizes.values())
     around = wanted[0] // unit * unit, min(count, -(-wanted[1] // unit) * unit)
     rows = {name: _inner_rows(match, stored, blocks, name, around, sizes) for name in stored.inner}
-    facts = Facts((around[1] - around[0],), stored.facts.dtype)
+    facts = OuterFacts((around[1] - around[0],), stored.facts.dtype)
     context = blocks.context(stored.context, facts.shape)
 
     def read() -> torch.Tensor:
@@ -182,7 +182,7 @@ def _whole(match: Context, node: tree.Tensor) -> Read:
     return lambda: memory
 
 
-def _numbers(stored: _Stored, facts: Facts, inner: dict[str, torch.Tensor], context: Any, fqn: str) -> torch.Tensor:
+def _numbers(stored: _Stored, facts: OuterFacts, inner: dict[str, torch.Tensor], context: Any, fqn: str) -> torch.Tensor:
     try:
         made = stored.kind.made(facts, inner, context)
         return stored.kind.plain(made).reshape(-1).float()

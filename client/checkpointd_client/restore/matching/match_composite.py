@@ -21,7 +21,7 @@ from checkpointd.layout import tree
 from checkpointd_client.capture.dtypes import ALL
 from checkpointd_client.capture.tensor_kinds import contexts
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, inner_held, range_of
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Facts, Inner, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
 from checkpointd_client.capture.tensor_kinds.sharded import ROWS, elementwise, within
 from checkpointd_client.capture.tensors import PLAIN_TENSORS
 from checkpointd_client.restore import building
@@ -50,7 +50,7 @@ def match_composite(match: Context, live: Any, node: tree.Node, fqn: str) -> Bui
 
 def _is_alike(node: tree.Composite, kind: TensorKind, live: torch.Tensor) -> bool:
     """Whether both are of one kind, shape and dtype; a class that keeps blocks only shows its dtype to others."""
-    facts = Facts.of(live)
+    facts = OuterFacts.of(live)
     dtype = str(facts.dtype).removeprefix("torch.")
     return node.kind == kind.name and node.shape == facts.shape and (node.dtype == dtype or kind.name in BLOCKS)
 
@@ -208,14 +208,14 @@ def fresh(match: Context, node: tree.Composite, fqn: str, device: torch.device |
     return match.late(build)
 
 
-def _made(kind: TensorKind, facts: Facts, inner: Inner, context: Any, fqn: str) -> torch.Tensor:
+def _made(kind: TensorKind, facts: OuterFacts, inner: Inner, context: Any, fqn: str) -> torch.Tensor:
     try:
         return kind.made(facts, inner, context)
     except Exception as error:  # of torch's checks, or of the user's class
         raise FormatError(f"{fqn}: the stored {kind.name} tensor cannot be made: {error}", fqn=fqn) from error
 
 
-def _checked(kind: TensorKind, facts: Facts, inner: Inner, context: Any, fqn: str) -> None:
+def _checked(kind: TensorKind, facts: OuterFacts, inner: Inner, context: Any, fqn: str) -> None:
     try:
         kind.check(facts, inner, context)
     except (ValueError, RuntimeError) as error:
@@ -227,11 +227,11 @@ def _refill(kind: TensorKind, live: Any, made: torch.Tensor) -> None:
         kind.refill(live, made)
 
 
-def _facts(node: tree.Composite, fqn: str) -> Facts:
+def _facts(node: tree.Composite, fqn: str) -> OuterFacts:
     dtype = ALL.get(node.dtype)
     if dtype is None:
         raise FormatError(f"{fqn} has the dtype {node.dtype!r}, which this torch does not have", fqn=fqn)
-    return Facts(node.shape, dtype, node.requires_grad)
+    return OuterFacts(node.shape, dtype, node.requires_grad)
 
 
 def _context(match: Context, node: tree.Composite) -> Any:
@@ -294,6 +294,6 @@ def words(node: tree.Composite) -> str:
 
 def words_of(live: Any, kind: TensorKind | None) -> str:
     """A live tensor in words."""
-    facts = Facts.of(live)
+    facts = OuterFacts.of(live)
     name = "" if kind is None else f"{kind.name} "
     return f"a {name}tensor of {str(facts.dtype).removeprefix('torch.')}{list(facts.shape)}"

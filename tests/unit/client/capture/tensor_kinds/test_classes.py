@@ -1,4 +1,4 @@
-"""CLASSES-1 and CLASSES-2 of classes.py, and CONTEXT-1 of contexts.py: which classes are stored and made."""
+"""ALLOWED-1 and ALLOWED-2, and CONTEXT-1 of contexts.py: which classes are stored and made."""
 
 from __future__ import annotations
 
