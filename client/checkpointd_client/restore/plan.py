@@ -2,7 +2,8 @@
 
 Invariants
   RESTORE-1  `prepare` changes none of the user's objects. It makes all checks, and reports everything that is wrong at once.
-  RESTORE-2  A load fills the memory that the user's objects have. It allocates only missing memory, after every check.
+  RESTORE-2  A load fills the memory that the user's objects have. It allocates only missing memory, after every check: of new
+      tensors, of modules on the meta device, and of composite tensors that are converted.
   RESTORE-3  After `finish` the objects hold the captured values, bit for bit, in the stored dtypes; with `cast`, floating
       tensors are converted to the dtypes of the objects.
 """
