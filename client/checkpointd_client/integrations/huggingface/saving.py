@@ -195,7 +195,8 @@ class DirectorySaver:
             log.error("%s: it is damaged, and an older one is looked for", why)
             source.pass_over(prefix.partition("/")[0], "; ".join(damage))
         if candidates:
-            raise DamagedError(f"every checkpoint in {folder} is damaged: {command('verify', folder)} says how")
+            root = self._target(os.path.join(folder, "any")).root
+            raise DamagedError(f"every checkpoint in {folder} is damaged: {command('verify', root)} says how")
         return None
 
     def _prefix_of(self, shown: dict[str, Checkpoint], directory: str) -> str | None:

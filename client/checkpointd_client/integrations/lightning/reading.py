@@ -90,8 +90,8 @@ def stored_content(place: CheckpointPlace, load: Callable[[VerifiedFile], Any], 
         writer.close()
     if damage:
         raise DamagedError(
-            f"{place.path} is damaged: {'; '.join(damage)}. {command('ls', place.root)} lists the others: pass the path of one "
-            "as ckpt_path"
+            f"{place.path} is damaged: {'; '.join(damage)}. {command('list', place.root)} lists the others: pass the path "
+            "of one as ckpt_path"
         )
     if taken.error is not None:
         raise taken.error
