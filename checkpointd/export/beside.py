@@ -33,13 +33,13 @@ def read_beside(directory: str | os.PathLike[str] | None, dtype: str = "keep") -
             total += entry.stat().st_size
             if total > BYTES_MAX:
                 raise UsageError(
-                    f"the files in {place} have more than {BYTES_MAX} bytes, up to {entry.name}: name a directory that holds "
+                    f"the files in {place} have more than {BYTES_MAX} bytes, up to {entry.name}: give a directory that holds "
                     "only configuration and tokenizer"
                 )
             with open(entry.path, "rb") as file:
                 found[entry.name] = file.read()
     except FileNotFoundError as error:
-        raise NotFoundError(f"there is no directory {place}, from which files are copied beside the weights") from error
+        raise NotFoundError(f"there is no directory {place} to copy configuration and tokenizer from: make it first") from error
     except OSError as error:
         raise StoreError(f"the files in {place} cannot be read: {error.strerror or error}") from error
     if CONFIG in found and dtype in _DTYPES:

@@ -28,7 +28,7 @@ from checkpointd.store.uploads import abort_upload_of, unfinished_uploads_of
 
 
 async def _allowed() -> None:
-    """The check of an export that nobody else makes."""
+    """The check if no other process exports to the place: nothing to do."""
 
 
 class BucketOutput:

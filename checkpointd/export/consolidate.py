@@ -131,7 +131,9 @@ async def consolidate(
     """
     check_outside(store, out)
     if request.beside and not container.directory():
-        raise UsageError(f"files are put beside the weights in a directory, and {os.fspath(out)} is one file: give a directory")
+        raise UsageError(
+            f"files can be copied only into a directory, and {os.fspath(out)} is one file: give a directory as OUT"
+        )
     async with _output(out, container, request) as output:
         checkpoint = await catalog.find(store, await _tag(store, request.tag))
         return await export_checkpoint(store, checkpoint, output, container, request, on_progress)

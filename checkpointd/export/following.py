@@ -1,4 +1,4 @@
-"""Exports a root without end: looks for new commits, exports those that the rule names, and tries again after failures.
+"""Exports a root until it is stopped: looks for new commits, exports those that are due, and tries again after failures.
 
 Invariants
   EXPORT-1  Only commits are exported, each in whole or not at all (OUTPUT-1, BUCKETOUT-1), and every byte is verified on the
@@ -60,7 +60,7 @@ class ExportPace:
 
 
 class Exporter:
-    """Exports one root to one place. `progress` says how far it has come; any thread may read it.
+    """Exports one root to one place. Any thread may read `progress`.
 
     `turn`: see `Turn`. `slot`: entered for each export, so that those of several rules take turns. `fails` gets each new error
     after which it tries again.
@@ -101,7 +101,7 @@ class Exporter:
         self._last.set()
 
     async def run(self) -> None:
-        """Export until cancelled, or until `finish`. Raises UsageError if that cannot work."""
+        """Export until cancelled, or until `finish`. Raises UsageError if the rule cannot work."""
         failed = 0
         try:
             while True:
@@ -172,7 +172,7 @@ class Exporter:
         agenda = planned(newest_first, self._there, self._config, self._root.url, self._tried)
         for one in agenda.blocked:
             self._leave(
-                one, "blocked", UsageError(f"{self._target.place(one.tag)} is not an export of {self._root.url}: move it")
+                one, "blocked", UsageError(f"{self._target.place(one.tag)} is not an export of {self._root.url}: move it away")
             )
         self.progress.due = len(agenda.due)
         if not agenda.due:
@@ -240,7 +240,7 @@ class Exporter:
         shown = self.progress
         shown.left = {**shown.left, why: shown.left.get(why, 0) + 1}
         if why == "removed":
-            words = "%s was removed before its export had ended; keep more checkpoints at %s, or export fewer (every_steps)"
+            words = "%s was removed before its export had ended: keep more checkpoints at %s, or export fewer (every_steps)"
             log.warning(words, checkpoint.tag, self._root.url)
             return
         log.error("%s cannot be exported to %s: %s", checkpoint.tag, self._config.to, error)

@@ -1,4 +1,4 @@
-"""A place of exports as this process holds it: of many daemons that export one root to one place, one does it.
+"""The hold on a place of exports: if many daemons export one root to one place, only the one that holds it exports.
 
 Invariants
   EXPORTHOLD-1  One process at a time takes the hold: it creates the lease, or replaces the lease of a process that has ended or
@@ -50,7 +50,7 @@ class ExportHold:
         return self._watch.lease
 
     async def take(self) -> bool:
-        """Whether this process holds the place now. Looks once, and does not wait; call it again and again."""
+        """Try once to take the place, without waiting. Returns whether this process holds it now."""
         if self._held is not None:
             return True
         await self._watch.look()
@@ -67,14 +67,14 @@ class ExportHold:
     async def check(self) -> None:
         """Raise StoreError if another process may hold the place."""
         if self._held is None:
-            raise StoreError(f"another process exports to {self._store.url} by now: this one has lost its lease there")
+            raise StoreError(f"another process exports to {self._store.url} by now, because this one has lost its lease there")
         if self._now() - self._renewed_at >= self._lease.length_s:
             raise StoreError(
-                f"the lease at {self._store.url} was not renewed for {self._lease.length_s:g} s, so another process may have it"
+                f"the lease at {self._store.url} was not renewed for {self._lease.length_s:g} s, so another process may hold it"
             )
 
     async def release(self) -> None:
-        """Let others export there without a wait. Raises nothing."""
+        """Give the place up, so that others can export there at once. Raises nothing."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -86,7 +86,10 @@ class ExportHold:
             await answered(self._remove(held), ANSWER_S)
         except CheckpointdError as error:
             log.warning(
-                "the lease at %s cannot be removed (%s): others wait for %g s", self._store.url, error, self._lease.length_s
+                "the lease at %s cannot be removed (%s): other processes wait %g s before they export there",
+                self._store.url,
+                error,
+                self._lease.length_s,
             )
 
     async def _remove(self, held: bytes) -> None:

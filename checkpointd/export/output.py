@@ -98,7 +98,7 @@ class Output:
         self.place = os.path.abspath(os.fspath(place))
         if was_url(self.place):
             raise UsageError(
-                f"{os.fspath(place)!r} is a URL; an export goes to this machine: give the path of a file or directory"
+                f"{os.fspath(place)!r} is a URL, but an export goes to this machine: give the path of a file or directory"
             )
         self._directory, self._force = directory, force
         parent, name = os.path.split(self.place)

@@ -1,4 +1,4 @@
-"""Which checkpoints of a root are exported next to a place, and which exports go there. Decides only."""
+"""Decides which checkpoints of a root are exported next, and which exports are removed. It does neither."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class ExportAgenda:
-    """The checkpoints to export, newest first: by the time an older one is ready, retention may remove the others. `blocked`:
-    those in whose place lies what this root did not export. `going`: the exports that `keep_last` lets go, oldest first, and
-    what is left of exports that were begun and are not due any more.
+    """The checkpoints to export, newest first: retention removes the oldest first. `blocked`: those whose place is taken by
+    something that is not an export of this root. `going`: the exports to remove: those that `keep_last` does not keep, oldest
+    first, and unfinished ones that are not due any more.
     """
 
     due: tuple[Checkpoint, ...] = ()
@@ -30,7 +30,7 @@ def planned(
     root: str,
     tried: Collection[str] = (),
 ) -> ExportAgenda:
-    """`there`: the names at the place, with the records of what is an export. `tried`: attempts to leave alone now."""
+    """`there`: the names at the place, each with its record if it is an export. `tried`: attempts to skip for now."""
     wanted = [one for one in newest_first if config.every_steps is None or one.outcome.step % config.every_steps == 0]
     wanted = [one for one in wanted if one.read_back != "damaged"]
     done = [record for record in there.values() if record is not None and record.complete and is_same_root(record.root, root)]

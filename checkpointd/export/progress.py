@@ -19,8 +19,8 @@ class ExportProgress(msgspec.Struct, kw_only=True):
     root: str
     to: str
     state: Literal["beginning", "up to date", "exporting", "waiting", "failing", "over"] = "beginning"
-    """`beginning`: nothing was looked at yet, or no job has begun at the root. `waiting`: `holder` exports there. `failing`:
-    the last try failed, and another follows. `over`: it ended, and somebody must act.
+    """`beginning`: the root was not read yet, or no job has begun there. `waiting`: `holder` exports there. `failing`:
+    something could not be exported; see `problem`. `over`: the rule cannot work, and a user must correct it.
     """
     tag: str = ""
     """The checkpoint that is being exported."""
@@ -40,7 +40,7 @@ class ExportProgress(msgspec.Struct, kw_only=True):
     last_s: float | None = None
     """How long the last export of this process took."""
     up_to_date_at: float | None = None
-    """When the place last had all that it was to have."""
+    """When the place last had every export that was due."""
     holder: str = ""
     """The process that exports to the place, if it is another one."""
     problem: ErrorReport | None = None

@@ -1,4 +1,4 @@
-"""The record of an export: an object `checkpointd.json` beside its files, which says what they are. Others ignore it."""
+"""The record of an export: `checkpointd.json` beside its files, which describes them. Other programs ignore it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RECORD_BYTES_MAX = 16 << 20
 
 
 class ExportRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.export"):
-    """What an export is made of, and from which checkpoint.
+    """The files of an export, and the checkpoint from which they were made.
 
-    `ballot`: the digest of the checkpoint's ballot, which tells it from every other checkpoint. `complete`: whether all files
-    are there; in a bucket, the record is put first without it. `files`: the names of all files, this record excepted.
+    `ballot`: the digest of the checkpoint's ballot, which no other checkpoint has. `complete`: whether all files exist; in a
+    bucket, the record is first written without it. `files`: the names of all files except this record.
     """
 
     version: Literal[1] = 1

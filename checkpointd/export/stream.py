@@ -111,13 +111,13 @@ Batch = list[tuple[Slab, NDArray[Any]]]
 
 
 Turn = Callable[[int], Awaitable[None]]
-"""Called before a batch is read, with its bytes, and with 0 before the result is shown. An export that is to give way waits
-here, and one that must end raises.
+"""Called before each batch is read, with the number of its bytes, and with 0 before the result is shown. It waits if the
+export has to yield, and raises if the export must end.
 """
 
 
 async def at_once(_: int) -> None:
-    """The `Turn` of an export that gives way to nothing."""
+    """The `Turn` of an export that never yields."""
 
 
 async def stream(

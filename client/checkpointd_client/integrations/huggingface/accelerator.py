@@ -61,7 +61,9 @@ def _saving_state(original: Function) -> Function:
             return original(self, output_dir, *args, **kwargs)
         if names and os.path.exists(filling.directory):
             filling.drop()
-            raise ValueError(f"{filling.directory} is there already: set save_iteration to the number of the next checkpoint")
+            raise ValueError(
+                f"{filling.directory} already exists: set ProjectConfiguration.iteration to the number of the next checkpoint"
+            )
         iteration = naming.iteration
         with filling.active():
             naming.automatic_checkpoint_naming = False

@@ -23,15 +23,14 @@ def install(
     synchronous: bool = False,
     **options: Any,
 ) -> DirectorySaver:
-    """Let Hugging Face's Trainer and Accelerator save through checkpointd from here on: in the background, all ranks or none.
+    """Make Hugging Face's Trainer and Accelerator save through checkpointd: in the background, on all ranks or none.
 
-    Call it on every rank, before the Trainer or the Accelerator is made. `root`: a directory at or above every directory that
-    will be saved; by default the root is the directory above each of them. `sidecar`, `options`: those of Checkpointer.
-    `synchronous`: a save returns once it has committed, and raises its error if it failed. Returns an object with the handle
-    of the last save, `wait()`, `settle()` and `close()`. With an engine of DeepSpeed, `install()` of the deepspeed integration
-    serves instead.
+    Call it on every rank, before you make the Trainer or the Accelerator. `root`: a directory that contains all directories to
+    save; by default, the directory in which each of them lies. `sidecar`, `options`: those of Checkpointer. `synchronous`: a
+    save returns after it has committed, or raises its error. Returns an object with the handle of the last save, `wait()`,
+    `settle()` and `close()`. With DeepSpeed, use `install()` of the deepspeed integration.
 
-    UsageError for invalid settings, or for others than in an earlier call; ImportError if accelerate is missing.
+    Raises UsageError if settings are invalid or differ from those of an earlier call, and ImportError if accelerate is missing.
     """
     global _asked
     accelerate = import_module("accelerate")  # the Trainer needs it, too

@@ -21,7 +21,7 @@ def replace(home: Any, name: str, wrap: Callable[[Function], Function]) -> None:
     """Replace `name` of `home` by the wrapped function, unless that has been done."""
     original = getattr(home, name, None)
     if original is None:
-        log.warning("this release has no %s: see docs/howto/HUGGINGFACE.md for the releases that were tried", name)
+        log.warning("this release has no %s: docs/howto/HUGGINGFACE.md names the releases that were tested", name)
     elif not hasattr(original, "checkpointd"):
         wrapped = wrap(original)
         wrapped.checkpointd = True  # type: ignore[attr-defined]  # says that it is done

@@ -1,4 +1,4 @@
-"""Saves what Trainer and Accelerate want to save without an engine of DeepSpeed, and finds what they can resume from.
+"""Saves checkpoints of Trainer and Accelerate without DeepSpeed, and finds the checkpoint to resume from.
 
 Invariants
   HFSAVING-1  All ranks meet, with a deadline, before the libraries' own barriers, which have none. If ranks are missing, the
@@ -71,11 +71,11 @@ class DirectorySaver:
     # --- what a user may ask for -------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until no save is in flight; raises their errors."""
+        """Wait until no save is in flight. Raises an error if a save has failed."""
         self._roots.wait(timeout)
 
     def settle(self) -> None:
-        """Wait until no save is in flight and old checkpoints are removed; raises nothing."""
+        """Wait until no save is in flight and old checkpoints are removed. Raises nothing."""
         SAVES.settle()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class DirectorySaver:
         fault = unmade(above) if find_ranks().rank == COORDINATOR else None
         fault = agreed("save", said, fault, self._timeout_s)[COORDINATOR]
         if fault is not None:
-            raise UsageError(f"{above} cannot be made, and nothing can be saved there: {fault}")
+            raise UsageError(f"{above} cannot be made, so nothing can be saved there: {fault}")
         checkpointer = self._roots.to_save(target.root)
         given = checkpointer.fill(target.at, whole=True)
         taking = Taking(given.path, stepped(wanted.optimizers))
@@ -188,11 +188,11 @@ class DirectorySaver:
             why = f"{os.path.join(folder, name)}: {'; '.join(damage)}"
             if any(text.startswith(UNREADABLE) for text in damage):
                 raise UnreadableError(
-                    f"{'; '.join(damage)}. It may be whole, so no older one is loaded: repair the storage first"
+                    f"{'; '.join(damage)}. The checkpoint may be whole, so no older one is loaded: repair the storage first"
                 )
             if asked is not None:
                 raise DamagedError(f"{why}: it is damaged")
-            log.error("%s: it is damaged, and an older one is looked for", why)
+            log.error("%s: it is damaged; trying an older checkpoint", why)
             source.pass_over(prefix.partition("/")[0], "; ".join(damage))
         if candidates:
             root = self._target(os.path.join(folder, "any")).root

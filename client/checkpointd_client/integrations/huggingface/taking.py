@@ -1,7 +1,7 @@
-"""Takes what the libraries write into the directory that they fill, if it holds tensors: it becomes files of the save.
+"""Takes the files with tensors that the libraries write into a directory, and makes them files of the save.
 
-Within `Taking.active`, torch.save, safetensors and DCP's writer of files keep what they are to write in that directory. Its
-tensors are copied by the save, beside training, as those of any state. All other files are written as ever.
+Within `Taking.active`, torch.save, safetensors and DCP's file writer write no such files in that directory. The save copies
+the tensors in the background, like those of any state. The libraries write all other files themselves.
 
 Invariants
   TAKING-1  A file is taken as it is at the moment of the call, except for the bytes of its tensors. If one of these changes
@@ -47,8 +47,8 @@ class Taking:
         for name, tensor, version in self._versions:
             if tensor._version != version:
                 raise StateError(
-                    f"{name} cannot be saved: a tensor changed in place after it was passed to be written, and before the save "
-                    "began, as when a callback swaps weights for an average. Write a clone of it, or swap back after the save"
+                    f"{name} cannot be saved: a tensor changed in place after the call that writes it and before the save "
+                    "began. A callback that swaps weights for an average does this. Write a clone, or swap back after the save"
                 )
         return self._captured
 

@@ -1,4 +1,4 @@
-"""What Lightning's ModelCheckpoint does around a save, made to wait for commits.
+"""Makes the steps of Lightning's ModelCheckpoint around a save wait for its commit.
 
 Invariants
   FOLLOW-1  A save is in the background only while ModelCheckpoint saves during a training.
@@ -49,7 +49,9 @@ def follow() -> None:
 def _replace(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(ModelCheckpoint, name, None)
     if original is None:
-        log.warning("this release of Lightning has no ModelCheckpoint.%s: docs/howto/LIGHTNING.md names those tried", name)
+        log.warning(
+            "this release of Lightning has no ModelCheckpoint.%s: docs/howto/LIGHTNING.md names the tested releases", name
+        )
     elif not hasattr(original, "checkpointd"):
         setattr(ModelCheckpoint, name, _marked(wrap(original)))
 

@@ -41,8 +41,8 @@ def _on_host(storage: Any, location: Any) -> Any:
 class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is not installed where types are checked
     """Saves Lightning's checkpoints in the background: `Trainer(plugins=[CheckpointdIO()])`.
 
-    `root`: the directory in which `.checkpointd` lies; by default that of the checkpoints (ModelCheckpoint's `dirpath`).
-    Checkpoints outside of it have roots of their own. `options`: those of Checkpointer, without `retention` and
+    `root`: the directory that contains `.checkpointd`; by default, the directory of the checkpoints (ModelCheckpoint's
+    `dirpath`). Checkpoints outside `root` get roots of their own. `options`: those of Checkpointer, except `retention` and
     `pickle_client_state`.
     """
 
@@ -70,8 +70,8 @@ class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is no
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
         """Copy `checkpoint` and return; the file `path` appears at the commit. Called on rank 0.
 
-        Raises StateError for an object that cannot be pickled. A failure of the storage is in `handle` and the log, and if the
-        call waits for the commit (LIGHTNING-2), it raises.
+        Raises StateError for an object that cannot be pickled. An error of the storage is in `handle` and the log. It is raised
+        only if the call waits for the commit (LIGHTNING-2).
         """
         place = self._roots.place(path) if storage_options is None else None
         if place is None:
@@ -99,8 +99,8 @@ class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is no
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = _on_host, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load the checkpoint at `path`. If checkpointd has committed it, every byte is verified. Raises DamagedError if one is
-        wrong. Other files are loaded as Lightning loads them. `weights_only` means the same for both.
+        """Load the checkpoint at `path`. If checkpointd has committed it, every byte is verified, and DamagedError is raised
+        if one is wrong. Lightning itself loads other files. `weights_only` means the same for both.
         """
         self.settle()
         absolute = local_path(path)

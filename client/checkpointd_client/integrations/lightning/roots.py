@@ -26,7 +26,8 @@ class Roots:
         refused = sorted(options.keys() & {"retention", "pickle_client_state"})
         if refused:
             raise UsageError(
-                f"{', '.join(refused)}: ModelCheckpoint says which checkpoints stay, and torch.save what they hold"
+                f"CheckpointdIO takes no {' and no '.join(refused)}: ModelCheckpoint decides which checkpoints stay, and "
+                "torch.save what they hold"
             )
         # A path that is saved again is the user's choice, whether this job has loaded from there or not.
         self.options = {"afresh": True, **options}

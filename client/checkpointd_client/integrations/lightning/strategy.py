@@ -44,8 +44,8 @@ _REST = "rest"
 class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning has no types here
     """Lightning's ModelParallelStrategy that saves in the background: `Trainer(strategy=CheckpointdModelParallelStrategy())`.
 
-    The arguments are Lightning's, and `root` and `options` as for CheckpointdIO, which saves here if
-    `save_distributed_checkpoint=False`.
+    It takes Lightning's arguments, and `root` and `options`, which mean the same as for CheckpointdIO. With
+    `save_distributed_checkpoint=False`, CheckpointdIO saves the gathered weights.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
     ) -> None:
         """Copy this rank's shards and return; the directory `filepath` appears at the commit. Call it on every rank.
 
-        Raises StateError for an object that cannot be saved, DeadlineError if ranks do not come. A failure of the storage is in
-        `handle` and the log, and if the call waits for the commit (LIGHTNING-2), it raises.
+        Raises StateError for an object that cannot be saved, and DeadlineError if a rank does not call it in time. An error of
+        the storage is in `handle` and the log. It is raised only if the call waits for the commit (LIGHTNING-2).
         """
         here = self._roots.place(filepath)
         if not self._save_distributed_checkpoint or storage_options is not None or here is None:
@@ -261,8 +261,8 @@ def _packed(rest: dict[str, Any]) -> bytes:
     for key, value in rest.items():
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
             raise StateError(
-                f"{key!r} of the checkpoint holds sharded tensors (a DTensor), and only weights and optimizers are saved in "
-                "shards: let the callback or hook that adds it call full_tensor()"
+                f"{key!r} of the checkpoint holds a DTensor, and only weights and optimizers are saved in shards: "
+                "call full_tensor() in the callback or hook that adds it"
             )
     packed = io.BytesIO()
     try:

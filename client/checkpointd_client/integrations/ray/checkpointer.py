@@ -78,13 +78,13 @@ class RayCheckpointer(Checkpointer):
     ) -> SaveHandle | None:
         """Save `state`, and report it to Ray with `metrics` when it has committed. Returns at once, as `save()` does.
 
-        Call it on every worker, as `ray.train.report`. Without `state`, it reports `metrics` alone, and returns None.
-        `tag`, `client_state` and `required` are those of `save()`, `checkpoint_dir_name` and `validation` those of Ray. If the
-        save fails, the log says so, and the reported checkpoint is the newest one before it. Raises what `save()` raises.
+        Call it on every worker, like `ray.train.report`. Without `state`, it reports only `metrics` and returns None. `tag`,
+        `client_state` and `required` are those of `save()`; `checkpoint_dir_name` and `validation` are those of Ray. If the
+        save fails, the log says so, and the newest earlier checkpoint is reported. Raises what `save()` raises.
         """
         if (step is None) != (state is None):
             raise UsageError(
-                "report(metrics, step, state) saves, and report(metrics) does not: give both step and state, or none"
+                "report(metrics, step, state) saves, and report(metrics) does not save: give both step and state, or none"
             )
         if step is None or state is None:
             train.report(metrics, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
@@ -119,7 +119,7 @@ class RayCheckpointer(Checkpointer):
 
     def _finish_reports(self) -> None:
         for done in list(self._reporting):
-            Waiting(lambda: "a save has not been reported to Ray: Ray's thread for uploads is still at it").until(
+            Waiting(lambda: "a save has not been reported to Ray yet: Ray's upload thread is still working on it").until(
                 done.wait, None
             )
 
@@ -153,7 +153,7 @@ class RayCheckpointer(Checkpointer):
             try:
                 self._remove_dropped(handle.tag)
             except (CheckpointdError, OSError) as fault:
-                log.warning("checkpoints that Ray has removed stay at %s for now: %s", self.status().root, fault)
+                log.warning("checkpoints that Ray has removed are still at %s: %s", self.status().root, fault)
 
     def _remove_dropped(self, reported: str) -> None:
         """Of the checkpoints older than the `reported` one, remove those whose references Ray has removed (RAY-2)."""

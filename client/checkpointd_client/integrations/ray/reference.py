@@ -1,4 +1,4 @@
-"""What Ray knows as a checkpoint: a directory with one small file, which names a checkpoint at the root.
+"""A checkpoint as Ray registers it: a directory with one small file, which names a checkpoint at the root.
 
 Ray copies, lists and removes whole directories. A checkpoint at the root shares objects with others, so Ray gets references.
 """
@@ -47,12 +47,13 @@ def read(filesystem: Any, directory: str) -> Reference:
             content = file.read()
     except FileNotFoundError as error:
         raise UsageError(
-            f"{directory} has no {NAME}: RayCheckpointer.report() has not reported this checkpoint. Read it as it was written"
+            f"{directory} has no {NAME}: RayCheckpointer.report() has not reported this checkpoint. Open it with "
+            "the program that wrote it"
         ) from error
     try:
         return msgspec.json.decode(content, type=Reference)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path} names no checkpoint: {error}", key=path) from error
+        raise FormatError(f"{path} cannot be read as a reference to a checkpoint: {error}", key=path) from error
 
 
 def tags(filesystem: Any, experiment: str, known: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -75,8 +76,8 @@ def tags(filesystem: Any, experiment: str, known: Mapping[str, str | None]) -> d
 def open_reported(checkpoint: Any, **options: Any) -> OpenCheckpoint:
     """Open a `ray.train.Checkpoint` that `RayCheckpointer.report()` reported, such as `result.checkpoint`, in any process.
 
-    `options` are those of `open_checkpoint`. Raises UsageError for a checkpoint of another kind, NotFoundError if no save had
-    been committed when it was reported, or if the checkpoint was removed since.
+    `options` are those of `open_checkpoint`. Raises UsageError if something else reported the checkpoint. Raises
+    NotFoundError if no save had committed when it was reported, or if the checkpoint was removed since.
     """
     found = read(checkpoint.filesystem, checkpoint.path)
     if found.tag is None:

@@ -78,10 +78,10 @@ class ReshardingLoader:
 
     `loader` is a StatefulDataLoader or a torch DataLoader with a ReshardingSampler and a batch size. Put this object into the
     state in its place. Its state is the same on all ranks, so it loads on any number of ranks, with any number of workers and
-    any batch size, and the next pass goes on after the samples that were seen. A pass that ends begins the next epoch. A pass
-    that was left begins the epoch again, as with torch's loaders.
+    any batch size. The next pass then continues after the samples that were seen. After a whole pass, the next one is the next
+    epoch. If you leave a pass early, the next one begins the epoch again, as with torch's loaders.
 
-    Raises UsageError if `loader` has no such sampler or no batch size.
+    Raises UsageError if `loader` has another sampler or no batch size.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -139,9 +139,9 @@ class ReshardingLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position, also one that other ranks have reached. Takes the stored seed.
+        """Continue from a position, which any number of ranks may have saved. Takes the stored seed.
 
-        Raises UsageError if it is no position in the order of the samples here.
+        Raises UsageError if the samples have another order here, so that the position does not fit.
         """
         if (why := self.misfit(state)) is not None:
             raise UsageError(why)
@@ -151,12 +151,15 @@ class ReshardingLoader:
     def misfit(self, state: Mapping[str, Any]) -> str | None:
         """Why it cannot go on from the position `state`: the order of the samples is another one now. None if it can."""
         if not state.keys() >= _POSITION:
-            return "the stored state is not that of a ReshardingLoader: begin an epoch, or load into the loader that was saved"
+            return (
+                "the stored state is not that of a ReshardingLoader: leave the loader out of the state and begin an epoch, or "
+                "load into a loader of the kind that was saved"
+            )
         for name, now in (("dataset_size", self.sampler.size), ("shuffle", self.sampler.shuffle)):
             if state[name] != now:
                 return (
-                    f"{name} was {state[name]} and is {now} now, so the samples have another order: load it with the dataset "
-                    "and the sampler as they were, or leave the loader out and begin an epoch"
+                    f"{name} was {state[name]} and is {now} now, so the samples have another order: load with the dataset and "
+                    "the sampler as they were, or leave the loader out of the state and begin an epoch"
                 )
         return None
 

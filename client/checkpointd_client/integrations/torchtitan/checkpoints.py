@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 
 class CheckpointdManager(CheckpointManager):
-    """Choose it by its Config: `checkpoint=CheckpointdManager.Config(...)` in torchtitan's Trainer.Config.
+    """A CheckpointManager: set `checkpoint=CheckpointdManager.Config(...)` in torchtitan's Trainer.Config.
 
-    Raises as torchtitan's CheckpointManager and Checkpointer do.
+    Raises the errors of torchtitan's CheckpointManager and of Checkpointer.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -55,8 +55,8 @@ class CheckpointdManager(CheckpointManager):
         """The options of torchtitan's CheckpointManager, and those of Checkpointer that matter here. `folder` is the root."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
-        """async_with_pinned_mem copies the state beside the next forward and backward pass, async inside save(). disabled waits
-        until the checkpoint has committed."""
+        """When save() returns. async_with_pinned_mem: at once; the state is copied during the next forward and backward pass.
+        async: after the copy. disabled: after the commit."""
 
         sidecar: str | None = None
         """The socket of this node's `checkpointd serve`. It persists the snapshots and outlives this process."""
@@ -68,13 +68,13 @@ class CheckpointdManager(CheckpointManager):
         """How the bytes of the state are encoded."""
 
         full_every: int | None = None
-        """Store only one in so many checkpoints in full, and those between as differences from it."""
+        """10 stores one checkpoint in ten in full, and those between as differences from it. None stores all in full."""
 
         max_overhead: float | None = 0.03
-        """How much longer steps may take while a save is in flight, as a part of a step. None saves at full speed."""
+        """How much longer steps may take while a save is in flight: 0.03 is 3 %. None saves at full speed."""
 
         commit_timeout_s: float = 600.0
-        """How long the ranks wait for each other before they give a save up, in seconds."""
+        """How many seconds the ranks wait for each other before they abort a save."""
 
         job: str | None = None
         """The job's name. A start with the same name takes the folder over. None: from CHECKPOINTD_JOB, torchrun or Slurm."""

@@ -1,4 +1,4 @@
-"""TorchFTCheckpointdManager: the same for torchtitan's runs with torchft, where replica groups come and go.
+"""TorchFTCheckpointdManager: CheckpointdManager for runs of torchtitan with torchft, where replica groups come and go.
 
 Invariants
   TORCHFT-1  Only the replica group whose participating rank is 0 has an epoch in the common folder. The others only read there.
@@ -21,7 +21,7 @@ from checkpointd_client.settings import Options
 
 
 class TorchFTCheckpointdManager(TorchFTCheckpointManager, CheckpointdManager):
-    """Choose it by its Config, in place of torchtitan's TorchFTCheckpointManager."""
+    """A CheckpointManager for torchft: use its Config in place of that of torchtitan's TorchFTCheckpointManager."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointdManager.Config):

@@ -49,8 +49,8 @@ class TitanTargets:
             )
         if loaded.per_rank_left:
             raise MismatchError(
-                f"{', '.join(loaded.per_rank_left[:3])}: the ranks that saved {loaded.tag} had other values each. There is "
-                "another number of ranks now, so none can be chosen. Name the part in --checkpoint.exclude_from_loading"
+                f"{', '.join(loaded.per_rank_left[:3])}: each rank that saved {loaded.tag} had its own value, and the number "
+                "of ranks has changed, so no value fits. Name the part in --checkpoint.exclude_from_loading"
             )
         for name, part in (self.parts or {}).items():
             if isinstance(part, torch.optim.Optimizer) and name in self._state:
