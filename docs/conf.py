@@ -44,8 +44,6 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 autodoc_mock_imports = ["lightning", "pyarrow", "ray", "torchdata", "torchtitan"]  # not installed where the site is built
-# Frameworks that the environment of the site need not have.
-autodoc_mock_imports = ["lightning"]
 python_maximum_signature_line_length = 90
 
 # --- how it looks --------------------------------------------------------------------------------------------
