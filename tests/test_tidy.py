@@ -21,6 +21,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from checkpointd.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 SERVICE, CLIENT, TESTS = "checkpointd", "client/checkpointd_client", "tests"
 FOLDERS = (SERVICE, CLIENT, TESTS, "examples", "benchmarks", "docs")
@@ -366,6 +368,14 @@ def suggested_commands_are_whole(source: Source) -> Iterator[str]:
             yield f"{node.lineno}: a command in a message; instead: command(...) of checkpointd/commands.py, with root and tag"
 
 
+def suggested_commands_exist(source: Source) -> Iterator[str]:
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "command" and node.args:
+            name = getattr(node.args[0], "value", None)
+            if source.shipped and isinstance(name, str) and not name.startswith("-") and name not in COMMANDS:
+                yield f"{node.lineno}: there is no command {name!r}; instead: one that `checkpointd --help` lists"
+
+
 def names_say_something(source: Source) -> Iterator[str]:
     for name in PurePosixPath(source.path).with_suffix("").parts:
         if VAGUE.search(name):
@@ -390,6 +400,7 @@ RULES: tuple[Rule, ...] = (
     environment_is_read_once,
     only_the_cli_prints,
     suggested_commands_are_whole,
+    suggested_commands_exist,
     names_say_something,
     files_stay_small,
 )
@@ -405,6 +416,13 @@ def sources() -> list[Source]:
 def test_tidy(rule: Rule) -> None:
     found = [f"{source.path}:{violation}" for source in sources() for violation in rule(source)]
     assert not found, "\n".join(found)
+
+
+def test_pages_name_commands_that_exist() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = {(path.name, name) for path in pages for name in re.findall(r"`checkpointd ([a-z-]+)", path.read_text())}
+    assert ("OPERATING.md", "inspect") in named
+    assert sorted((page, name) for page, name in named if name not in COMMANDS and not name.startswith("-")) == []
 
 
 def test_reads_every_package() -> None:
@@ -462,6 +480,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (only_the_cli_prints, "client/checkpointd_client/a.py", "list(map(print, x))"),
     (suggested_commands_are_whole, "checkpointd/pipeline/a.py", "raise ValueError('`checkpointd verify` says how')"),
     (suggested_commands_are_whole, "client/checkpointd_client/a.py", "x = f'`checkpointd explain {tag}` says why'"),
+    (suggested_commands_exist, "client/checkpointd_client/a.py", "x = command('ls', root)"),
     *((names_say_something, f"{SERVICE}/{name}.py", "") for name in ("utils", "helpers", "common", "manager", "misc")),
     (names_say_something, "tests/test_utils_codec.py", ""),
     (names_say_something, "client/checkpointd_client/helpers/arena.py", ""),
@@ -497,6 +516,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (only_the_cli_prints, "checkpointd/cli/a.py", "print(1)"),
     (suggested_commands_are_whole, "checkpointd/cli/a.py", 'def f():\n    """As `checkpointd verify` does."""'),
     (suggested_commands_are_whole, "checkpointd/cli/a.py", "x = command('verify', root)"),
+    (suggested_commands_exist, "checkpointd/cli/a.py", "command('verify', root), command('--debug', 'list'), command(*words)"),
     (names_say_something, "checkpointd/commit/communal.py", ""),
     (files_stay_small, "checkpointd/store/a.py", "\n" * LINES_MAX),
 ]
