@@ -138,9 +138,12 @@ class Exporter:
             self._looked_at = now
         elif self._at == self._now and not self._log.fault:
             return True
-        while (agenda := await self._see()).due:
+        while True:
+            agenda = await self._see()
+            await self._let_go(agenda.going)  # before the next export, which may need their space
+            if not agenda.due:
+                break
             await self._export(agenda.due[0])
-        await self._let_go(agenda.going)
         self._up_to_date(agenda)
         return True
 
@@ -260,7 +263,7 @@ class Exporter:
 
     def _up_to_date(self, agenda: ExportAgenda) -> None:
         shown = self.progress
-        ours = [record for record in self._there.values() if record is not None and record.complete]
+        ours = [record for tag, record in self._there.items() if record is not None and record.complete and record.tag == tag]
         newest = max(ours, key=lambda record: record.order, default=None)
         shown.newest_tag = newest.tag if newest is not None else None
         shown.newest_step = newest.step if newest is not None else None

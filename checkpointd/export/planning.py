@@ -30,10 +30,20 @@ def planned(
     root: str,
     tried: Collection[str] = (),
 ) -> ExportAgenda:
-    """`there`: the names at the place, each with its record if it is an export. `tried`: attempts to skip for now."""
+    """`there`: the names at the place, each with its record if it is an export. `tried`: attempts to skip for now.
+
+    A copy of an export under another name is nobody's. Exports of commits newer than all at the root are of a root that was
+    there before, or of checkpoints that were deleted by hand: they stay, and `keep_last` does not count them.
+    """
     wanted = [one for one in newest_first if config.every_steps is None or one.outcome.step % config.every_steps == 0]
     wanted = [one for one in wanted if one.read_back != "damaged"]
-    done = [record for record in there.values() if record is not None and record.complete and is_same_root(record.root, root)]
+    ours = {
+        name: record
+        for name, record in there.items()
+        if record is not None and record.tag == name and is_same_root(record.root, root)
+    }
+    newest = max((one.outcome.order for one in newest_first), default=(0, 0))
+    done = [record for record in ours.values() if record.complete and record.order <= newest]
     orders = {one.outcome.order for one in wanted} | {record.order for record in done}
     kept = set(sorted(orders, reverse=True)[: config.keep_last])
     due, blocked = [], []
@@ -41,12 +51,11 @@ def planned(
         record = there.get(one.tag)
         if one.outcome.order not in kept or (record is not None and record.complete and record.is_of(one)):
             continue
-        if one.tag in there and (record is None or not is_same_root(record.root, root)):
+        if one.tag in there and one.tag not in ours:
             blocked.append(one)
         elif one.prefix not in tried:
             due.append(one)
-    newest = sorted(done, key=lambda record: record.order, reverse=True)
-    going = newest[config.keep_last :] if config.keep_last is not None else []
-    begun = [one for one in there.values() if one is not None and not one.complete and is_same_root(one.root, root)]
-    left = [record for record in begun if record.tag not in {one.tag for one in due}]
+    done.sort(key=lambda record: record.order, reverse=True)
+    going = done[config.keep_last :] if config.keep_last is not None else []
+    left = [record for record in ours.values() if not record.complete and record.tag not in {one.tag for one in due}]
     return ExportAgenda(tuple(due), tuple(blocked), (*reversed(going), *left))

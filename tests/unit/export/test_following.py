@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -144,6 +145,54 @@ async def test_a_converted_export_says_its_dtype(root: Store, tmp_path: Path, fi
     await exporter.round()
     config = json.loads((tmp_path / "to" / "global_step1" / "config.json").read_text())
     assert config == {"model_type": "llama", "dtype": "bfloat16"}
+    await ended(exporter)
+
+
+async def test_export_4_a_copy_of_an_export_at_the_place_is_not_taken_for_one(root: Store, tmp_path: Path, files: str) -> None:
+    """A copy has the record of another directory, which must neither go in its place nor make way for it."""
+    await save(root, 1, 2)
+    exporter = to_directory(root, tmp_path / "to", files=files, keep_last=2)
+    await exporter.round()
+    shutil.copytree(tmp_path / "to" / "global_step2", tmp_path / "to" / "best")
+    await exporter.round(again=True)
+    await save(root, 3)
+    await exporter.round(again=True)
+    assert sorted(os.listdir(tmp_path / "to"))[1:] == ["best", "global_step2", "global_step3"]
+    assert (exporter.progress.exported, exporter.progress.state) == (3, "up to date")
+    await ended(exporter)
+
+
+async def test_old_exports_go_before_the_next_one_needs_their_space(root: Store, tmp_path: Path, files: str) -> None:
+    await save(root, 1)
+    exporter, most = to_directory(root, tmp_path / "to", files=files, keep_last=1), 0
+    await exporter.round()
+    await save(root, 2)
+
+    async def look(nbytes: int) -> None:
+        nonlocal most
+        most = max(most, len([name for name in os.listdir(tmp_path / "to") if not name.startswith(".")]))
+        if exporter.progress.tag == "global_step2" and not nbytes:
+            await save(root, 3)  # commits while another one is exported
+
+    exporter._turn = look
+    await exporter.round()
+    assert most == 1
+    assert sorted(os.listdir(tmp_path / "to"))[1:] == ["global_step3"]
+    await ended(exporter)
+
+
+async def test_a_root_that_was_made_anew_is_exported_beside_the_exports_of_the_one_before(tmp_path: Path, files: str) -> None:
+    """The commits of the new root begin to count at 1, and those of the old exports are larger."""
+    before, now = MemoryStore("root"), MemoryStore("root")
+    await save(before, 10, 20, 30)
+    first = to_directory(before, tmp_path / "to", files=files, keep_last=2)
+    await first.round()
+    await ended(first)
+    await save(now, 1)
+    exporter = to_directory(now, tmp_path / "to", files=files, keep_last=2)
+    await exporter.round()
+    assert exporter.progress.exported == 1
+    assert sorted(os.listdir(tmp_path / "to"))[1:] == ["global_step1", "global_step20", "global_step30"]
     await ended(exporter)
 
 

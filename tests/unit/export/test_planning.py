@@ -65,7 +65,8 @@ NEWEST_FIRST = [checkpoint(step) for step in (60, 50, 40, 30, 20, 10)]
         ({"keep_last": 2}, (60, 30, 20), (50,), (20,)),  # 30 stays until 50 is there
         ({"keep_last": 1}, (60, 50, 10), (), (10, 50)),
         ({"every_steps": 20, "keep_last": 2}, (20,), (60, 40), ()),
-        ({"keep_last": 6}, (65, 60), (50, 40, 30, 20), ()),  # the root has no 65 any more; 10 would be let go at once
+        ({"keep_last": 6}, (60, 55), (50, 40, 30, 20), ()),  # the root has no 55 any more; 10 would be let go at once
+        ({"keep_last": 2}, (95, 90, 60), (50,), ()),  # of a root that was there before
     ],
 )
 def test_export_4_the_rule_chooses(
@@ -80,6 +81,12 @@ def test_export_4_the_rule_chooses(
 def test_a_checkpoint_that_is_damaged_or_was_tried_is_not_due() -> None:
     found = [checkpoint(3, read_back="damaged"), checkpoint(2), checkpoint(1, read_back="whole")]
     assert [one.tag for one in planned(found, {}, ExportConfig(to="/m"), ROOT, {"t2/00000001-0"}).due] == ["t1"]
+
+
+def test_a_copy_of_an_export_counts_for_nothing_and_is_in_the_way_of_its_name() -> None:
+    there = {"t60": record(checkpoint(60)), "best": record(checkpoint(60)), "t50": record(checkpoint(10))}
+    agenda = planned(NEWEST_FIRST, there, ExportConfig(to="/m", keep_last=2), ROOT)
+    assert ([one.tag for one in agenda.blocked], agenda.due, agenda.going) == (["t50"], (), ())
 
 
 def test_a_tag_that_was_saved_again_is_due_although_its_older_export_is_there() -> None:
