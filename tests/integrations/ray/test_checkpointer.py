@@ -171,6 +171,52 @@ def test_checkpoints_of_others_at_a_root_elsewhere_stay(worker: Worker, tmp_path
         assert [each.tag for each in ckpt.list()] == ["global_step4", "global_step3", "global_step1"]
 
 
+def test_what_the_training_function_saves_by_itself_stays(worker: Worker) -> None:
+    with RayCheckpointer(staging="eager") as ckpt:
+        ckpt.save(1, state(1.0), tag="mine").wait()
+        for step in (2, 3):
+            ckpt.report({}, step, state(step))
+            worker.upload()
+            wait_until_read_back(ckpt, f"global_step{step}")
+        ckpt.report({}, 4, state(4.0))
+        worker.upload()
+        assert [each.tag for each in ckpt.list()] == ["global_step4", "global_step3", "global_step2", "mine"]
+
+
+def test_a_directory_that_is_reported_again_names_the_newer_checkpoint(worker: Worker) -> None:
+    with RayCheckpointer(staging="eager") as ckpt:
+        for step, name in ((1, "last"), (2, "last"), (3, None), (4, None)):
+            ckpt.report({}, step, state(step), checkpoint_dir_name=name)
+            found = worker.upload()[1:2]
+            wait_until_read_back(ckpt, f"global_step{step}")
+        assert value_of(found[0]) == 2.0
+        assert [each.tag for each in ckpt.list()] == ["global_step4", "global_step3", "global_step2"]
+
+
+def test_a_reference_that_a_killed_worker_left_unfinished_keeps_nothing_at_the_root(worker: Worker, tmp_path: Path) -> None:
+    half = tmp_path / "run1" / "checkpoint_half"
+    half.mkdir()
+    (half / "checkpointd.json").write_text('{"root": "../ch')
+    with RayCheckpointer(staging="eager") as ckpt:
+        for step in (1, 2):
+            ckpt.report({}, step, state(step))
+        first, _ = worker.upload()
+        wait_until_read_back(ckpt, "global_step2")
+        fs.LocalFileSystem().delete_dir(first.path)
+        ckpt.report({}, 3, state(3.0))
+        worker.upload()
+        assert [each.tag for each in ckpt.list()] == ["global_step3", "global_step2"]
+
+
+def test_metrics_that_only_ray_can_keep_do_not_end_training(worker: Worker) -> None:
+    metrics: dict[str, Any] = {f"metric{number}": number for number in range(2000)}
+    with RayCheckpointer() as ckpt:
+        handle = ckpt.report({**metrics, "x" * 2000: 1.0, "large": 10**400, "": 0.0}, 1, state(1.0))
+        worker.upload()
+    assert handle is not None
+    assert handle.phase == "committed"
+
+
 def test_a_run_that_was_moved_refers_to_its_own_checkpoints(worker: Worker, tmp_path: Path) -> None:
     with RayCheckpointer() as ckpt:
         ckpt.report({}, 1, state(1.0))

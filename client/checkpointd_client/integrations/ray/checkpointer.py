@@ -3,8 +3,8 @@
 Invariants
   RAY-1  Ray registers a save only when it has ended on all ranks, and what it registers can be loaded: the checkpoint, or, if
       the save failed, the newest one before it. A save that fails does not end training.
-  RAY-2  A checkpoint whose reference Ray has removed is removed at the root once a newer one that stays was read back. No other
-      one is removed.
+  RAY-2  A checkpoint whose reference Ray has removed is removed at the root once a newer one that stays was read back. At the
+      run's own root, so is one that report() has saved and that has no reference, since a worker died. No other one is removed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,15 +21,20 @@ from typing import Any
 from ray import train
 from ray.train import CheckpointUploadMode
 
+from checkpointd.daemon.protocol.wire import METRICS_MAX
 from checkpointd.errors import CheckpointdError, UsageError
 from checkpointd.waits import Waiting
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.ray import reference
 from checkpointd_client.integrations.ray.reference import OF_THE_RUN, Reference
 from checkpointd_client.integrations.ray.storage import root_of
+from checkpointd_client.saver import check_metrics
 from checkpointd_client.saves.handle import SaveHandle
 
 log = logging.getLogger("checkpointd")
+
+REPORTED = "ray_report"
+"""The metric by which a checkpoint says that report() has saved it."""
 
 
 class RayCheckpointer(Checkpointer):
@@ -89,8 +95,7 @@ class RayCheckpointer(Checkpointer):
         if step is None or state is None:
             train.report(metrics, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
             return None
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        handle = self.save(step, state, tag=tag, client_state=client_state, metrics=numbers, required=required)
+        handle = self.save(step, state, tag=tag, client_state=client_state, metrics=_numbers(metrics), required=required)
         if handle.phase == "skipped":
             train.report(metrics, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
             return handle
@@ -151,22 +156,33 @@ class RayCheckpointer(Checkpointer):
         found.write(self._storage.storage_filesystem, directory)
         if error is None:
             try:
-                self._remove_dropped(handle.tag)
+                self._remove_dropped(handle.tag, directory)
             except (CheckpointdError, OSError) as fault:
                 log.warning("checkpoints that Ray has removed are still at %s: %s", self.status().root, fault)
 
-    def _remove_dropped(self, reported: str) -> None:
-        """Of the checkpoints older than the `reported` one, remove those whose references Ray has removed (RAY-2)."""
+    def _remove_dropped(self, reported: str, directory: str) -> None:
+        """Of the checkpoints older than the `reported` one of `directory`, remove those without a reference (RAY-2)."""
         storage, before = self._storage, set(self._seen.values())
+        self._seen.pop(directory, None)  # a `checkpoint_dir_name` may be given twice
         self._seen = reference.tags(storage.storage_filesystem, storage.experiment_fs_path, self._seen)
         named = set(self._seen.values())
         self._dropped = (self._dropped | before) - named
         is_older = is_safe = False
         for checkpoint in self.list():
-            # The run's own root has only its own checkpoints: one without a reference was never reported, or was dropped while
-            # no worker ran.
-            is_dropped = checkpoint.tag in self._dropped or (self._is_of_the_run and checkpoint.tag not in named)
+            # Without a reference, it was never reported, or was dropped while no worker ran.
+            is_unnamed = self._is_of_the_run and REPORTED in checkpoint.metrics and checkpoint.tag not in named
+            is_dropped = checkpoint.tag in self._dropped or is_unnamed
             if is_older and is_safe and is_dropped:
                 self.delete(checkpoint.tag)
             is_older |= checkpoint.tag == reported
             is_safe |= checkpoint.verified and not is_dropped
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that a checkpoint can keep; Ray keeps all of them."""
+    found: dict[str, float] = {REPORTED: 1.0}
+    for name, value in metrics.items():
+        if isinstance(value, int | float) and len(found) < METRICS_MAX:
+            with suppress(UsageError):
+                found.update(check_metrics({name: +value}))
+    return found

@@ -58,7 +58,7 @@ def read(filesystem: Any, directory: str) -> Reference:
 
 def tags(filesystem: Any, experiment: str, known: Mapping[str, str | None]) -> dict[str, str | None]:
     """The directories in `experiment` that hold a reference, with the tags that these name. Those that are `known` are not
-    read again: a reference never changes.
+    read again.
     """
     from pyarrow.fs import FileSelector, FileType
 
@@ -68,8 +68,8 @@ def tags(filesystem: Any, experiment: str, known: Mapping[str, str | None]) -> d
             continue
         try:
             found[entry.path] = known[entry.path] if entry.path in known else read(filesystem, entry.path).tag
-        except UsageError:
-            continue  # Ray keeps other directories there, too
+        except (UsageError, FormatError):
+            continue  # Ray keeps other directories there, too, and a killed worker may leave a part of a reference
     return found
 
 
