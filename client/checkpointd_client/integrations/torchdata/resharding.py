@@ -81,7 +81,7 @@ class ReshardingLoader:
     any batch size. The next pass then continues after the samples that were seen. After a whole pass, the next one is the next
     epoch. If you leave a pass early, the next one begins the epoch again, as with torch's loaders.
 
-    Raises UsageError if `loader` has another sampler or no batch size.
+    Raises UsageError if `loader` has no such sampler, no batch size, or workers with in_order=False.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -93,12 +93,19 @@ class ReshardingLoader:
             )
         if loader.batch_size is None:
             raise UsageError("a ReshardingLoader needs a data loader with batch_size: it counts the samples of each batch")
+        if loader.num_workers and not getattr(loader, "in_order", True):
+            raise UsageError(
+                "a ReshardingLoader needs its batches in the order of the samples, and this data loader has in_order=False: "
+                "leave that out, since the position would skip samples that a slow worker still holds"
+            )
         self.loader, self.sampler = loader, loader.sampler
         self._batch_size = loader.batch_size
         self._taken = 0
         """The batches that this pass has given out."""
         self._pass: int | None = None
         """The epoch of the pass that is under way, or was left."""
+        self._turn: object = None
+        """That pass, unless a position was loaded since."""
 
     @property
     def epoch(self) -> int:
@@ -116,11 +123,22 @@ class ReshardingLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._pass == self.sampler.epoch:
             self.sampler.start = 0
-        self._taken, self._pass = 0, self.sampler.epoch
+        epoch, turn = self.sampler.epoch, object()
+        self._taken, self._pass, self._turn = 0, epoch, turn
         for batch in self.loader:
+            self._check(turn)
             self._taken += 1
             yield batch
-        self._begin(self._pass + 1, 0)
+        self._check(turn)
+        if self.sampler.epoch == epoch:
+            self._begin(epoch + 1, 0)
+
+    def _check(self, turn: object) -> None:
+        if self._turn is not turn:
+            raise UsageError(
+                "a position was loaded, or another pass was begun, while this pass over the data was under way, so its batches "
+                "do not count any more: leave its loop, and begin another `for batch in loader`"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches that were given out: the epoch, and how many samples of it all ranks have seen."""
@@ -165,4 +183,4 @@ class ReshardingLoader:
 
     def _begin(self, epoch: int, seen: int) -> None:
         self.sampler.epoch, self.sampler.start = epoch, seen
-        self._taken, self._pass = 0, None
+        self._taken, self._pass, self._turn = 0, None, None

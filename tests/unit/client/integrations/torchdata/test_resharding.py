@@ -222,3 +222,42 @@ def test_counting_is_of_samples_not_of_values() -> None:
     samples: Any = [7] * 6
     loader = ReshardingLoader(DataLoader(samples, batch_size=2, sampler=ReshardingSampler(samples)))
     assert Counter(flat([batch.tolist() for batch in loader])) == {7: 6}
+
+
+def test_workers_that_hand_out_batches_in_any_order_are_refused() -> None:
+    """The samples that were given out would be no first part of the order."""
+    samples: Any = range(4)
+    loader = DataLoader(samples, sampler=ReshardingSampler(samples), num_workers=1, in_order=False)
+    with pytest.raises(UsageError, match="in_order=False"):
+        ReshardingLoader(loader)
+
+
+def test_a_pass_ends_with_an_error_once_another_position_was_loaded() -> None:
+    (loader,) = loaders(6, 1)
+    passing = iter(loader)
+    next(passing)
+    state = loader.state_dict()
+    next(passing)
+    loader.load_state_dict(state)
+    with pytest.raises(UsageError, match="begin another `for batch in loader`"):
+        next(passing)
+    assert loader.state_dict() == state
+    assert flat(read([loader])[0]) == order(6)[1:]
+
+
+def test_of_two_passes_at_once_the_first_ends_with_an_error() -> None:
+    (loader,) = loaders(6, 1)
+    one, two = iter(loader), iter(loader)
+    next(one)
+    assert int(next(two)) == order(6)[0]
+    with pytest.raises(UsageError, match="another pass was begun"):
+        next(one)
+    assert [int(sample) for sample in two] == order(6)[1:]
+    assert loader.epoch == 1
+
+
+def test_an_epoch_that_is_set_inside_a_pass_comes_after_it() -> None:
+    (loader,) = loaders(6, 1)
+    for _ in loader:
+        loader.set_epoch(3)
+    assert loader.epoch == 3
