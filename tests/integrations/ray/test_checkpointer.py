@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,23 @@ def test_metrics_that_only_ray_can_keep_do_not_end_training(worker: Worker) -> N
         worker.upload()
     assert handle is not None
     assert handle.phase == "committed"
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["skipped", "refused"])
+def test_a_report_that_ray_does_not_take_keeps_nobody_waiting(worker: Worker, monkeypatch: Patch, raises: bool) -> None:
+    """Ray skips a report when another worker has failed meanwhile, and refuses metrics with tensors."""
+
+    def report(*_: object, **__: object) -> None:
+        if raises:
+            raise ValueError("metrics with tensors")
+
+    monkeypatch.setattr(train, "report", report)
+    with RayCheckpointer() as ckpt:
+        with suppress(ValueError):
+            ckpt.report({}, 1, state(1.0))
+        assert all(done.is_set() for done in ckpt._reporting)  # close() waits for these
+    with RayCheckpointer() as again:
+        assert again.latest() == "global_step1"
 
 
 def test_a_run_that_was_moved_refers_to_its_own_checkpoints(worker: Worker, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -101,13 +102,16 @@ class RayCheckpointer(Checkpointer):
             return handle
         done = threading.Event()
         self._reporting.add(done)
+        upload = partial(self._upload, handle, done)
+        # Ray may refuse a report, or skip it because another worker has failed. It then drops `upload` without a call.
+        weakref.finalize(upload, done.set).atexit = False
         train.report(
             metrics,
             checkpoint=train.Checkpoint(self._storage.experiment_fs_path, self._storage.storage_filesystem),
             checkpoint_dir_name=checkpoint_dir_name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=False,
-            checkpoint_upload_fn=partial(self._upload, handle, done),
+            checkpoint_upload_fn=upload,
             validation=validation,
         )
         return handle
