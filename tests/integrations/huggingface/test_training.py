@@ -19,7 +19,9 @@ from tests.e2e.rank_cases import noted_cases, show_cases
 SCRIPT = Path(__file__).with_name("training.py")
 TRAINER = ("eight_steps_are_four_and_four_that_are_resumed", "the_best_checkpoint_stays_and_is_loaded_in_the_end")
 REFUSED = ("a_damaged_checkpoint_is_not_resumed_from", "what_cannot_be_pickled_ends_the_save_and_leaves_nothing")
-STATE, SHARDED = ("a_state_is_saved_and_loaded",), ("a_sharded_state_is_saved_and_loaded",)
+OWN = ("what_a_method_of_the_user_writes_is_there_when_its_call_returns", "a_push_to_the_hub_leaves_the_store_out")
+STATE = ("a_state_is_saved_and_loaded",)
+SHARDED = ("eight_sharded_steps_are_four_and_four_that_are_resumed", "a_sharded_state_is_saved_and_loaded")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
@@ -36,13 +38,11 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_one_process(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    show_cases(subtests, tmp_path, ranks=1, output=said(alone(tmp_path, *TRAINER, *REFUSED, *STATE)))
+    show_cases(subtests, tmp_path, ranks=1, output=said(alone(tmp_path, *TRAINER, *REFUSED, *OWN, *STATE)))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "cases", [TRAINER, REFUSED[:1], STATE, ("a_sharded_state_is_saved_and_loaded",)], ids=lambda cases: cases[0]
-)
+@pytest.mark.parametrize("cases", [TRAINER, REFUSED[:1], STATE, SHARDED[:1], SHARDED[1:]], ids=lambda cases: cases[0])
 def test_two_ranks(tmp_path: Path, subtests: pytest.Subtests, cases: tuple[str, ...]) -> None:
     show_cases(subtests, tmp_path, ranks=2, output=said(run_ranks(SCRIPT, tmp_path, *cases, limit_s=450)))
 

@@ -59,7 +59,12 @@ class After(TrainerCallback):
 
 
 def trainer_of(
-    folder: Path, last: int, act: Callable[[int], None] = lambda _: None, model: Any = None, **options: Any
+    folder: Path,
+    last: int,
+    act: Callable[[int], None] = lambda _: None,
+    model: Any = None,
+    kind: type[Trainer] = Trainer,
+    **options: Any,
 ) -> Trainer:
     """A Trainer of a tiny model with dropout, which saves every second of its eight steps and stops after `last`."""
     set_seed(0)
@@ -86,7 +91,7 @@ def trainer_of(
     )
     made = LlamaForCausalLM(config)
     made = made if model is None else model(made)
-    return Trainer(made, arguments, train_dataset=Examples(), eval_dataset=Examples(), callbacks=[After(last, act)])
+    return kind(made, arguments, train_dataset=Examples(), eval_dataset=Examples(), callbacks=[After(last, act)])
 
 
 def state_of(trainer: Trainer) -> list[Any]:
@@ -104,6 +109,7 @@ def state_of(trainer: Trainer) -> list[Any]:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two states are the same, bit for bit."""
+    one, other = (getattr(each, "_local_tensor", each) for each in (one, other))
     if isinstance(one, torch.Tensor | np.ndarray):
         return bool((torch.as_tensor(one).view(-1) == torch.as_tensor(other).view(-1)).all())
     if isinstance(one, dict):
@@ -160,6 +166,34 @@ def eight_steps_are_four_and_four_that_are_resumed(folder: Path) -> None:
     assert same(dict(loaded.state_dict()), dict(resumed.model.state_dict()))  # type: ignore[union-attr]  # a module
 
 
+class ShardedTrainer(Trainer):
+    """With FSDP2, which the Trainer and Accelerate choose on devices only."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        shard_on_cpu(self.accelerator)
+        self.is_fsdp_enabled = True
+
+
+def eight_sharded_steps_are_four_and_four_that_are_resumed(folder: Path) -> None:
+    from torch.distributed.tensor import DTensor
+
+    whole = trainer_of(folder / "whole", 8, kind=ShardedTrainer)
+    whole.train()
+    assert all(isinstance(value, DTensor) for value in whole.model.parameters())  # type: ignore[union-attr]  # a module
+    assert phase() == "committed"
+    assert shown(folder / "whole") == [4, 6, 8], shown(folder / "whole")
+    trainer_of(folder / "parts", 4, kind=ShardedTrainer).train()
+    together()
+    resumed = trainer_of(folder / "parts", 8, kind=ShardedTrainer)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(state_of(whole), state_of(resumed))
+    assert shown(folder / "parts") == [4, 6, 8]
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        names = {path.name for path in (folder / "parts" / "checkpoint-8" / part).iterdir()}
+        assert names == {".metadata", *(f"__{rank}_0.distcp" for rank in range(WORLD))}, names
+
+
 def the_best_checkpoint_stays_and_is_loaded_in_the_end(folder: Path) -> None:
     kept: dict[int, Any] = {}
     options = {"eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True, "metric_for_best_model": "eval_loss"}
@@ -193,18 +227,65 @@ def a_damaged_checkpoint_is_not_resumed_from(folder: Path) -> None:
 
 def what_cannot_be_pickled_ends_the_save_and_leaves_nothing(folder: Path) -> None:
     trainer = trainer_of(folder, 2)
-    save = trainer._save_scaler
-
-    def refused(directory: str) -> None:
-        save(directory)
-        torch.save({"a function": lambda: None}, os.path.join(directory, "extra.pt"))
-
-    trainer._save_scaler = refused  # type: ignore[method-assign]  # as a subclass would
-    with pytest.raises(StateError, match=r"extra.pt cannot be saved as torch.save saves it, because of 'a function'"):
+    trainer.args.a_function = lambda: None  # type: ignore[attr-defined]  # of the user's
+    with pytest.raises(StateError, match=r"training_args.bin cannot be saved as torch.save saves it: Can't pickle"):
         trainer.train()
     INSTALLED.settle()
     assert phase() == "failed"
     assert shown(folder) == []
+
+
+def what_a_method_of_the_user_writes_is_there_when_its_call_returns(folder: Path) -> None:
+    """It saves an average in place of the weights, puts these back by a way that torch does not count, renames and reads."""
+    trainer = trainer_of(folder, 2)
+    save, model = trainer.save_model, trainer.model
+    assert isinstance(model, torch.nn.Module)
+
+    def saved(output_dir: str, _internal_call: bool = False) -> None:
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.fill_(7)
+        save(output_dir, _internal_call)
+        for parameter, own in zip(model.parameters(), weights, strict=True):
+            parameter.data.copy_(own)
+        torch.save(weights[0], os.path.join(output_dir, "head.tmp"))
+        os.replace(os.path.join(output_dir, "head.tmp"), os.path.join(output_dir, "head.pt"))
+        assert os.path.getsize(os.path.join(output_dir, "model.safetensors"))
+
+    trainer.save_model = saved  # type: ignore[method-assign,assignment]  # as a subclass would
+    trainer.train()
+    assert phase() == "committed"
+    loaded = LlamaForCausalLM.from_pretrained(folder / "checkpoint-2")
+    assert all(bool((value == 7).all()) for value in loaded.parameters())
+    assert (folder / "checkpoint-2" / "head.pt").is_file()
+
+
+def a_push_to_the_hub_leaves_the_store_out(folder: Path) -> None:
+    from huggingface_hub import HfApi
+
+    trainer = trainer_of(folder, 2)
+    trainer.train()
+    (folder / "notes.txt").write_text("of the user's")
+    trainer.hub_model_id, trainer.create_model_card = "a/b", lambda **_: None  # type: ignore[method-assign]  # not asked for
+    added: list[str] = []
+
+    class Uploaded(Exception):
+        """Nothing goes further."""
+
+    usual = HfApi._prepare_upload_folder_additions
+
+    def noted(*args: Any, **options: Any) -> Any:
+        added.extend(one.path_in_repo for one in usual(*args, **options))
+        raise Uploaded
+
+    HfApi._prepare_upload_folder_additions = noted  # type: ignore[method-assign]  # there is no network
+    try:
+        with pytest.raises(Uploaded):
+            trainer.push_to_hub()
+    finally:
+        HfApi._prepare_upload_folder_additions = usual  # type: ignore[method-assign]
+    assert added, "a file beside the checkpoint and the store"
+    assert not [path for path in added if ".checkpointd" in path or "checkpoint-2" in path], added
 
 
 def adapters_are_saved_alone_and_resumed(folder: Path) -> None:

@@ -66,6 +66,8 @@ class Filling:
     refused: Callable[[BaseException], None] = lambda _: None
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """The arguments of the engine's save_checkpoint, without the directory."""
+    is_taking: bool = True
+    """Whether files of tensors are taken, and not written before the call returns."""
 
     @property
     def above(self) -> str:
@@ -121,6 +123,18 @@ class Filling:
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.keeping():
                 return function(*args, **kwargs)
+
+        return call
+
+    def written_at_once(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose files are all written before their calls return."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.is_taking = False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.is_taking = True
 
         return call
 

@@ -72,16 +72,22 @@ class Taking:
         name = os.path.relpath(os.path.abspath(os.fspath(path)), self._folder)
         with suppress(FormatError):
             check_names([name, *(self._captured.keys() - {name})])
-            return name
+            if filling.is_taking:
+                return name
+            self._forget(name)
         return None
+
+    def _forget(self, name: str) -> None:
+        self._captured.pop(name, None)
+        self._versions = [known for known in self._versions if known[0] != name]
 
     def take(self, name: str, capture: Callable[[set[int]], CapturedFile]) -> None:
         """Take the file `name` in place of one that was written under this name before."""
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self._folder, name))
         file = capture(self._stepped)
+        self._forget(name)
         self._captured[name] = file
-        self._versions = [known for known in self._versions if known[0] != name]
         self._versions += [(name, leaf.tensor, leaf.tensor._version) for leaf in file.leaves if not leaf.tensor.is_inference()]
 
 

@@ -8,6 +8,9 @@ Invariants
       one.
   TRAINER-2  A rotation removes no committed checkpoint in favour of one that has not committed (`rotating.py`).
   TRAINER-3  A function that looks for files of a save in flight waits for it first.
+  TRAINER-4  What a user's own method of the Trainer writes is written before the call returns: the method may rename or read
+      the files, or change weights until it returns, in ways that torch does not count.
+  TRAINER-5  The store is not uploaded to the hub.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from checkpointd_client.integrations.huggingface.filling import Wanted, chosen, current, filling_of, serves
+from checkpointd.layout.keys import SERVICE
+from checkpointd_client.integrations.huggingface.filling import Filling, Wanted, chosen, current, filling_of, serves
 from checkpointd_client.integrations.huggingface.replacing import SAVES, Function, instead, replace, settled
 from checkpointd_client.integrations.huggingface.rotating import Limit
 
@@ -44,6 +48,7 @@ def teach_trainer() -> None:
         replace(jit.CheckpointManager, "execute_jit_checkpoint", _saving_at_once)
     for name, wrap in _OF_TRAINER.items():
         replace(module.Trainer, name, wrap)
+    replace(importlib.import_module("huggingface_hub").HfApi, "upload_folder", _uploading)
 
 
 def _engine_of(trainer: Any) -> Any:
@@ -72,7 +77,7 @@ def _saving_checkpoint(original: Function) -> Function:
                 save_to_json(path)
 
         pushes: list[str] = []
-        steps = {name: filling.kept(getattr(self, name)) for name in _WRITING if hasattr(self, name)}
+        steps = {name: filling.kept(_step(self, name, filling)) for name in _WRITING if hasattr(self, name)}
         if hasattr(self, "_push_from_checkpoint"):
             steps["_push_from_checkpoint"] = pushes.append
         with (
@@ -92,6 +97,14 @@ def _saving_checkpoint(original: Function) -> Function:
 
 
 _WRITING = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+
+
+def _step(trainer: Any, name: str, filling: Filling) -> Function:
+    """The Trainer's method `name`; within it, what is not the library's own code takes no files (TRAINER-4)."""
+    method: Function = getattr(trainer, name)
+    methods = [method, *([trainer._save] if name == "save_model" and hasattr(trainer, "_save") else [])]
+    is_own = all(str(getattr(one, "__module__", "")).partition(".")[0] == "transformers" for one in methods)
+    return method if is_own else filling.written_at_once(method)
 
 
 def _name_best(state: Any, run_dir: str, elsewhere: str) -> None:
@@ -121,6 +134,15 @@ def _rotating(original: Function) -> Function:
         SAVES.limit(filling.real(os.fspath(output_dir)), limit)
 
     return rotate_checkpoints
+
+
+def _uploading(original: Function) -> Function:
+    @functools.wraps(original)
+    def upload_folder(self: Any, *args: Any, ignore_patterns: list[str] | str | None = None, **kwargs: Any) -> Any:
+        given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or ())
+        return original(self, *args, ignore_patterns=[*given, f"{SERVICE}/*", f"*/{SERVICE}/*"], **kwargs)
+
+    return upload_folder
 
 
 def _saving_at_once(original: Function) -> Function:

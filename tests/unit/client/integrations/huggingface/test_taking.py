@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from checkpointd.errors import StateError
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
-from checkpointd_client.integrations.huggingface.filling import Filled, Filling
+from checkpointd_client.integrations.huggingface.filling import Filled, Filling, current
 from checkpointd_client.integrations.huggingface.saving import stepped
 from checkpointd_client.integrations.huggingface.taking import Taking
 
@@ -57,6 +57,25 @@ def test_a_file_is_as_it_was_when_it_was_written_or_the_save_is_refused(tmp_path
             taking.files()
         torch.save(weights, folder / "weights.pt")  # again, as it is now
         assert taking.files().keys() == {"state.pt", "weights.pt"}
+
+
+def test_what_is_written_at_once_is_there_and_takes_the_place_of_what_was_taken(tmp_path: Path) -> None:
+    """As a method of the user does that writes a file, gives it its name, and reads it."""
+
+    def write(folder: Path) -> None:
+        torch.save(torch.ones(3), folder / "head.pt.tmp")
+        (folder / "head.pt.tmp").rename(folder / "head.pt")
+        assert torch.load(folder / "head.pt").sum() == 3
+        torch.save(torch.ones(4), folder / "weights.pt")
+
+    with filled(tmp_path) as (folder, taking):
+        torch.save(torch.zeros(4), folder / "weights.pt")
+        filling = current()
+        assert filling is not None
+        filling.written_at_once(write)(folder)
+        torch.save(torch.ones(3), folder / "optimizer.pt")
+        assert taking.files().keys() == {"optimizer.pt"}
+        assert torch.load(folder / "weights.pt").sum() == 4
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -124,3 +124,12 @@ def test_the_best_checkpoint_stays_until_a_better_one_has_committed(run: Run, sa
     ended: list[str | None] = []
     trainer._finalizing(lambda training: ended.append(training.state.best_model_checkpoint))(Training())
     assert ended == [best]
+
+
+def test_the_store_is_not_uploaded_to_the_hub() -> None:
+    asked: list[list[str]] = []
+    upload = trainer._uploading(lambda _self, ignore_patterns: asked.append(ignore_patterns))
+    for given in (None, "_*", ["_*", "checkpoint-*"]):
+        upload("the hub", ignore_patterns=given)
+    store = [".checkpointd/*", "*/.checkpointd/*"]
+    assert asked == [store, ["_*", *store], ["_*", "checkpoint-*", *store]]
