@@ -21,7 +21,7 @@ import torch
 from checkpointd.errors import StateError, UsageError
 from checkpointd_client.capture.tensor_kinds import four_bit
 from checkpointd_client.capture.tensor_kinds.contexts import name_of
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind, swap
 from checkpointd_client.capture.tensor_kinds.nested import Jagged, StridedNested
 from checkpointd_client.capture.tensor_kinds.quantized import Quantized
 from checkpointd_client.capture.tensor_kinds.sparse import SparseCompressed, SparseCoo
@@ -31,6 +31,8 @@ _FLATTEN, _UNFLATTEN = "__tensor_flatten__", "__tensor_unflatten__"
 
 class WrapperClass(TensorKind):
     """A class of wrapper tensors that follow torch's protocol: `__tensor_flatten__` and `__tensor_unflatten__`."""
+
+    swaps = True
 
     def __init__(self, cls: Any) -> None:
         self.name, self._class = name_of(cls), cls
@@ -62,7 +64,7 @@ class WrapperClass(TensorKind):
         return made.requires_grad_() if facts.requires_grad else made
 
     def refill(self, live: Any, made: torch.Tensor) -> None:
-        live.copy_(made)
+        swap(live, made)  # its copy_ might keep the context that `live` has
 
     def plain(self, tensor: Any) -> torch.Tensor:
         dense: torch.Tensor = tensor.dequantize()

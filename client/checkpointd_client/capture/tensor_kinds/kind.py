@@ -42,6 +42,8 @@ class TensorKind(ABC):
     """The names that its inner tensors may have; None if the class decides."""
     needed: frozenset[str] = frozenset()
     """The names that its inner tensors must have."""
+    swaps: bool = False
+    """Whether `refill` swaps, which torch refuses for a tensor that a weak reference refers to."""
 
     @abstractmethod
     def apart(self, tensor: Any) -> Apart:
@@ -63,3 +65,12 @@ class TensorKind(ABC):
         """The values of `tensor` as an ordinary tensor. Any error means that it has none."""
         dense: torch.Tensor = tensor.to_dense()
         return dense
+
+
+def swap(live: torch.Tensor, made: torch.Tensor) -> None:
+    """Give the object `live` all that `made` is. It stays a parameter. RuntimeError or AttributeError if torch refuses."""
+    if isinstance(live, torch.nn.Parameter):
+        made = torch.nn.Parameter(made.detach(), requires_grad=live.requires_grad)
+    else:
+        made = made.detach().requires_grad_(live.requires_grad)
+    torch.utils.swap_tensors(live, made)

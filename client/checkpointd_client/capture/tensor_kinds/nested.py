@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind, swap
 
 _LENGTHS = "lengths"
 
@@ -20,6 +20,7 @@ class Jagged(TensorKind):
     name = "jagged"
     names = frozenset({"values", "offsets", _LENGTHS, "min_seqlen_tensor", "max_seqlen_tensor"})
     needed = frozenset({"values", "offsets"})
+    swaps = True
 
     def apart(self, tensor: Any) -> Apart:
         names, context = tensor.__tensor_flatten__()
@@ -39,7 +40,7 @@ class Jagged(TensorKind):
         return made
 
     def refill(self, live: torch.Tensor, made: torch.Tensor) -> None:
-        _swap(live, made)
+        swap(live, made)
 
     def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         values, offsets, lengths = inner["values"], inner["offsets"], inner.get(_LENGTHS)
@@ -59,12 +60,13 @@ class StridedNested(TensorKind):
 
     name = "nested"
     names = needed = frozenset({"buffer"})
+    swaps = True
 
     def apart(self, tensor: Any) -> Apart:
-        plain = tensor.detach()
+        plain, count = tensor.detach(), tensor.size(0)
         context = {
-            "sizes": plain._nested_tensor_size().tolist(),
-            "strides": plain._nested_tensor_strides().tolist(),
+            "sizes": plain._nested_tensor_size().tolist() if count else [],  # torch has no table of none
+            "strides": plain._nested_tensor_strides().tolist() if count else [],
             "offsets": plain._nested_tensor_storage_offsets().tolist(),
         }
         buffer = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -74,11 +76,15 @@ class StridedNested(TensorKind):
     def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
         self.check(facts, inner, context)
         parts = (torch.tensor(context[name], dtype=torch.int64) for name in ("sizes", "strides", "offsets"))
-        made: torch.Tensor = torch._nested_view_from_buffer(inner["buffer"], *parts)
+        made: torch.Tensor
+        if context["sizes"]:
+            made = torch._nested_view_from_buffer(inner["buffer"], *parts)
+        else:
+            made = torch.nested.nested_tensor([], dtype=facts.dtype, device=inner["buffer"].device)
         return made.requires_grad_() if facts.requires_grad else made
 
     def refill(self, live: torch.Tensor, made: torch.Tensor) -> None:
-        _swap(live, made)
+        swap(live, made)
 
     def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         sizes, strides, offsets = context["sizes"], context["strides"], context["offsets"]
@@ -90,10 +96,3 @@ class StridedNested(TensorKind):
 
     def plain(self, tensor: Any) -> torch.Tensor:
         raise ValueError("a nested tensor has no plain shape")
-
-
-def _swap(live: torch.Tensor, made: torch.Tensor) -> None:
-    """Give the object `live` the content of `made`. torch has no way to change the sizes of a nested tensor in place."""
-    trained = live.requires_grad
-    made = torch.nn.Parameter(made, requires_grad=trained) if isinstance(live, torch.nn.Parameter) else made.detach()
-    torch.utils.swap_tensors(live, made.requires_grad_(trained))

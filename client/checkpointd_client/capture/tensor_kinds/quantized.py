@@ -50,7 +50,7 @@ class Quantized(TensorKind):
         return made
 
     def refill(self, live: torch.Tensor, made: torch.Tensor) -> None:
-        live.copy_(made)
+        live.data = made  # copy_() refuses another scheme, such as channels in place of the whole tensor
 
     def plain(self, tensor: Any) -> torch.Tensor:
         dense: torch.Tensor = tensor.dequantize()

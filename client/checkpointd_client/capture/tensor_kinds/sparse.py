@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind, swap
 
 
 class SparseCoo(TensorKind):
@@ -30,7 +30,7 @@ class SparseCoo(TensorKind):
         )
 
     def refill(self, live: torch.Tensor, made: torch.Tensor) -> None:
-        live.copy_(made)
+        live.data = made  # copy_() refuses another number of sparse dimensions
 
     def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         torch._validate_sparse_coo_tensor_args(inner["indices"], inner["values"], facts.shape, bool(context["is_coalesced"]))
@@ -61,8 +61,15 @@ class SparseCompressed(TensorKind):
         )
 
     def refill(self, live: torch.Tensor, made: torch.Tensor) -> None:
-        live.resize_as_sparse_(made)
-        live.copy_(made)
+        if self._index_dtype(live) == self._index_dtype(made):
+            live.resize_as_sparse_(made)
+            live.copy_(made)
+        else:
+            swap(live, made)
+
+    def _index_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        indices: torch.Tensor = getattr(tensor.detach(), self._indices)()
+        return indices.dtype
 
     def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         torch._validate_sparse_compressed_tensor_args(

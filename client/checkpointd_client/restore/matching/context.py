@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import msgspec
 import torch
 
 from checkpointd.layout import tree
@@ -66,6 +67,8 @@ class Context(ABC):
         self.classes = classes
         self.materialised: dict[int, str] = {}
         """By the id() of each tensor on the meta device that gets memory, the stored tensor that fills it."""
+        self.composites: dict[int, tuple[torch.Tensor, tree.Node]] = {}
+        """By its id(), each tensor that is composite or gets the values of one, and the stored tensor that fills it."""
         self.addresses: set[int] = set()
         """Where the memory begins that these tensors have got."""
         self.low_bit = False
@@ -113,6 +116,11 @@ class Context(ABC):
         if isinstance(one, tree.Dict) and isinstance(two, tree.Dict):
             ours, theirs = ({tree.encode(key): child for key, child in node.items} for node in (one, two))
             return ours.keys() == theirs.keys() and all(self.are_alike(child, theirs[key]) for key, child in ours.items())
+        if isinstance(one, tree.Composite) and isinstance(two, tree.Composite):
+            heads = (tree.encode(msgspec.structs.replace(node, inner=())) for node in (one, two))
+            inner, others = dict(one.inner), dict(two.inner)
+            same = len(set(heads)) == 1 and inner.keys() == others.keys()
+            return same and all(self.are_alike(child, others[name]) for name, child in inner.items())
         if isinstance(one, tree.Tensor) and isinstance(two, tree.Tensor):
             was, other = self.stored.place(one.fqn), self.stored.place(two.fqn)
             if not was.whole or not other.whole or (was.dtype, was.shape) != (other.dtype, other.shape):

@@ -93,7 +93,7 @@ def _plain(match: Context, node: tree.Tensor, wanted: Range) -> Read:
     if not is_floating(dtype):
         raise ValueError(f"{dtype} is stored, which is no floating dtype")
     row = _rows(match, node, wanted)
-    return lambda: row().float()
+    return lambda: _real(row())
 
 
 def _rows(match: Context, node: tree.Tensor, wanted: Range) -> Read:
@@ -130,6 +130,8 @@ def _stored(match: Context, node: tree.Composite) -> _Stored:
     inner = {name: child for name, child in node.inner if isinstance(child, tree.Tensor)}
     if dtype is None or len(inner) != len(node.inner):
         raise ValueError(f"a {node.kind} tensor of {node.dtype} with other tensors inside is stored")
+    if dtype.is_complex:
+        raise ValueError(f"{node.dtype} is stored, which is no real dtype")
     context = contexts.decode(node.context, match.classes.in_context)
     return _Stored(match.classes.kind(node.kind), OuterFacts(node.shape, dtype), context, inner)
 
@@ -185,6 +187,11 @@ def _whole(match: Context, node: tree.Tensor) -> Read:
 def _numbers(stored: _Stored, facts: OuterFacts, inner: dict[str, torch.Tensor], context: Any, fqn: str) -> torch.Tensor:
     try:
         made = stored.kind.made(facts, inner, context)
-        return stored.kind.plain(made).reshape(-1).float()
+        return _real(stored.kind.plain(made)).reshape(-1)
     except Exception as error:  # of the user's class
         raise FormatError(f"{fqn}: the stored {stored.kind.name} tensor cannot be converted: {error}", fqn=fqn) from error
+
+
+def _real(numbers: torch.Tensor) -> torch.Tensor:
+    """In float32, or in float64 where that loses less."""
+    return numbers.double() if numbers.dtype is torch.float64 or not numbers.is_floating_point() else numbers.float()

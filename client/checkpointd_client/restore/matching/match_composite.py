@@ -11,6 +11,8 @@ Invariants
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,9 +23,9 @@ from checkpointd.layout import tree
 from checkpointd_client.capture.dtypes import ALL
 from checkpointd_client.capture.tensor_kinds import contexts
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, inner_held, range_of
-from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind, swap
 from checkpointd_client.capture.tensor_kinds.sharded import ROWS, elementwise, within
-from checkpointd_client.capture.tensors import PLAIN_TENSORS
+from checkpointd_client.capture.tensors import PLAIN_TENSORS, is_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.bind import Binding
 from checkpointd_client.restore.building import Build
@@ -40,11 +42,17 @@ def match_composite(match: Context, live: Any, node: tree.Node, fqn: str) -> Bui
     if is_dtensor(live):
         _match_sharded(match, live, node, fqn)
         return None
+    _, known = match.composites.setdefault(id(live), (live, node))
+    if known is not node and not match.are_alike(known, node):
+        match.mismatched.append(
+            f"{fqn}: this tensor is tied to another one now, and was stored as different tensors of different values"
+        )
+        return None
     kind = match.classes.kind_of(live)
     if isinstance(node, tree.Composite) and kind is not None and _is_alike(node, kind, live):
         return _match_alike(match, live, node, kind, fqn)
     shape = conversion.shape_of(match, node)
-    _convert(match, node, live, (0, math.prod(shape)), tuple(live.shape) if not live.is_nested else (), fqn)
+    _convert(match, node, live, (0, math.prod(shape)), shape, fqn)
     return None
 
 
@@ -57,6 +65,9 @@ def _is_alike(node: tree.Composite, kind: TensorKind, live: torch.Tensor) -> boo
 
 def _match_alike(match: Context, live: torch.Tensor, node: tree.Composite, kind: TensorKind, fqn: str) -> Build | None:
     """Match a live tensor with a stored one of the same kind, shape and dtype."""
+    if is_meta(live):
+        _replace(match, live, node, fqn, partial(_swap_meta, live, fqn))
+        return None
     facts = _facts(node, fqn)
     try:
         apart = kind.apart(live)
@@ -75,8 +86,22 @@ def _match_alike(match: Context, live: torch.Tensor, node: tree.Composite, kind:
     if kind.name in BLOCKS:
         _convert(match, node, live, (0, live.numel()), tuple(live.shape), fqn)
         return None
-    build = fresh(match, node, fqn, live.device)
-    return match.do(StepOrder.CONTAINERS, build, partial(_refill, kind, live))
+    if kind.swaps:
+        _replace(match, live, node, fqn, partial(_refill, kind, live, fqn))
+        return None
+    return match.do(StepOrder.CONTAINERS, fresh(match, node, fqn, live.device), partial(_refill, kind, live, fqn))
+
+
+def _replace(match: Context, live: Any, node: tree.Composite, fqn: str, apply: Callable[[torch.Tensor], None]) -> None:
+    """Make the stored tensor anew, for `apply` to swap it with `live`."""
+    if weakref.getweakrefcount(live):
+        match.mismatched.append(
+            f"{fqn}: {words(node)} is stored whose parts do not fit into this one as it is, and torch cannot change it, since "
+            "something, such as compiled code, holds a weak reference to it: load before that is made"
+        )
+        return
+    device = None if is_meta(live) else live.device
+    match.do(StepOrder.CONTAINERS, fresh(match, node, fqn, device), apply)
 
 
 # --- DTensors -------------------------------------------------------------------------------------------------------
@@ -170,16 +195,26 @@ def _convert(
     shape: tuple[int, ...],
     fqn: str,
 ) -> None:
-    """Fill `live`, of the class or dtype that it has, with the range `wanted` of the stored tensor, if that is allowed."""
+    """Fill `live`, of the class or dtype that it has, with the range `wanted` of the stored tensor, if that is allowed.
+
+    `shape`: the shape that these elements have.
+    """
     kind = match.classes.kind_of(live)
-    can = not live.is_nested and live.layout is torch.strided and (live.is_floating_point() or live.is_quantized)
-    alike = wanted[1] - wanted[0] == math.prod(shape) and can
+    has_numbers = live.is_floating_point() or live.is_quantized
+    can = has_numbers and not live.is_nested and live.layout is torch.strided and not is_meta(live)
+    alike = can and tuple(live.shape) == shape and wanted[1] - wanted[0] == math.prod(shape)
     if not alike or not (match.cast or match.low_bit):
         hint = " (load(..., cast=True) converts it)" if alike else ""
         match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now{hint}")
         return
     if wanted[0] < wanted[1]:
-        conversion.convert(match, node, wanted, lambda row: live.copy_(row.reshape(shape)), fqn)
+        # Classes round float32 to their blocks; many take no float64.
+        fill = partial(_take, live, shape, None if kind is None else torch.float32)
+        conversion.convert(match, node, wanted, fill, fqn)
+
+
+def _take(live: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, row: torch.Tensor) -> None:
+    live.copy_(row.reshape(shape).to(dtype))
 
 
 def fresh(match: Context, node: tree.Composite, fqn: str, device: torch.device | None = None) -> Build:
@@ -222,9 +257,24 @@ def _checked(kind: TensorKind, facts: OuterFacts, inner: Inner, context: Any, fq
         raise FormatError(f"{fqn}: the stored {kind.name} tensor contradicts itself: {error}", fqn=fqn) from error
 
 
-def _refill(kind: TensorKind, live: Any, made: torch.Tensor) -> None:
-    with torch.no_grad():
-        kind.refill(live, made)
+def _refill(kind: TensorKind, live: Any, fqn: str, made: torch.Tensor) -> None:
+    try:
+        with torch.no_grad():
+            kind.refill(live, made)
+    except Exception as error:  # of torch, or of the user's class
+        raise StateError(
+            f"{fqn}: it cannot get the content of the stored {kind.name} tensor, and the objects are now loaded in part: "
+            f"{error}"
+        ) from error
+
+
+def _swap_meta(live: torch.Tensor, fqn: str, made: torch.Tensor) -> None:
+    if not is_meta(live):
+        return  # another name of the same tensor
+    try:
+        swap(live, made)
+    except (RuntimeError, AttributeError) as error:
+        raise StateError(f"{fqn}: it is on the meta device, and torch cannot give it memory in place: {error}") from error
 
 
 def _facts(node: tree.Composite, fqn: str) -> OuterFacts:

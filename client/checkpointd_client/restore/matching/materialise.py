@@ -15,6 +15,7 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
+from checkpointd_client.capture.tensor_kinds.kind import swap
 from checkpointd_client.capture.tensors import is_meta, stride_like
 from checkpointd_client.restore.bind import Binding
 from checkpointd_client.restore.matching.context import Context, StepOrder
@@ -55,18 +56,15 @@ def _put(match: Context, live: Any, made: Any, fqn: str) -> None:
     if local.numel() and address in match.addresses:
         made = made.clone()  # tied when it was saved, and two tensors here
     match.addresses.add(address)
-    made = made.detach()
-    if isinstance(live, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=live.requires_grad)
-    elif live.requires_grad:
-        made.requires_grad_()
+    marks = dict(vars(live))  # such as a library sets on parameters
     try:
-        torch.utils.swap_tensors(live, made)
+        swap(live, made)
     except (RuntimeError, AttributeError) as error:
         raise StateError(
             f"{fqn}: it is on the meta device, and torch cannot give it memory in place: {error}. Call to_empty(device=...) "
             "on the module before the load"
         ) from error
+    vars(live).update({name: value for name, value in marks.items() if name not in vars(live)})
 
 
 def note_left_on_meta(match: Context, module: nn.Module, stored: Iterable[object], fqn: str) -> None:

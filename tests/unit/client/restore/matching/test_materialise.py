@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from checkpointd.errors import MismatchError, StateError
+from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from tests.unit.client.capture_and_fill import bytes_of, save
+from tests.unit.client.composite_tensors import OWN, Halves, Recipe, facts_of, halves, made, quietly
 
 
 @pytest.fixture(name="one_rank")
@@ -157,3 +159,32 @@ def test_a_tensor_in_a_dict_and_a_converted_one_get_memory() -> None:
     saved.load(target, cast=True)
     assert target["t"] is before
     assert bytes_of(before) == bytes_of(torch.arange(3.0).bfloat16())
+
+
+@pytest.mark.parametrize("recipe", [Recipe(8), Recipe(4)])
+def test_a_wrapper_tensor_on_the_meta_device_gets_memory_with_all_that_shows_it(recipe: Recipe) -> None:
+    one, two = nn.Module(), nn.Module()
+    one.weight = nn.Parameter(halves(0))
+    hollow = torch.empty(3, 5, dtype=torch.bfloat16, device="meta")
+    two.weight = two.tied = nn.Parameter(Halves(hollow, hollow.clone(), recipe))
+    one.tied, weight = one.weight, two.weight
+    classes = TensorClasses.of(OWN)
+    save({"model": one}, classes=classes).load({"model": two}, classes=classes)
+    found: Any = two.weight
+    assert found is weight is two.tied
+    assert (found.device.type, found.high.device.type, found.recipe) == ("cpu", "cpu", Recipe(8))
+    assert torch.equal(found.dequantize(), halves(0).dequantize())
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "jagged"])
+def test_a_sparse_or_nested_tensor_on_the_meta_device_gets_memory(kind: str) -> None:
+    live = quietly(lambda: made(kind, 1).to("meta"))
+    quietly(lambda: save({"x": made(kind)}).load({"x": live}))
+    assert facts_of(live) == facts_of(made(kind))
+
+
+def test_a_parameter_on_the_meta_device_keeps_the_attributes_that_libraries_set_on_it() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    model.weight.is_parallel = True  # type: ignore[attr-defined]
+    save({"model": nn.Linear(2, 2)}).load({"model": model})
+    assert model.weight.is_parallel  # type: ignore[attr-defined]
