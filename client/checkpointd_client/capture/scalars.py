@@ -117,7 +117,7 @@ def decode(node: tree.Node, *, known: type | None = None, stand_in: bool = False
     """
     try:
         return _decode(node, known, stand_in)
-    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, SyntaxError) as error:  # numpy parses names of dtypes
         raise FormatError(f"the state tree holds a value that cannot be read: {node!r:.200}: {error}") from error
 
 

@@ -97,7 +97,7 @@ def array_dtype(name: str, tensor: str) -> np.dtype[np.generic]:
     """The numpy dtype called `name` of an array stored with the torch dtype `tensor`; FormatError if they do not fit."""
     try:
         dtype = np.dtype(name)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, SyntaxError) as error:
         raise FormatError(f"the state tree holds an array of unknown dtype {name!r}") from error
     if dtype.kind not in _ARRAY_KINDS or dtype.itemsize == 0 or tensor != stored_dtype(dtype):
         raise FormatError(f"the state tree holds an array of dtype {name!r}, stored as {tensor}")

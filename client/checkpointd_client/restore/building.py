@@ -97,7 +97,7 @@ def _maker(node: tree.Sequence, known: type | None, stand_in: bool) -> Callable[
 def _sequence(node: tree.Sequence, maker: Callable[[list[Any]], Any], parts: list[Any]) -> Any:
     try:
         return maker(parts)
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"the state tree holds a {node.kind} with values that it cannot hold: {error}") from error
 
 

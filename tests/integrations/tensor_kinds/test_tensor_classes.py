@@ -143,3 +143,14 @@ def test_four_bit_parameters_come_back_in_place_and_anew(quant_type: str, nested
     saved.load(made)
     assert type(made["weight"]) is bnb.nn.Params4bit
     assert four_bits(made["weight"]) == four_bits(one.weight)
+
+
+def test_a_4_bit_weight_of_another_shape_with_as_many_bytes_is_a_mismatch() -> None:
+    def quantized(inputs: int, outputs: int) -> Any:
+        layer = bnb.nn.Linear4bit(inputs, outputs, bias=False)
+        layer.load_state_dict(nn.Linear(inputs, outputs, bias=False).state_dict())
+        return layer.to("cpu")
+
+    saved = save({"model": quantized(64, 32)})
+    with pytest.raises(MismatchError, match=r"packed from the shape \[32, 64\], and this one from \[64, 32\]"):
+        saved.load({"model": quantized(32, 64)})

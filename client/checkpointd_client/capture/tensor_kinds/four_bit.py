@@ -59,6 +59,10 @@ class FourBit(TensorKind):
         if getattr(live, "module", None) is not None:
             live.module.quant_state = live.quant_state
 
+    def packed_shape(self, context: Any) -> object:
+        state = context.get("state") if isinstance(context, dict) else None
+        return state.get("shape") if isinstance(state, dict) else None
+
     def plain(self, tensor: Any) -> torch.Tensor:
         functional = sys.modules["bitsandbytes.functional"]
         dense: torch.Tensor = functional.dequantize_4bit(tensor.detach().as_subclass(torch.Tensor), tensor.quant_state)

@@ -57,6 +57,10 @@ class TensorKind(ABC):
     def refill(self, live: Any, made: torch.Tensor) -> None:
         """Give `live` the content of `made`, of the same kind, shape and dtype, whatever the shapes of their inner tensors."""
 
+    def packed_shape(self, context: Any) -> object:
+        """The shape before packing, if that is not the tensor's own; otherwise None."""
+        return None
+
     def check(self, facts: OuterFacts, inner: Inner, context: Any) -> None:
         """Raise ValueError or RuntimeError if filled inner tensors contradict each other. Most cannot."""
         return

@@ -75,6 +75,10 @@ def _match_alike(match: Context, live: torch.Tensor, node: tree.Composite, kind:
     except (StateError, ValueError, RuntimeError) as error:
         match.mismatched.append(f"{fqn}: {words(node)} is stored, and this one cannot be filled: {error}")
         return None
+    was, is_now = kind.packed_shape(context), kind.packed_shape(apart.context)
+    if was != is_now and None not in (was, is_now):
+        match.mismatched.append(f"{fqn}: {words(node)} is stored, packed from the shape {was}, and this one from {is_now}")
+        return None
     inner = _inner(node, kind, fqn)
     if _fits_in_place(match, kind, apart, context, inner) and _is_its_memory(kind, live, apart):
         trial = Trial(match)

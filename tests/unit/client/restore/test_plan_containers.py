@@ -178,6 +178,7 @@ def test_a_state_dict_in_them_is_refused_as_anywhere() -> None:
     [
         tree.Deque("deque", (1, 2), 1),
         tree.Deque("deque", (), -1),
+        tree.Deque("deque", (), 1 << 63),
         tree.NamedTuple("namedtuple", (1,), __name__, "Batch", ("tokens", "mask", "name")),
         tree.Dict("SimpleNamespace", ((1, 2),)),
         tree.Sequence("set", (tree.LibraryValue("bytearray", (tree.Bytes(b""),)),)),

@@ -175,6 +175,8 @@ def stored(value: tree.Node) -> tree.Node:
         stored(tree.TorchName("dtype", "os")),
         stored(tree.TorchName("device", "nowhere")),
         stored(tree.NumpyScalar("O", b"12345678")),
+        stored(tree.NumpyScalar("f4,(1", b"12345678")),
+        stored(tree.Array("x", "f4,(1")),
         stored(tree.NumpyScalar("<f8", b"1")),
         stored(tree.BigInt("xyz")),
     ],
