@@ -284,7 +284,10 @@ class Rank(Findings):
             path, _ = other.load_checkpoint(str(root))
             self.check(path is not None and "newer" in path, f"another engine loaded {path}")
         third = make(Kind(1), seed=6)
-        with detaching(attach(third, compression="none")), self.raises(UsageError, "give both the same options", "other options"):
+        with (
+            detaching(attach(third, compression="none")),
+            self.raises(UsageError, "give both the same options", "other options"),
+        ):
             third.save_checkpoint(str(root))
         plug.detach()
 

@@ -112,7 +112,6 @@ def test_prepare_changes_nothing_until_it_is_finished() -> None:
 @pytest.mark.parametrize(
     ("stored", "live", "words"),
     [
-        (torch.ones(2), torch.empty(2, device="meta"), "meta tensor"),
         (torch.ones(2), np.zeros(2), "a tensor is stored, and numpy.ndarray"),
         (np.ones(2), torch.zeros(2), "a numpy array is stored"),
         (np.ones(2), np.ones(2, dtype=">f8"), "dtype <f8 is stored, and >f8"),
