@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.message
 import email.parser
+import re
 import subprocess
 import sys
 import tarfile
@@ -23,7 +24,8 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
-            if error.name not in ("deepspeed", "torchtitan") or f".{{error.name}}." not in module.name:
+            frameworks = ("deepspeed", "lightning", "ray", "torchtitan")
+            if error.name not in frameworks or f".{{error.name}}." not in module.name + ".":
                 raise
 print(*package.__path__)
 """
@@ -96,6 +98,11 @@ def test_metadata(built: Built) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == {
         "torch",
         "deepspeed",
+        "huggingface",
+        "lightning",
+        "ray",
+        "torchtitan",
+        "integrations",
         "serve",
         "s3",
         "gs",
@@ -109,7 +116,7 @@ def test_metadata(built: Built) -> None:
 
 def test_only_the_extras_need_torch(built: Built) -> None:
     requirements = built.metadata.get_all("Requires-Dist", [])
-    assert {line for line in requirements if line.startswith("torch")} == {
+    assert {line for line in requirements if re.match(r"torch\b(?!-)", line)} == {
         "torch>=2.10; extra == 'torch'",
         "torch>=2.10; extra == 'deepspeed'",
     }
