@@ -357,6 +357,12 @@ def described(node: Any, tensors: dict[str, tuple[str, list[int], bytes]]) -> An
     if kind in ("T", "P"):
         dtype, shape, data = tensors[rest[0]]
         return {"tensor": dtype, "shape": shape, "requires_grad": rest[1], "hex": data.hex()}
+    if kind == "W":
+        inner = [[name, described(part, tensors)] for name, part in rest[3]]
+        facts = {"dtype": rest[2], "shape": rest[1], "requires_grad": rest[5], "inner": sorted(inner)}
+        return {"composite": rest[0], **facts, "context": described(rest[4], tensors)}
+    if kind == "O":
+        return {"named": rest[0], "items": [[name, described(item, tensors)] for name, item in rest[1]]}
     if kind == "A":
         dtype, shape, data = tensors[rest[0]]
         as_bytes = dtype == "uint8" and rest[1] != "|u1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import enum
 import json
 from collections.abc import Callable, Iterable
@@ -98,10 +99,77 @@ def plain(value: object) -> Described:
     raise TypeError(f"{value!r}")
 
 
-def tensor(value: torch.Tensor) -> Described:
+def tensor(value: Any) -> Described:
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized or hasattr(value, "__tensor_flatten__"):
+        kind, inner, facts = composite(value)
+        return {
+            "composite": kind,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [] if value.is_nested else [*value.shape],
+            "requires_grad": value.requires_grad,
+            "inner": [[name, describe(inner[name])] for name in sorted(inner)],
+            "context": context(facts),
+        }
     bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex() if value.numel() else ""
     dtype = str(value.dtype).removeprefix("torch.")
     return {"tensor": dtype, "shape": [*value.shape], "requires_grad": value.requires_grad, "hex": bits}
+
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def composite(value: Any) -> tuple[str, dict[str, torch.Tensor], object]:
+    """The kind of a composite tensor, its inner tensors and its context, as docs/FORMAT.md tells them."""
+    kind, found = str(value.layout).removeprefix("torch."), value.detach()
+    if value.layout is torch.sparse_coo:
+        return kind, {"indices": found._indices(), "values": found._values()}, {"is_coalesced": value.is_coalesced()}
+    if value.layout in _COMPRESSED:
+        return kind, {name: getattr(found, name)() for name in _COMPRESSED[value.layout]}, None
+    if value.layout is torch.jagged:
+        noted = {f"{name}_tensor": length for name, length in found._metadata_cache.items()}
+        return kind, {"values": found.values(), "offsets": found.offsets(), **noted}, {"ragged_idx": found._ragged_idx}
+    if value.is_nested:
+        tables = (found._nested_tensor_size(), found._nested_tensor_strides(), found._nested_tensor_storage_offsets())
+        names = ("sizes", "strides", "offsets")
+        places = {name: table.tolist() for name, table in zip(names, tables, strict=True)}
+        return "nested", {"buffer": found.values()}, places
+    if value.is_quantized and value.qscheme() is torch.per_tensor_affine:
+        return "quantized", {"integers": integers(found)}, {"scale": value.q_scale(), "zero_point": value.q_zero_point()}
+    if value.is_quantized:
+        channels = {"scales": found.q_per_channel_scales(), "zero_points": found.q_per_channel_zero_points()}
+        return "quantized", {"integers": integers(found), **channels}, {"axis": value.q_per_channel_axis()}
+    names, facts = value.__tensor_flatten__()
+    return f"{type(value).__module__}:{type(value).__qualname__}", {name: getattr(value, name) for name in names}, facts
+
+
+def integers(value: torch.Tensor) -> torch.Tensor:
+    """The integers of a quantized tensor; of 4 bits, two in each byte, the first one in its low half."""
+    found = value.int_repr()
+    if value.dtype is not torch.quint4x2:
+        return found
+    return found.flatten()[: (value.numel() + 1) // 2]
+
+
+def context(value: Any) -> Described:
+    """What a composite tensor has beside its inner tensors. Enumerations, dataclasses and named tuples name their class."""
+    named = f"{type(value).__module__}:{type(value).__qualname__}"
+    if isinstance(value, enum.Enum):
+        return {"named": named, "items": [["name", value.name]]}
+    if dataclasses.is_dataclass(value):
+        return {
+            "named": named,
+            "items": [[field.name, context(getattr(value, field.name))] for field in dataclasses.fields(value)],
+        }
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {"named": named, "items": [[name, context(item)] for name, item in value._asdict().items()]}
+    if isinstance(value, dict):
+        return mapping("dict", ((describe(key), context(item)) for key, item in value.items()))
+    return describe(value)
 
 
 def mapping(kind: str, items: Iterable[tuple[Described, Described]]) -> Described:

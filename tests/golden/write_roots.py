@@ -42,6 +42,7 @@ from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention
 from checkpointd_client.checkpointer import core_of
 from tests.golden.describe import describe
+from tests.unit.client import composite_tensors
 
 CHUNK_BYTES = 4096
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64")
@@ -251,6 +252,17 @@ def write_placed(folder: Path) -> None:
     (folder / "meeting").unlink()
 
 
+def write_tensor_kinds(folder: Path) -> None:
+    """Composite tensors: those of torch itself, and two of a user's class with a context that has classes of its own."""
+    kinds: dict[str, object] = {name: composite_tensors.made(name) for name in composite_tensors.KINDS}
+    own = [composite_tensors.halves(), composite_tensors.halves(1).requires_grad_()]
+    state = {"kinds": kinds, "own": own}
+    keep(folder, "tensor-kinds", state, None)
+    options = {"compression": "none", "read_back": False, "tensor_classes": composite_tensors.OWN}
+    with Checkpointer(folder / "tensor-kinds", **options) as ckpt:  # type: ignore[arg-type]
+        ckpt.save(1, state).wait()
+
+
 def contents(fill: int) -> dict[str, object]:
     """What two files hold: tensors of several chunks, some of which share memory, and values."""
     weights = torch.arange(1500, dtype=torch.float32) * fill
@@ -331,6 +343,7 @@ def main() -> None:
     write_references(folder)
     write_files(folder)
     write_placed(folder)
+    write_tensor_kinds(folder)
     asyncio.run(begin_mirror(folder / "mirror-begun"))
     program = [sys.executable, "-m", "tests.golden.write_roots", str(folder), "--rank"]
     ranks = [subprocess.Popen([*program, str(rank)]) for rank in range(2)]

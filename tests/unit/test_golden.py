@@ -42,6 +42,7 @@ from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from tests import format_reader
 from tests.golden.describe import describe
+from tests.unit.client import composite_tensors
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "format-2"
@@ -51,6 +52,7 @@ SHARDS = [
     *((root, "global_step7", 0, "solo") for root in SOLO),
     ("references", "global_step3", 0, "references"),
     ("placed", "global_step1", 0, "placed"),
+    ("tensor-kinds", "global_step1", 0, "tensor-kinds"),
     *(("two-ranks", tag, rank, f"two-ranks-{tag}-{rank}") for tag in ("best", "global_step3") for rank in range(2)),
 ]
 KINDS: dict[str, type[SmallObject]] = {
@@ -115,6 +117,10 @@ def walk(node: tree.Node) -> list[tree.Node]:
         children = tuple(part for item in node.items for part in item)
     elif isinstance(node, tree.Sequence):
         children = node.items
+    elif isinstance(node, tree.Composite):
+        children = (*(part for _, part in node.inner), node.context)
+    elif isinstance(node, tree.Named):
+        children = tuple(item for _, item in node.items)
     return [node, *(found for child in children for found in walk(child))]
 
 
@@ -160,7 +166,7 @@ def test_records_of_every_usual_kind_are_among_them() -> None:
 # --- by this release ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", FILES])
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", "tensor-kinds", FILES])
 async def test_every_checkpoint_is_whole(root: str) -> None:
     async with PosixStore(GOLDEN / root) as store:
         for checkpoint in await catalog.checkpoints(store):
@@ -244,6 +250,14 @@ def test_what_lay_on_a_mesh_loads_without_one(tmp_path: Path) -> None:
     assert describe(state) == expected("placed")["state"]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns that some of these kinds are in beta or deprecated
+def test_tensors_of_every_kind_load_into_the_same_kind(tmp_path: Path) -> None:
+    state: dict[str, object] = {}
+    with Checkpointer(copy("tensor-kinds", tmp_path), tensor_classes=composite_tensors.OWN) as ckpt:
+        ckpt.load(state)
+    assert describe(state) == expected("tensor-kinds")["state"]
+
+
 @pytest.mark.e2e
 def test_two_ranks_load_what_each_of_them_saved(tmp_path: Path) -> None:
     root = copy("two-ranks", tmp_path)
@@ -263,7 +277,7 @@ def test_two_ranks_load_what_each_of_them_saved(tmp_path: Path) -> None:
 # --- by a reader made from the page ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", FILES])
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", "tensor-kinds", FILES])
 async def test_a_reader_made_from_the_page_finds_the_same_attempts_in_the_catalog(root: str) -> None:
     words = {"in-doubt": "open", "committed": "commit", "aborted": "abort", "deleted": "removed"}
     async with PosixStore(GOLDEN / root) as store:

@@ -68,6 +68,8 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("device_checksums", NO_FLAGS),
         ("spool", [3, True, "", b"path", "a\0b"]),
         ("max_overhead", [0, 0.0, 11, *[value for value in NO_NUMBERS if value is not None]]),
+        ("export", [3, True, "/models/run1", {}, []]),
+        ("tensor_classes", [3, True, None, "MyTensor", torch.Tensor]),
     ],
 )
 def test_each_argument_of_a_checkpointer_is_checked_by_name(name: str, values: list[Any], tmp_path: Path) -> None:

@@ -128,9 +128,12 @@ class TensorClasses:
     @classmethod
     def of(cls, classes: object) -> TensorClasses:
         """The classes of the argument `tensor_classes`. UsageError if one of them is of no kind that can be stored."""
-        found: list[object] = list(classes) if isinstance(classes, Iterable) else [classes]
+        if isinstance(classes, str | type) or not isinstance(classes, Iterable):
+            raise UsageError(
+                f"tensor_classes is {classes!r:.80}; it must be a list of classes, as in tensor_classes=[MyTensor]"
+            )
         own: dict[str, type] = {}
-        for one in found:
+        for one in classes:
             if not isinstance(one, type) or not (_follows_protocol(one) or _is_of_contexts(one)):
                 raise UsageError(
                     f"tensor_classes has {one!r:.80}; give subclasses of torch.Tensor with {_FLATTEN} and {_UNFLATTEN}, and "
