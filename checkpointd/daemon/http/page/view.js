@@ -61,28 +61,23 @@ function nothingYet(status) {
 const MOODS = { "in step": "good", "up to date": "good", failing: "bad", over: "bad" };
 
 function mirrors(status) {
-  const found = status.mirrors || [];
-  if (!found.length) return null;
-  const line = (one) =>
-    h(
-      "li",
-      null,
-      badge(one.state, MOODS[one.state] ?? "quiet"),
-      " ",
-      name(one.origin),
-      " to ",
-      name(one.mirror),
-      one.state === "copying" && `: ${printable(one.tag)}, ${size(one.done_bytes)} of ${size(one.total_bytes)}`,
-      one.behind > 0 && `, ${count(one.behind, "checkpoint")} behind`,
-      one.newest_tag !== null && h("span", null, ", newest ", name(one.newest_tag)),
-      one.in_step_at !== null && one.state !== "in step" && `, in step ${duration(status.now - one.in_step_at)} ago`,
-      one.problem && h("p", { class: "note bad" }, printable(one.problem.message)),
-    );
-  return h("section", { class: "card", "aria-label": "Mirrors" }, h("h2", null, "Mirrors"), h("ul", { class: "plain" }, found.map(line)));
+  const words = (one) => [one.behind > 0 && `, ${count(one.behind, "checkpoint")} behind`];
+  const found = (status.mirrors || []).map((one) => ({ ...one, root: one.origin, to: one.mirror, upToDateAt: one.in_step_at }));
+  return followed("Mirrors", found, "in step", status.now, words);
 }
 
 function exports(status) {
-  const found = status.exports || [];
+  const words = (one) => [
+    one.state === "waiting" && `: ${printable(one.holder)} exports there`,
+    one.due > 1 && `, ${count(one.due, "checkpoint")} due`,
+    one.last_s !== null && `, the last one took ${duration(one.last_s)}`,
+  ];
+  const found = (status.exports || []).map((one) => ({ ...one, upToDateAt: one.up_to_date_at }));
+  return followed("Exports", found, "up to date", status.now, words);
+}
+
+/** The card of roots that are mirrored or exported. `done`: the state of one that has nothing to do. `words`: what else it says. */
+function followed(title, found, done, now, words) {
   if (!found.length) return null;
   const line = (one) =>
     h(
@@ -93,15 +88,13 @@ function exports(status) {
       name(one.root),
       " to ",
       name(one.to),
-      one.state === "waiting" && `: ${printable(one.holder)} exports there`,
-      one.state === "exporting" && `: ${printable(one.tag)}, ${size(one.done_bytes)} of ${size(one.total_bytes)}`,
-      one.due > 1 && `, ${count(one.due, "checkpoint")} due`,
+      one.tag && `: ${printable(one.tag)}, ${size(one.done_bytes)} of ${size(one.total_bytes)}`,
+      words(one),
       one.newest_tag !== null && h("span", null, ", newest ", name(one.newest_tag)),
-      one.last_s !== null && `, the last one took ${duration(one.last_s)}`,
-      one.up_to_date_at !== null && one.state !== "up to date" && `, up to date ${duration(status.now - one.up_to_date_at)} ago`,
+      one.upToDateAt !== null && one.state !== done && `, ${done} ${duration(now - one.upToDateAt)} ago`,
       one.problem && h("p", { class: "note bad" }, printable(one.problem.message)),
     );
-  return h("section", { class: "card", "aria-label": "Exports" }, h("h2", null, "Exports"), h("ul", { class: "plain" }, found.map(line)));
+  return h("section", { class: "card", "aria-label": title }, h("h2", null, title), h("ul", { class: "plain" }, found.map(line)));
 }
 
 // --- the daemon --------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ async def ended(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_exporttask_1_one_that_cannot_go_on_ends_none_of_the_others(tmp_path: Path, files: Path) -> None:
+async def test_follower_1_one_that_cannot_go_on_ends_none_of_the_others(tmp_path: Path, files: Path) -> None:
     await saved(tmp_path / "a", 1)
     inside = rule(tmp_path, files, "b", to=str(tmp_path / "b" / "models"))
     exports = Exports([inside, rule(tmp_path, files), rule(tmp_path, files, "c", only="net")], never)
@@ -72,7 +72,7 @@ async def test_exporttask_1_one_that_cannot_go_on_ends_none_of_the_others(tmp_pa
     await check(tmp_path / "a-models", 1, 2)
 
 
-async def test_exporttask_2_an_export_rests_while_a_save_is_to_be_written(
+async def test_exporttask_1_an_export_rests_while_a_save_is_to_be_written(
     tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exports_module, "REST_S", 1000.0)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.hub_status import standing
 from checkpointd.daemon.query import StatusClient
+from checkpointd.daemon.tiers import followers
 from checkpointd.daemon.tiers import mirrors as mirrors_module
 from checkpointd.daemon.tiers.mirrors import Mirrors
 from checkpointd.errors import UsageError
@@ -74,7 +76,7 @@ async def test_the_log_tells_of_what_was_healed_and_calls_it_no_failure(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-async def test_mirrortask_1_one_that_cannot_go_on_ends_none_of_the_others(tmp_path: Path) -> None:
+async def test_follower_1_one_that_cannot_go_on_ends_none_of_the_others(tmp_path: Path) -> None:
     await saved(tmp_path / "a", 1)
     await saved(tmp_path / "b", 1)
     await saved(tmp_path / "b-mirror", 7)  # another run's root
@@ -109,22 +111,19 @@ class Hanging(PassingStore):
         raise asyncio.CancelledError
 
 
-async def test_mirrortask_1_a_dead_destination_does_not_hold_up_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mirrors_module, "CLOSE_S", 0.1)
+async def test_follower_1_a_dead_destination_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "CLOSE_S", 0.1)
     await saved(tmp_path / "a", 1)
-    opened = mirrors_module._opened
     dead: list[Hanging] = []
 
-    def hanging(place: str, *, read_only: bool) -> Store:
-        store = opened(place, read_only=read_only)
+    def hanging(place: str, stores: AsyncExitStack, *, read_only: bool = False) -> Store:
+        store = followers.opened(place, stores, read_only=read_only)
         if not read_only:
             dead.append(Hanging(store))
             return dead[0]
         return store
 
-    monkeypatch.setattr(mirrors_module, "_opened", hanging)
+    monkeypatch.setattr(mirrors_module, "opened", hanging)
     mirrors = Mirrors([setting(tmp_path)])
     task = asyncio.create_task(mirrors.run())
     await until(lambda: bool(dead) and dead[0].hangs.is_set())
