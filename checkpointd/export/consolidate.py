@@ -18,7 +18,7 @@ from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.export.bucket_output import BucketOutput
 from checkpointd.export.output import ExportOutput, Output, on_thread, translated
 from checkpointd.export.record import ExportRecord, ballot_of
-from checkpointd.export.selection import MODEL, Exported, Selection, of_masters, select, with_plain_names
+from checkpointd.export.selection import MODEL, Exported, Selection, is_of_module, of_masters, select, with_plain_names
 from checkpointd.export.stream import PlacedTensor, Turn, at_once, stream
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import LATEST
@@ -169,7 +169,7 @@ async def export_checkpoint(
     if request.dtype == "fp32" and request.only == MODEL:
         selection = of_masters(world, selection)
     if request.plain_names:
-        selection = with_plain_names(selection)
+        selection = with_plain_names(selection, is_of_module=is_of_module(world, request.only))
     _check_whole(world, selection)
     placed = await on_thread(lambda: container.begin(selection, request, output))
     done, total = 0, sum(item.nbytes for item in placed)

@@ -193,7 +193,10 @@ class Output:
             except BaseException:  # also an interruption
                 os.rename(aside, self.place)
                 raise
-            shutil.rmtree(aside, ignore_errors=True)  # the new output is there
+            if os.path.islink(aside):  # somebody has put the old output elsewhere: only the link goes
+                os.unlink(aside)
+            else:
+                shutil.rmtree(aside, ignore_errors=True)  # the new output is there
         else:
             os.rename(self._hidden, self.place)
 

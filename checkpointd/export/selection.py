@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from checkpointd.errors import FormatError, NotFoundError, UsageError
+from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.indexes import Alias, Index, TensorEntry
 from checkpointd.layout.strides import check_alias, contiguous_stride, end_of
@@ -197,12 +198,33 @@ def of_masters(world: CheckpointView, selection: Selection) -> Selection:
     return Selection(tuple(replace(t, source=found.get((t.source, t.view), t.source)) for t in ordered))
 
 
-def with_plain_names(selection: Selection) -> Selection:
+def is_of_module(world: CheckpointView, only: str | None) -> bool:
+    """Whether a module was saved as the part `only`. It is stored under the names of the bare model, without those that its
+    DistributedDataParallel adds, and its parameters require gradients. The tensors of a state dict do not.
+    """
+    trees = (tree.decode(index.tree) for index in world.indexes.values() if tree.files_of(index.tree) is None)
+    parts = (_part(root, ["state", *(only.split(".") if only else ())]) for root in trees)
+    items = (node for part in parts if part is not None and part.kind == "OrderedDict" for _, node in part.items)
+    return any(getattr(node, "requires_grad", False) for node in items)
+
+
+def _part(node: tree.Node, path: Sequence[str]) -> tree.Dict | None:
+    """The innermost dict of the state at `path`: that of a module for any name in the module."""
+    found = None
+    while isinstance(node, tree.Dict):
+        found = node
+        node = next((value for key, value in node.items if path and key == path[0]), None)
+        path = path[1:]
+    return found
+
+
+def with_plain_names(selection: Selection, *, is_of_module: bool = False) -> Selection:
     """The tensors under the names that they have in the bare model: without what torch.compile, FSDP, activation checkpointing
-    and DistributedDataParallel put into the names of a wrapped one. UsageError if two names become one.
+    and DistributedDataParallel put into the names of a wrapped one. UsageError if two names become one. `is_of_module`: if so,
+    a `module` in front of all names is the model's own.
     """
     names = [".".join(part for part in tensor.name.split(".") if part not in _WRAPPERS) for tensor in selection.names]
-    if all(name.startswith(_PARALLEL) for name in names):
+    if not is_of_module and all(name.startswith(_PARALLEL) for name in names):
         names = [name.removeprefix(_PARALLEL) for name in names]
     found: dict[str, Exported] = {}
     for name, tensor in zip(names, selection.names, strict=True):

@@ -234,6 +234,16 @@ async def test_output_2_a_directory_that_holds_something_else_is_never_replaced(
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors"]
 
 
+async def test_output_2_a_link_to_an_earlier_export_is_replaced_and_leaves_no_other_name(tmp_path: Path) -> None:
+    """Somebody has put the export elsewhere: the link goes, and the files stay."""
+    await exported(tmp_path / "root", tmp_path / "elsewhere")
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    await exported(tmp_path / "root", tmp_path / "out", force=True)
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "out", "root"]
+    assert not (tmp_path / "out").is_symlink()
+    assert os.listdir(tmp_path / "elsewhere") == os.listdir(tmp_path / "out") == ["model.safetensors"]
+
+
 async def test_output_2_a_file_is_not_replaced_by_a_directory_nor_the_other_way_round(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.safetensors").mkdir()
