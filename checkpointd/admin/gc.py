@@ -12,6 +12,7 @@ from checkpointd.commit.facts import Dead
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, UsageError
 from checkpointd.pipeline.gc.collect import Removal, collect, survey
+from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import chosen_by
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.read.readback import survivor
@@ -37,6 +38,8 @@ class CollectionReport(msgspec.Struct, frozen=True, kw_only=True):
     """For a deletion: the tags of newer checkpoints that refer to objects of the deleted one, so that these objects stay."""
     unproved: tuple[str, ...] = ()
     """Tags that no rule keeps, but that stay, since no checkpoint that the rules keep could be read back whole."""
+    exporting: tuple[str, ...] = ()
+    """Tags that no rule keeps, but that stay, since exports need them."""
     uploads: tuple[str, ...] = ()
     """The objects whose uploads killed writers had left unfinished, and that were aborted."""
 
@@ -47,15 +50,18 @@ async def collection(store: Store, rules: Retention, *, dry_run: bool) -> Collec
 
 
 async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> CollectionReport:
+    leases = ExportLeases(store)
+    await leases.settle()
     views = await catalog.scan(store)
-    choice = await chosen_by(store, views, rules)
+    choice = await chosen_by(store, views, rules, exports=leases)
     if choice.unknown_metric is not None and catalog.checkpoints_of(views):
         raise UsageError(f"nothing was removed at {store.url}: {choice.unknown_metric}")
     report = await _done(store, views, choice.going, dry_run=dry_run)
     if not dry_run:
         await _forget_old(store)
     uploads = await abort_dead_uploads(store, CatalogLog(store), dry_run=dry_run)
-    return msgspec.structs.replace(report, uploads=tuple(upload.key for upload in uploads))
+    exporting = tuple(facts.tag for facts in choice.exporting)
+    return msgspec.structs.replace(report, exporting=exporting, uploads=tuple(upload.key for upload in uploads))
 
 
 async def _forget_old(store: Store) -> None:

@@ -26,6 +26,8 @@ def page(found: CollectionReport) -> Iterator[Block]:
         facts.append(("latest", f"moved to {found.latest_moved_to}"))
     if found.uploads:
         facts.append(("aborted" if not found.dry_run else "would be aborted", count(len(found.uploads), "unfinished upload")))
+    if found.exporting:
+        facts.append(("kept for exports", shortened(", ".join(found.exporting), TAGS_CHARACTERS)))
     if found.unproved:
         why = "since no checkpoint that was to stay could be read back whole"
         facts.append(("kept nevertheless", Cell(f"{count(len(found.unproved), 'checkpoint')}, {why}", "bad")))

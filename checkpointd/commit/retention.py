@@ -14,6 +14,7 @@ Invariants
       remove nothing.
   RETENTION-6  A job that does not know what earlier epochs committed removes none of their checkpoints, neither by rules nor
       for a newer commit of the same tag.
+  RETENTION-7  A checkpoint that an export still needs stays, even if its tag was saved again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Mode = Literal["min", "max"]
 class Retention:
     """The rules that choose which checkpoints stay. A checkpoint stays if at least one rule names it. Without rules all stay.
 
-    RETENTION-2 to RETENTION-6 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
+    RETENTION-2 to RETENTION-7 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
     `best` without a `metric`.
     """
 
@@ -98,6 +99,8 @@ class CheckpointFacts:
     """Whether a record says that it is damaged."""
     passed_over: bool = False
     """Whether a load passed over it."""
+    exporting: bool = False
+    """Whether an export still needs it."""
     age_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -109,6 +112,8 @@ class RemovalChoice:
     going: tuple[Dead, ...] = ()
     surplus: tuple[AttemptFacts, ...] = ()
     """Would be removed if a newer checkpoint had been verified (RETENTION-2)."""
+    exporting: tuple[AttemptFacts, ...] = ()
+    """Would be removed if no export needed them (RETENTION-7)."""
     unknown_metric: str | None = None
     """Why the rules were not applied (RETENTION-5)."""
 
@@ -124,10 +129,12 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
     if unknown_metric is None:
         reasons = _let_go(newest_first, [c for c in sound if c.order not in reasons], rules) | reasons
     verified = next((c.order for c in sound if c.verified), None)
-    may_go = [c for c in reversed(newest_first) if c.order in reasons and _may_go(c, keeps_before)]
+    unneeded = [c for c in reversed(newest_first) if c.order in reasons and _may_go(c, keeps_before)]
+    may_go = [c for c in unneeded if not c.exporting]
     return RemovalChoice(
         going=tuple((c.attempt, reasons[c.order]) for c in may_go if c.order != verified),
         surplus=tuple(c.attempt for c in may_go if c.order == verified),
+        exporting=tuple(c.attempt for c in unneeded if c.exporting),
         unknown_metric=unknown_metric,
     )
 

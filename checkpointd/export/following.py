@@ -5,9 +5,11 @@ Invariants
       way.
   EXPORT-2  One process at a time exports to a place (EXPORTHOLD-1). What one leaves unfinished, because it is killed, the next
       one to hold the place removes or replaces.
-  EXPORT-3  Nothing is written at the root, and no save waits for an export. A checkpoint that is removed, damaged or not
-      exportable is named, and holds up no other.
+  EXPORT-3  Nothing is written at the root but a lease, and no save waits for an export. A checkpoint that is removed, damaged
+      or not exportable is named, and holds up no other.
   EXPORT-4  A whole export is removed only by `keep_last`, when that many newer ones are there.
+  EXPORT-5  Before a checkpoint is read, the lease at the root names it, so retention leaves it until its export has ended
+      (EXPORTLEASE-1). Where this process may not write at the root, the log says that it cannot.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from checkpointd.export.stream import Turn, at_once
 from checkpointd.export.target import ExportTarget, records_at
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.phrases import byte_count
+from checkpointd.pipeline.gc.export_leases import OwnExportLease
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog
@@ -84,11 +87,16 @@ class Exporter:
         self._root, self._target, self._config = root, target, config
         self._turn, self._slot, self._fails = turn, slot or nullcontext(), fails
         self._bucket = None if config.limit_bps is None else TokenBucket(config.limit_bps)
-        self._hold = ExportHold(target.store, root.url, sight)
+        self._sight = sight or Sight()
+        self._hold = ExportHold(target.store, root.url, self._sight)
+        self._lease: OwnExportLease | None = None
+        """The lease at the root, while this process holds the place."""
         self._log = CatalogLog(root)
         self._there: dict[str, ExportRecord | None] = {}
         self._tried: dict[str, LeftReason] = {}
         """The attempts that could not be exported, with the reason."""
+        self._due: tuple[Checkpoint, ...] = ()
+        """Those that were due at the last look."""
         self._staying: set[str] = set()
         """The exports that cannot be removed."""
         self._at: tuple[int, str] | None = None
@@ -122,7 +130,19 @@ class Exporter:
                     async with asyncio.timeout(pause_s):
                         await self._last.wait()
         finally:
-            await self._hold.release()
+            await self.close()
+
+    async def close(self) -> None:
+        """Give up the place, and the lease at the root. Raises nothing."""
+        if self._hold.is_held and self._lease is not None:
+            await self._lease.release()
+        self._leave_lease()
+        await self._hold.release()
+
+    def _leave_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.lapse()  # if another process exports to the place, it has put its own there
+        self._lease = None
 
     async def round(self, *, again: bool = False) -> bool:
         """Export all that is due now, if this process holds the place or can take it; returns whether it does. `again`: look at
@@ -151,6 +171,7 @@ class Exporter:
         if self._hold.is_held:
             await self._hold.check()
             return True
+        self._leave_lease()
         await self._target.begin()
         if not await self._hold.take():
             holder = self._hold.holder
@@ -158,6 +179,7 @@ class Exporter:
             self.progress.state, self.progress.holder, self.progress.problem = "waiting", who, None
             return False
         self.progress.holder = ""
+        self._lease = OwnExportLease(self._root, self._config.to, self._config.every_steps, self._sight)
         await self._target.clean()
         self._looked_at = float("-inf")
         return True
@@ -177,7 +199,14 @@ class Exporter:
             self._leave(
                 one, "blocked", UsageError(f"{self._target.place(one.tag)} is not an export of {self._root.url}: move it away")
             )
-        self.progress.due = len(agenda.due)
+        there = {one.tag for one in newest_first}
+        for one in self._due:
+            if one.tag not in there:
+                self._lose(one)
+        self._due, self.progress.due = agenda.due, len(agenda.due)
+        if self._lease is not None and self._log.state.number:  # else no job has begun, and the root may not be there
+            seen = max((one.outcome.order for one in newest_first), default=(0, 0))
+            await self._lease.keep((one.prefix for one in agenda.due[:2]), seen)
         if not agenda.due:
             self._at = at
         return agenda
@@ -191,7 +220,7 @@ class Exporter:
         except (StoreError, asyncio.CancelledError):
             raise
         except CheckpointdError as error:
-            self._leave(checkpoint, await self._why(checkpoint, error), error)
+            await self._failed(checkpoint, error)
             return
         finally:
             shown.tag, shown.done_bytes, shown.total_bytes = "", 0, 0
@@ -229,26 +258,31 @@ class Exporter:
             nbytes -= piece
         await self._hold.check()
 
-    async def _why(self, checkpoint: Checkpoint, error: CheckpointdError) -> LeftReason:
-        """Why `checkpoint` could not be exported."""
+    async def _failed(self, checkpoint: Checkpoint, error: CheckpointdError) -> None:
         now = await catalog.view(self._root, checkpoint.tag, checkpoint.attempt)
         if now.state != "committed":
-            return "removed"
-        return "damaged" if isinstance(error, DamagedError) else "blocked"
+            self._lose(checkpoint)
+        else:
+            self._leave(checkpoint, "damaged" if isinstance(error, DamagedError) else "blocked", error)
 
     def _leave(self, checkpoint: Checkpoint, why: LeftReason, error: CheckpointdError) -> None:
-        if checkpoint.prefix in self._tried:
-            return
-        self._tried[checkpoint.prefix] = why
-        shown = self.progress
-        shown.left = {**shown.left, why: shown.left.get(why, 0) + 1}
-        if why == "removed":
+        if self._is_news(checkpoint, why):
+            log.error("%s cannot be exported to %s: %s", checkpoint.tag, self._config.to, error)
+            self.progress.problem = ErrorReport.of(error)
+            self._fails(error)
+
+    def _lose(self, checkpoint: Checkpoint) -> None:
+        if self._is_news(checkpoint, "removed"):
             words = "%s was removed before its export had ended: keep more checkpoints at %s, or export fewer (every_steps)"
             log.warning(words, checkpoint.tag, self._root.url)
-            return
-        log.error("%s cannot be exported to %s: %s", checkpoint.tag, self._config.to, error)
-        shown.problem = ErrorReport.of(error)
-        self._fails(error)
+
+    def _is_news(self, checkpoint: Checkpoint, why: LeftReason) -> bool:
+        """Count a checkpoint that is not exported, unless that was done."""
+        if checkpoint.prefix in self._tried:
+            return False
+        self._tried[checkpoint.prefix], left = why, self.progress.left
+        self.progress.left = {**left, why: left.get(why, 0) + 1}
+        return True
 
     async def _let_go(self, going: Sequence[ExportRecord]) -> None:
         for record in going:

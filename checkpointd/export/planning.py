@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from checkpointd.bucket_urls import is_same_root
 from checkpointd.config import ExportConfig
 from checkpointd.export.record import ExportRecord
+from checkpointd.pipeline.gc.export_leases import is_wanted
 from checkpointd.pipeline.root.catalog import Checkpoint
 
 
@@ -35,8 +36,7 @@ def planned(
     A copy of an export under another name is nobody's. Exports of commits newer than all at the root are of a root that was
     there before, or of checkpoints that were deleted by hand: they stay, and `keep_last` does not count them.
     """
-    wanted = [one for one in newest_first if config.every_steps is None or one.outcome.step % config.every_steps == 0]
-    wanted = [one for one in wanted if one.read_back != "damaged"]
+    wanted = [one for one in newest_first if is_wanted(one.outcome.step, config.every_steps) and one.read_back != "damaged"]
     ours = {
         name: record
         for name, record in there.items()

@@ -16,7 +16,7 @@ Invariants
   MIRROR-6  A checkpoint that is damaged, unreadable or removed at the origin is named, and holds up no other.
   MIRROR-7  Checkpoints at the mirror are removed only by its rules and by the collection's own (READBACK-3), and none to whose
       objects a commit of the origin refers that is not mirrored yet. One that is damaged, and that the rules would keep if it
-      were whole, stays as long as it may be healed, unless a new checkpoint finds no room.
+      were whole, stays as long as it may be healed, and one that an export needs stays, unless a new checkpoint finds no room.
   MIRROR-8  A checkpoint that a record at the mirror calls damaged, or whose outcome is damaged there, is copied again from the
       same attempt of the origin, object by object, where that has it whole (MIRRORCOPY-5). It counts as whole again only once
       all of it was read back from the mirror. If it cannot be healed, each run names it. If an outcome is gone there that the
@@ -66,6 +66,7 @@ from checkpointd.mirror.provenance import (
     looked_again,
 )
 from checkpointd.pipeline.gc.collect import collect
+from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import chosen_by
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.read.readback import read_back
@@ -128,7 +129,7 @@ class Mirroring:
         self.origin = origin
         self.mirror = mirror if limit is None else LimitedStore(mirror, TokenBucket(limit))
         self._tell, self._on_bytes, self._on_copy = tell, on_bytes, on_copy
-        self._their_log, self._our_log = CatalogLog(origin), CatalogLog(self.mirror)
+        self._their_log, self._our_log, self._exports = CatalogLog(origin), CatalogLog(self.mirror), ExportLeases(mirror)
         self._hold: Hold | None = None
         self._lineage = Lineage(starts=frozenset())
         self._tried: dict[str, Kind] = {}
@@ -460,23 +461,23 @@ class Mirroring:
 
     async def _retire(self, seen: BothRoots, *, is_full: bool) -> bool:
         """Remove what no rule keeps at the mirror, and leftovers (MIRROR-7). Returns whether anything was removed."""
-        choice = await chosen_by(self.mirror, seen.ours, self.config.rules)
+        exports = None if is_full else self._exports
+        choice = await chosen_by(self.mirror, seen.ours, self.config.rules, exports=exports)
         if choice.surplus or (choice.going and not has_proof(seen.ours, {facts.prefix for facts, _ in choice.going})):
             # Jobs read back what they save; here, only the newest that is to take the place of older ones is.
             await self._prove(next(iter(catalog.commits_of(seen.ours)), None))
             seen.ours = await self._ours()
-            choice = await chosen_by(self.mirror, seen.ours, self.config.rules)
-        views = seen.ours
-        stays = spared(seen.agenda.due, seen.theirs, views)
+            choice = await chosen_by(self.mirror, seen.ours, self.config.rules, exports=exports)
+        stays = spared(seen.agenda.due, seen.theirs, seen.ours)
         if not is_full:
             stays |= await self._to_be_healed(seen)
         going = [dead for dead in choice.going if dead[0].prefix not in stays]
         failed: list[StoreError] = []
         await self._held.check()
         lost = {facts.prefix for facts, _ in going}
-        staying = catalog.commits_of(view for view in views if view.read_back == "whole" and view.prefix not in lost)
+        staying = catalog.commits_of(view for view in seen.ours if view.read_back == "whole" and view.prefix not in lost)
         removed = await collect(
-            self.mirror, [v.facts for v in views], going, staying=staying, known=self._our_log, failed=failed
+            self.mirror, [v.facts for v in seen.ours], going, staying=staying, known=self._our_log, failed=failed
         )
         await self._our_log.refresh()
         await self._our_log.compact()

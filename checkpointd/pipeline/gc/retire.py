@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
 from checkpointd.errors import StoreError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
+from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
@@ -42,13 +43,14 @@ async def retire(
     rules: Retention,
     *,
     keeps_before: int = 0,
+    exports: ExportLeases | None = None,
     known: CatalogLog | None = None,
     thorough: bool = True,
 ) -> Retired:
-    """Remove dead attempts among `views`. Checkpoints of epochs before `keeps_before` stay (RETENTION-6). `known`: the catalog
-    as this process has read it. `thorough`: see `collect`.
+    """Remove dead attempts among `views`. Checkpoints of epochs before `keeps_before` stay (RETENTION-6), and so do those that
+    `exports` need (RETENTION-7). `known`: the catalog as this process has read it. `thorough`: see `collect`.
     """
-    choice = await chosen_by(store, views, rules, keeps_before=keeps_before)
+    choice = await chosen_by(store, views, rules, keeps_before=keeps_before, exports=exports)
     gone = await abandoned(store)
     deleted = [(v.facts, DIRECTORY_REMOVED) for v in views if gone and v.prefix in gone and v.state == "committed"]
     going = [dead for dead in choice.going if dead[0].prefix not in gone]
@@ -72,16 +74,24 @@ async def retire_tag(store: Store, tag: str, epoch: int) -> None:
     If a newer epoch has begun, nothing goes (COLLECT-5). Checkpoints of older epochs stay (RETENTION-6).
     """
     if await epochs.newest(store) == epoch:
-        await retire(store, await catalog.attempts_of(store, tag), Retention(), keeps_before=epoch)
+        views = await catalog.attempts_of(store, tag)
+        await retire(store, views, Retention(), keeps_before=epoch, exports=ExportLeases(store))
 
 
-async def chosen_by(store: Store, views: Sequence[AttemptView], rules: Retention, *, keeps_before: int = 0) -> RemovalChoice:
-    """Choose the checkpoints among `views` to remove."""
+async def chosen_by(
+    store: Store,
+    views: Sequence[AttemptView],
+    rules: Retention,
+    *,
+    keeps_before: int = 0,
+    exports: ExportLeases | None = None,
+) -> RemovalChoice:
+    """Choose the checkpoints among `views` to remove. `exports`: keep those that exports need."""
     pointer = await catalog.readable_latest(store)
     of_pointer = (view for view in views if view.tag == pointer and view.order is not None)
     newest = max(of_pointer, key=lambda view: view.order or (0, 0), default=None)
     has_ages = rules.younger_than_s is not None
-    commits = (
+    commits = [
         CheckpointFacts(
             attempt=view.facts,
             order=view.outcome.order,
@@ -96,8 +106,13 @@ async def chosen_by(store: Store, views: Sequence[AttemptView], rules: Retention
         )
         for view in views
         if view.outcome is not None and view.state == "committed"
-    )
-    return uncollected(lambda: choose(commits, rules, keeps_before=keeps_before))
+    ]
+    choice = uncollected(lambda: choose(commits, rules, keeps_before=keeps_before))
+    if exports is None or not (choice.going or choice.surplus):
+        return choice
+    exporting = await exports.kept(views)
+    commits = [replace(one, exporting=one.attempt.prefix in exporting) for one in commits]
+    return uncollected(lambda: choose(commits, rules, keeps_before=keeps_before)) if exporting else choice
 
 
 def _age_s(outcome: Outcome) -> float | None:

@@ -45,6 +45,7 @@ from checkpointd.commit.garbage import dead_weight
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
 from checkpointd.layout.keys import LEASE, vote_name
+from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, retire
 from checkpointd.pipeline.pauses import pauses
 from checkpointd.pipeline.read.readback import read_back
@@ -169,6 +170,7 @@ class Tidier:
         """The result of the last look, by scope: of all tags, or of the tags at which saves are in flight."""
         self.known = CatalogLog(store)
         """The catalog of the root, as this writer has read it."""
+        self._exports, self._heeds_exports = ExportLeases(store), True
         self._changed = asyncio.Event()
         self._asked = self._served = self._served_everywhere = 0
         self._pause_until = 0.0
@@ -228,20 +230,23 @@ class Tidier:
     async def more_room_for(self, info: AttemptInfo, deadline: float, freed: int) -> bool:
         """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
 
-        The coordinator removes dead attempts; if its epoch is over, it waits at most FULL_S until the newer coordinator has.
-        Other ranks wait until the coordinator's vote shows that it has, at most twice as long, and at most halfway to
-        `deadline`: on a disk without any free space, nothing may ever go, and no vote come. A removal or a look that has begun
-        is waited for until it ends, or the caller gives up.
+        The coordinator removes dead attempts, and checkpoints that stay only for exports (EXPORTLEASE-3); if its epoch is over,
+        it waits at most FULL_S until the newer coordinator has. Other ranks wait until the coordinator's vote shows that it
+        has, at most twice as long, and at most halfway to `deadline`: on a disk without any free space, nothing may ever go,
+        and no vote come. A removal or a look that has begun is waited for until it ends, or the caller gives up.
         """
         loop = asyncio.get_running_loop()
         wait_s = FULL_S if info.rank == COORDINATOR else 2 * FULL_S
         until = min((loop.time() + deadline) / 2, loop.time() + wait_s)
         if info.rank == COORDINATOR:
-            gone = self._gone
-            await self.tidy(info)
-            while self._is_over and self._gone == gone and loop.time() < until:
-                await asyncio.sleep(LOOK_S)
+            gone, self._heeds_exports = self._gone, False
+            try:
                 await self.tidy(info)
+                while self._is_over and self._gone == gone and loop.time() < until:
+                    await asyncio.sleep(LOOK_S)
+                    await self.tidy(info)
+            finally:
+                self._heeds_exports = True
             return self.freed > freed or self._gone > gone
         while not (voted := await self._is_led(info)) and loop.time() < until:
             await asyncio.sleep(self._commit.poll_max_s)
@@ -346,7 +351,13 @@ class Tidier:
     async def _seen(self, scope: str, besides: str = "") -> _Left:
         """What is in `scope`, besides one attempt. Removes nothing."""
         views = [view for view in await self._views(scope) if view.prefix != besides]
-        choice = await chosen_by(self._store, views, self._commit.retention, keeps_before=self.keeps_before)
+        choice = await chosen_by(
+            self._store,
+            views,
+            self._commit.retention,
+            keeps_before=self.keeps_before,
+            exports=self._heeded,
+        )
         dead = [facts for facts, _ in (*choice.going, *dead_weight(view.facts for view in views))]
         return _left(views, choice.surplus, dead)
 
@@ -528,12 +539,25 @@ class Tidier:
         views = await self._views(scope)
         await self._check_root(self._epoch)
         rules, known = self._commit.retention, self.known
-        done = await retire(self._store, views, rules, keeps_before=self.keeps_before, known=known, thorough=False)
+        done = await retire(
+            self._store,
+            views,
+            rules,
+            keeps_before=self.keeps_before,
+            exports=self._heeded,
+            known=known,
+            thorough=False,
+        )
         for looked in scopes:
             self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
         if scope and not done.is_complete:
             self._due_again({scope})
         self._say(done)
+
+    @property
+    def _heeded(self) -> ExportLeases | None:
+        """The exports for which checkpoints stay."""
+        return self._exports if self._heeds_exports else None
 
     def _say(self, done: Retired) -> None:
         for removal in done.removed:

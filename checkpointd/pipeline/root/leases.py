@@ -79,8 +79,21 @@ class HeldLease:
     ) -> None:
         self.key, self.lease = key, lease
         self._store, self._counts, self._check = store, counts, check
-        self._over = asyncio.Event()
+        self._over, self._putting = asyncio.Event(), asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the lease is renewed."""
+        return self._task is not None and not self._task.done()
+
+    async def change(self, lease: Lease) -> None:
+        """Put the lease with the content of `lease` now, and renew it from now on. Raises StoreError."""
+        self.lease = msgspec.structs.replace(lease, count=self.lease.count)
+        await self._put()
+        if not self.is_kept:  # it may have been removed with the root, which is there again
+            self._task = None
+            self.keep(is_put=True)
 
     def keep(self, *, is_put: bool = False) -> None:
         """Put and renew the lease from now on, in a task of this loop. `is_put`: the lease exists already."""
@@ -109,7 +122,7 @@ class HeldLease:
             await answered(self._remove(), ANSWER_S)
         except CheckpointdError as error:
             log.warning(
-                "%s cannot be removed (%s): a start on another machine waits for up to %g s",
+                "%s cannot be removed (%s): processes on other machines count it for up to %g s",
                 self.key,
                 error,
                 self.lease.length_s,
@@ -141,8 +154,9 @@ class HeldLease:
     async def _put(self) -> None:
         if self._check is not None:
             await self._check()
-        self.lease = msgspec.structs.replace(self.lease, count=self.lease.count + 1)
-        await self._store.put(self.key, encode(self.lease))
+        async with self._putting:  # so that no older content comes after a newer one
+            self.lease = msgspec.structs.replace(self.lease, count=self.lease.count + 1)
+            await self._store.put(self.key, encode(self.lease))
 
     async def _pause(self) -> None:
         try:

@@ -46,7 +46,8 @@ class OwnExports:
         files = None if config.files is None else os.path.abspath(config.files)
         self._config = replace(config, to=one_spelling(config.to), files=files)
         self._is_saving = is_saving
-        self._root = open_store(root, read_only=True)
+        open_store(root, read_only=True)  # refuses a root that exists only in the job's own store
+        self._root = open_store(root)
         check_outside(self._root, self._config.to)
         self._target = target_at(self._config.to)
         self.progress = ExportProgress(root=self._root.url, to=self._config.to)

@@ -1,4 +1,4 @@
-"""RETENTION-1 to RETENTION-6 of commit/retention.py: which checkpoints are removed, by rule or as replaced ones, and which
+"""RETENTION-1 to RETENTION-7 of commit/retention.py: which checkpoints are removed, by rule or as replaced ones, and which
 never are.
 """
 
@@ -260,3 +260,18 @@ def _mode(fields: dict[str, Any]) -> Retention:
         return Retention(**fields)
     except UsageError as error:
         raise UsageError(f"best: {error}") from error
+
+
+# --- what an export needs ------------------------------------------------------------------------------------------------
+
+
+def test_retention_7_what_an_export_needs_stays_and_the_rules_count_as_without_it() -> None:
+    choice = choose([*TEN[:4], checkpoint(4, exporting=True), *TEN[5:9], checkpoint(9, exporting=True)], Retention(keep_last=2))
+    assert gone(choice) == [(1, n) for n in (0, 1, 2, 3, 5, 6, 7)]
+    assert [facts.order for facts in choice.exporting] == [(1, 4)]
+
+
+def test_retention_7_so_does_an_older_commit_of_its_tag() -> None:
+    both = [commit("best", 1, 1, exporting=True), commit("best", 1, 2)]
+    assert gone(choose(both, Retention())) == []
+    assert [facts.order for facts in choose(both, Retention()).exporting] == [(1, 1)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from checkpointd.commit.retention import Retention
 from checkpointd.errors import StoreError, UsageError
 from checkpointd.export.bucket_output import record_at
 from checkpointd.export.following import Exporter
@@ -42,7 +43,7 @@ def root() -> MemoryStore:
 
 
 async def ended(exporter: Exporter) -> None:
-    await exporter._hold.release()
+    await exporter.close()
 
 
 async def test_export_1_each_commit_is_exported_with_the_files_beside_it(root: Store, tmp_path: Path, files: str) -> None:
@@ -196,6 +197,85 @@ async def test_a_root_that_was_made_anew_is_exported_beside_the_exports_of_the_o
     await ended(exporter)
 
 
+# --- what retention leaves ----------------------------------------------------------------------------------------------
+
+KEEP_ONE = Retention(keep_last=1)
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+async def test_export_5_retention_leaves_what_is_being_exported(
+    root: Store, tmp_path: Path, files: str, in_bucket: bool
+) -> None:
+    """Each save would otherwise remove the checkpoint before it, also while that is exported."""
+    to: Store = MemoryStore("to") if in_bucket else PosixStore(tmp_path / "to")
+    exporter = (to_bucket if in_bucket else to_directory)(
+        root, to if in_bucket else tmp_path / "to", files=files, every_steps=2
+    )
+    newest = 2
+    await save(root, 1, newest, dedup=False, retention=KEEP_ONE)
+
+    async def save_more(nbytes: int) -> None:
+        nonlocal newest
+        if nbytes and newest < 8:
+            newest += 1
+            await save(root, newest, dedup=False, retention=KEEP_ONE)
+
+    exporter._turn = save_more
+    while newest < 8:
+        await exporter.round()
+        await save_more(1)
+    await exporter.round()
+    assert exporter.progress.left == {}
+    assert await tags_at(to) == [f"global_step{step}" for step in (2, 4, 6, 8)]
+    await save(root, 9, dedup=False, retention=KEEP_ONE)
+    tags = [c.tag for c in await catalog.checkpoints(root)]
+    assert tags == [
+        "global_step9",
+        "global_step2",
+    ]  # the second was read back first, and is the newest one of which that is known
+    await ended(exporter)
+    assert await root.list(".checkpointd/exports") == []
+
+
+async def test_export_3_what_was_due_and_is_removed_before_its_turn_is_named(
+    root: Store, tmp_path: Path, files: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await save(root, 1, 2, 3, dedup=False)
+    exporter = to_directory(root, tmp_path / "to", files=files)
+
+    async def save_one_more(nbytes: int) -> None:
+        if nbytes and exporter.progress.tag == "global_step3":
+            await save(root, 4, dedup=False, retention=KEEP_ONE)
+
+    exporter._turn = save_one_more
+    await exporter.round()
+    assert exporter.progress.left == {"removed": 2}
+    assert sorted(os.listdir(tmp_path / "to"))[1:] == ["global_step3", "global_step4"]
+    words = "was removed before its export had ended: keep more checkpoints at memory://root, or export fewer (every_steps)"
+    assert [record.getMessage() for record in caplog.records if "removed" in record.getMessage()] == [
+        f"global_step{step} {words}" for step in (2, 1)
+    ]
+    await ended(exporter)
+
+
+async def test_export_5_a_process_that_lost_the_place_leaves_the_lease_to_the_other(
+    root: Store, tmp_path: Path, files: str
+) -> None:
+    await save(root, 1)
+    one, two = (to_directory(root, tmp_path / "to", files=files, sight=elsewhere(name)) for name in ("one", "two"))
+    await one.round()
+    await one._hold.release()
+    await two.round()
+    await one.close()
+    assert b'"process": "two' in await root.get((await leases_at(root))[0])
+    await ended(two)
+    assert await leases_at(root) == []
+
+
+async def leases_at(root: Store) -> list[str]:
+    return [f".checkpointd/exports/{entry.name}" for entry in await root.list(".checkpointd/exports")]
+
+
 # --- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +406,7 @@ async def test_export_2_one_process_exports_and_another_takes_over(
     assert await one.round()
     assert not await two.round()
     assert (two.progress.state, two.progress.holder) == ("waiting", f"process {os.getpid()} on {os.uname().nodename}")
-    await one._hold.release()
+    await one.close()
     await save(root, 2)
     assert await two.round()
     assert (two.progress.exported, two.progress.holder) == (1, "")

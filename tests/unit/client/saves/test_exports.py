@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,33 @@ def test_ownexport_2_what_is_due_is_there_when_the_job_has_ended(tmp_path: Path,
     assert os.listdir(tmp_path / "models" / ".checkpointd" / "exports") == []  # it let go of the place
 
 
+def test_a_checkpoint_that_the_rule_wants_is_exported_although_the_job_keeps_only_the_newest(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export begins, and rests until retention has removed a later checkpoint."""
+    begun, goes_on = threading.Event(), threading.Event()
+    rest = OwnExports._rest
+
+    async def rests(self: OwnExports, nbytes: int) -> None:
+        begun.set()
+        while not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        await rest(self, nbytes)
+
+    monkeypatch.setattr(OwnExports, "_rest", rests)
+    rule = ExportConfig(to=str(tmp_path / "models"), every_steps=100)
+    with Checkpointer(tmp_path / "root", export=rule, retention=1) as checkpoints:
+        checkpoints.save(100, {"model": model}).wait(60)
+        assert begun.wait(60)
+        for step in range(101, 200):
+            trained(model)
+            checkpoints.save(step, {"model": model}).wait(60)
+            if step > 101 and all(found.step != 101 for found in checkpoints.list()):
+                break
+        goes_on.set()
+    assert sorted(os.listdir(tmp_path / "models")) == [".checkpointd", "global_step100"]
+
+
 def test_ownexport_2_a_job_that_fails_does_not_wait(tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     close = OwnExports.close
@@ -82,3 +111,20 @@ def test_rules_that_cannot_be_are_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "root", export=ExportConfig(to=str(tmp_path / "root" / "models")))
     with Checkpointer(tmp_path / "root"):
         pass  # the one that was refused has let go of the root
+
+
+class Holder(nn.Module):
+    """A model with one child, which is called as DistributedDataParallel calls its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 2)
+
+
+def test_a_module_keeps_its_own_names_and_a_state_dict_loses_those_of_its_wrapper(tmp_path: Path) -> None:
+    bare = Holder()
+    for name, state in (("module", bare), ("state_dict", nn.ModuleDict({"module": bare.module}).state_dict())):
+        with Checkpointer(tmp_path / name, export=ExportConfig(to=str(tmp_path / f"{name}-models"))) as checkpoints:
+            checkpoints.save(1, {"model": state}).wait(60)
+    assert exported(tmp_path / "module-models" / "global_step1").keys() == {"module.weight", "module.bias"}
+    assert exported(tmp_path / "state_dict-models" / "global_step1").keys() == {"weight", "bias"}

@@ -1,0 +1,161 @@
+"""The leases of exports: they tell whoever removes checkpoints which ones an export still needs.
+
+A process that exports a root by rule keeps a lease at the root while it runs: `.checkpointd/exports/<digest of the place>`.
+It names the checkpoints that are being exported, and says which ones the rule wants. Retention leaves those (RETENTION-7).
+
+Invariants
+  EXPORTLEASE-1  A lease keeps at most two checkpoints: the one that is being exported, and one that waits. That is the newest
+      one which the rule wants and the exporter has not seen yet, or else the next one that it exports.
+  EXPORTLEASE-2  A lease keeps nothing once its holder is known to have ended, or once another process has seen the same bytes
+      for the lease's length, on its own clock. So no checkpoint stays for long after its exporter was killed.
+  EXPORTLEASE-3  A lease is never needed for a correct export, and never in the way of a save: on a full disk, retention does
+      not heed it. Neither does a person who deletes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from checkpointd.commit.facts import Order
+from checkpointd.errors import FormatError, NotFoundError, StoreError
+from checkpointd.layout.keys import SERVICE
+from checkpointd.layout.manifest import LEASE_S_MAX, Lease, decode_sealed, digest
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.leases import LOOK_S_MAX, RUNNING_LENGTHS, HeldLease, Sight
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+LEASES_OF_EXPORTS = f"{SERVICE}/exports"
+
+
+class ExportLease(Lease, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.export-lease"):
+    """The lease of a process that exports the root to the place `to`."""
+
+    to: str
+    keeps: tuple[str, ...] = ()
+    """The attempts (`<tag>/<attempt>`) that are exported next, in that order."""
+    every_steps: int | None = None
+    """The rule wants checkpoints whose step is a multiple of this; None: all."""
+    seen: Order = (0, 0)
+    """The newest commit that the exporter has seen."""
+
+    def kept_among(self, newest_first: Sequence[Checkpoint]) -> set[str]:
+        """The checkpoints that stay for this export, by prefix."""
+        unseen = (c for c in newest_first if c.outcome.order > self.seen and is_wanted(c.outcome.step, self.every_steps))
+        waiting = next((c.prefix for c in unseen if c.read_back != "damaged"), None)
+        return {*self.keeps[:1], *(self.keeps[1:2] if waiting is None else [waiting])}
+
+
+def is_wanted(step: int, every_steps: int | None) -> bool:
+    """Whether a rule with `every_steps` exports checkpoints of `step`."""
+    return every_steps is None or step % every_steps == 0
+
+
+# --- the exporter's ----------------------------------------------------------------------------------------------
+
+
+class OwnExportLease:
+    """The lease of this process, which exports `root` to the place `to`."""
+
+    def __init__(self, root: Store, to: str, every_steps: int | None, sight: Sight) -> None:
+        async def counts() -> bool:
+            return await epochs.newest(root) > 0  # else the root is gone, and nothing is put where it was
+
+        lease = ExportLease(
+            process=sight.process, count=0, length_s=sight.length_s, writer=writer(), to=to, every_steps=every_steps
+        )
+        self._root, self._content = root, lease
+        self._held = HeldLease(root, f"{LEASES_OF_EXPORTS}/{digest(to.encode())}", lease, counts)
+        self._said = ""
+
+    async def keep(self, keeps: Iterable[str], seen: Order) -> None:
+        """Keep these attempts, the one that is exported next first, and what the rule wants after `seen`. If the lease cannot
+        be put, the log says so.
+        """
+        content = msgspec.structs.replace(self._content, keeps=tuple(keeps), seen=seen)
+        if content == self._content and self._held.is_kept:
+            return
+        self._content = content
+        try:
+            await self._held.change(content)
+            self._said = ""
+        except StoreError as error:
+            if str(error) != self._said:
+                words = "retention at %s may remove checkpoints before they are exported, because no lease can be put there: %s"
+                log.warning(words, self._root.url, error)
+            self._said = str(error)
+
+    async def release(self) -> None:
+        """Keep nothing any more. Raises nothing."""
+        await self._held.release()
+
+    def lapse(self) -> None:
+        """Renew the lease no more, and leave it there."""
+        self._held.lapse()
+
+
+# --- who removes -------------------------------------------------------------------------------------------------
+
+
+class ExportLeases:
+    """All leases of exports at `root`, as one process watches them that removes checkpoints there."""
+
+    def __init__(self, root: Store, sight: Sight | None = None) -> None:
+        self._root, self._life = root, (sight or Sight()).life
+        self._since: dict[str, tuple[bytes, float]] = {}
+        """The bytes of each lease, and since when they are the same (seconds of the loop's clock)."""
+
+    async def kept(self, views: Iterable[AttemptView]) -> frozenset[str]:
+        """The checkpoints among `views` that exports keep now, by prefix. Raises StoreError if the leases cannot be read."""
+        leases = await self._look()
+        newest_first = catalog.checkpoints_of(views) if leases else []
+        return frozenset(prefix for lease in leases for prefix in lease.kept_among(newest_first))
+
+    async def settle(self) -> None:
+        """Return once it is known of each lease whether its holder lives. Takes at most a lease's length (EXPORTLEASE-2)."""
+        doubtful = {lease.to: lease for lease in await self._look() if self._life(lease.process) == "unknown"}
+        for lease in doubtful.values():
+            words = "process %d on %s may export %s to %s: watching its lease for up to %g s"
+            log.warning(words, lease.writer.pid, lease.writer.host, self._root.url, lease.to, lease.length_s)
+        while doubtful:
+            await asyncio.sleep(LOOK_S_MAX)
+            doubtful = {lease.to: lease for lease in await self._look() if lease == doubtful.get(lease.to)}
+
+    async def _look(self) -> list[ExportLease]:
+        """The leases that count."""
+        now, found = asyncio.get_running_loop().time(), dict[str, tuple[bytes, float]]()
+        for entry in await self._root.list(LEASES_OF_EXPORTS):
+            key = f"{LEASES_OF_EXPORTS}/{entry.name}"
+            try:
+                data = await self._root.get(key)
+            except NotFoundError:
+                continue
+            before = self._since.get(key)
+            found[key] = before if before is not None and before[0] == data else (data, now)
+        self._since = found
+        leases = ((_understood(data, key), since) for key, (data, since) in found.items())
+        return [lease for lease, since in leases if lease is not None and not self._has_ended(lease, now - since)]
+
+    def _has_ended(self, lease: ExportLease, idle_s: float) -> bool:
+        """Whether the holder of a lease that has not changed for `idle_s` has ended, as far as this process can tell."""
+        life = self._life(lease.process)
+        return life == "ended" or idle_s >= lease.length_s * (RUNNING_LENGTHS if life == "running" else 1)
+
+
+def _understood(data: bytes, key: str) -> ExportLease | None:
+    try:
+        return decode_sealed(data, ExportLease, key, _fault)
+    except FormatError as error:
+        log.warning("%s; it keeps no checkpoint", error)
+        return None
+
+
+def _fault(lease: ExportLease) -> str | None:
+    return None if 0 < lease.length_s <= LEASE_S_MAX else f"is a lease of {lease.length_s:g} seconds, which cannot be"

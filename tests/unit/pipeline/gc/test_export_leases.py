@@ -1,0 +1,244 @@
+"""EXPORTLEASE-1 to EXPORTLEASE-3 of export_leases.py, in virtual time: what stays for an export, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointd.commit.retention import Retention
+from checkpointd.config import CommitConfig
+from checkpointd.errors import StoreError
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import Outcome
+from checkpointd.pipeline.gc.export_leases import LEASES_OF_EXPORTS, ExportLease, ExportLeases, OwnExportLease, is_wanted
+from checkpointd.pipeline.gc.tidying import Tidier
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.writers import Life
+from tests.lease_builders import LENGTH_S, SINCE, now, sight, simulated
+from tests.unit.export.exported_roots import save
+
+TO = "/models/run1"
+
+
+async def root_of(*steps: int) -> MemoryStore:
+    store = MemoryStore("root")
+    await save(store, *steps)
+    return store
+
+
+def own(root: MemoryStore, every_steps: int | None = None) -> OwnExportLease:
+    return OwnExportLease(root, TO, every_steps, sight("exporter"))
+
+
+def watching(root: MemoryStore, life: Life = "unknown") -> ExportLeases:
+    return ExportLeases(root, sight("job", life))
+
+
+async def prefixes(root: MemoryStore, *steps: int) -> list[str]:
+    found = {checkpoint.outcome.step: checkpoint.prefix for checkpoint in await catalog.checkpoints(root)}
+    return [found[step] for step in steps]
+
+
+async def kept(leases: ExportLeases, root: MemoryStore) -> list[int]:
+    """The steps of the checkpoints that stay."""
+    found = await leases.kept(await catalog.scan(root))
+    return sorted(c.outcome.step for c in await catalog.checkpoints(root) if c.prefix in found)
+
+
+async def newest(root: MemoryStore) -> tuple[int, int]:
+    return (await catalog.checkpoints(root))[0].outcome.order
+
+
+async def kill(lease: OwnExportLease) -> None:
+    """What is left when its process is killed."""
+    lease.lapse()
+    assert lease._held._task is not None
+    await lease._held._task
+
+
+def test_exportlease_1_what_is_exported_and_what_is_next_stay_while_the_exporter_lives() -> None:
+    async def main() -> None:
+        root = await root_of(1, 2, 3)
+        lease, leases = own(root), watching(root)
+        assert await kept(leases, root) == []
+        await lease.keep(await prefixes(root, 3, 2, 1), await newest(root))
+        for _ in range(5):
+            assert await kept(leases, root) == [2, 3]
+            await asyncio.sleep(10 * LENGTH_S)
+        await lease.keep([], await newest(root))
+        assert await kept(leases, root) == []
+        await lease.release()
+        assert await root.list(LEASES_OF_EXPORTS) == []
+
+    simulated(main)
+
+
+def test_exportlease_1_the_newest_one_that_the_exporter_has_not_seen_takes_the_place_of_the_next() -> None:
+    async def main() -> None:
+        root = await root_of(1, 2, 4)
+        lease, leases = own(root, every_steps=2), watching(root)
+        await lease.keep(await prefixes(root, 4, 2), await newest(root))
+        await save(root, 5)
+        assert await kept(leases, root) == [2, 4]
+        await save(root, 6, 7, 8, 9)
+        assert await kept(leases, root) == [4, 8]
+        await kill(lease)
+
+    simulated(main)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=12),
+    named=st.lists(st.integers(0, 12), max_size=4),
+    seen=st.integers(0, 13),
+    every=st.none() | st.integers(1, 5),
+)
+def test_exportlease_1_at_most_two(steps: list[tuple[int, bool]], named: list[int], seen: int, every: int | None) -> None:
+    keeps = tuple(f"tag{number}/00000001-0" for number in named)
+    lease = ExportLease(
+        process="p", count=1, length_s=LENGTH_S, writer=SINCE, to=TO, keeps=keeps, every_steps=every, seen=(1, seen)
+    )
+    newest_first = [checkpoint(n, step, is_damaged) for n, (step, is_damaged) in enumerate(steps)][::-1]
+    unseen = [c.prefix for c in newest_first if c.outcome.order > (1, seen) and is_wanted(c.outcome.step, every)]
+    damaged = {c.prefix for c in newest_first if c.read_back == "damaged"}
+    waiting = [prefix for prefix in unseen if prefix not in damaged][:1] or [*keeps[1:2]]
+    assert lease.kept_among(newest_first) == {*keeps[:1], *waiting}
+
+
+def checkpoint(n: int, step: int, is_damaged: bool) -> Checkpoint:
+    outcome = Outcome(
+        tag=f"tag{n}",
+        attempt="00000001-0",
+        step=step,
+        world_size=1,
+        outcome="commit",
+        order=(1, n),
+        save_latest=True,
+        decided_by=0,
+        writer=SINCE,
+    )
+    return Checkpoint(f"tag{n}", AttemptId(1, 0), outcome, "damaged" if is_damaged else "no")
+
+
+@pytest.mark.parametrize("between_s", [LENGTH_S / 3, LENGTH_S, 20 * LENGTH_S])
+def test_exportlease_2_a_killed_exporter_elsewhere_keeps_nothing_after_the_leases_length(between_s: float) -> None:
+    """However rarely somebody looks: a job removes after its saves, which may be minutes apart."""
+
+    async def main() -> None:
+        root = await root_of(1, 2)
+        lease, leases = own(root), watching(root)
+        await lease.keep(await prefixes(root, 1), await newest(root))
+        await kill(lease)
+        began = now()
+        while await kept(leases, root):
+            assert now() - began <= LENGTH_S
+            await asyncio.sleep(between_s)
+        assert now() - began >= LENGTH_S
+
+    simulated(main)
+
+
+@pytest.mark.parametrize(("life", "stays"), [("ended", []), ("running", [1])])
+def test_exportlease_2_a_process_of_this_machine_is_known_to_have_ended_or_to_run(life: Life, stays: list[int]) -> None:
+    async def main() -> None:
+        root = await root_of(1, 2)
+        lease, leases = own(root), watching(root, life)
+        await lease.keep(await prefixes(root, 1), await newest(root))
+        await kill(lease)
+        await kept(leases, root)
+        await asyncio.sleep(2 * LENGTH_S)
+        assert await kept(leases, root) == stays
+
+    simulated(main)
+
+
+@pytest.mark.parametrize(("lives", "took_s"), [(True, LENGTH_S / 3), (False, LENGTH_S)])
+def test_exportlease_2_a_single_look_waits_until_it_knows(lives: bool, took_s: float) -> None:
+    async def main() -> None:
+        root = await root_of(1, 2)
+        lease, leases = own(root), watching(root)
+        await lease.keep(await prefixes(root, 1), await newest(root))
+        if not lives:
+            await kill(lease)
+        began = now()
+        await leases.settle()
+        assert took_s - 1 <= now() - began <= took_s + 1
+        assert await kept(leases, root) == ([1] if lives else [])
+        await lease.release()
+
+    simulated(main)
+
+
+def test_exportlease_3_on_a_full_disk_no_checkpoint_stays_for_an_export() -> None:
+    async def main() -> None:
+        root = await root_of(1, 2)
+        lease = own(root)
+        await lease.keep(await prefixes(root, 2, 1), await newest(root))
+        tidier = Tidier(root, CommitConfig(retention=Retention(keep_last=1)))
+        info = AttemptInfo(
+            tag="global_step3", attempt=AttemptId(await epochs.newest(root), 0), rank=0, world_size=1, step=3, n=1
+        )
+        await tidier.tidy(info)
+        assert await prefixes(root, 1, 2)
+        assert await tidier.more_room_for(info, now() + 100, tidier.freed)
+        assert [c.outcome.step for c in await catalog.checkpoints(root)] == [2]
+        await lease.release()
+
+    simulated(main)
+
+
+def test_a_root_that_may_not_be_written_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class ReadOnly(MemoryStore):
+        async def put(self, key: str, data: bytes) -> None:
+            if key.startswith(LEASES_OF_EXPORTS):
+                raise StoreError("it is read-only")
+            await super().put(key, data)
+
+    async def main() -> None:
+        root = ReadOnly("root")
+        await save(root, 1)
+        lease = own(root)
+        for seen in range(3):
+            await lease.keep([], (1, seen))
+        await lease.release()
+
+    caplog.set_level(logging.WARNING)
+    simulated(main)
+    assert [record.getMessage() for record in caplog.records] == [
+        "retention at memory://root may remove checkpoints before they are exported, because no lease can be put there: "
+        "it is read-only"
+    ]
+
+
+def test_nothing_is_put_where_a_root_was_removed_and_again_where_one_has_begun() -> None:
+    async def main() -> None:
+        root = await root_of(1)
+        lease = own(root)
+        await lease.keep([], (1, 1))
+        objects: Sequence[str] = [*root._objects]
+        await root.delete_each(objects)
+        await asyncio.sleep(2 * LENGTH_S)
+        assert not root._objects
+        await save(root, 1)
+        await lease.keep(await prefixes(root, 1), (1, 1))
+        leases = watching(root)
+        await kept(leases, root)
+        await asyncio.sleep(2 * LENGTH_S)
+        assert await kept(leases, root) == [1]
+        await lease.release()
+
+    simulated(main)
+
+
+async def test_what_is_no_lease_keeps_nothing() -> None:
+    root = await root_of(1)
+    await root.put(f"{LEASES_OF_EXPORTS}/lease", b"half")
+    assert await kept(watching(root), root) == []
