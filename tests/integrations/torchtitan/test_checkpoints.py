@@ -62,6 +62,15 @@ def test_the_names_are_those_of_torchtitan(tmp_path: Path) -> None:
     assert {"0.weight", "head.bias", "optimizer.state.head.weight.exp_avg", "optimizer.state.0.bias.step"} <= names
 
 
+def test_a_folder_may_end_with_a_slash(tmp_path: Path) -> None:
+    job = Job()
+    manager = job.manager(tmp_path, folder="here/")
+    assert manager.load() is False
+    job.train(manager, 2)
+    manager.close()
+    assert (tmp_path / "here" / "latest").read_text().strip() == "step-2"
+
+
 def test_as_many_checkpoints_stay_as_keep_latest_k_says(tmp_path: Path) -> None:
     job = Job()
     manager = job.manager(tmp_path, keep_latest_k=2, async_mode="disabled")

@@ -28,9 +28,18 @@ from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManag
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.logging import logger
 
+from checkpointd.bucket_urls import is_bucket_url
 from checkpointd.errors import CheckpointdError, UnreadableError
 from checkpointd_client.core import Core
-from checkpointd_client.integrations.torchtitan.step_folders import OtherStep, is_root, other_steps, split, stale, step_in
+from checkpointd_client.integrations.torchtitan.step_folders import (
+    OtherStep,
+    is_root,
+    joined,
+    other_steps,
+    split,
+    stale,
+    step_in,
+)
 from checkpointd_client.integrations.torchtitan.targets import TitanTargets
 from checkpointd_client.loader import Loaded
 from checkpointd_client.onlooker import Onlooker
@@ -96,6 +105,8 @@ class CheckpointdManager(CheckpointManager):
         # For its own asynchronous modes, torchtitan would make a process group.
         super().__init__(dataclasses.replace(config, async_mode="disabled"), **parts)
         self.async_mode = AsyncMode(config.async_mode)
+        if self.enable:
+            self.folder, _ = split(self._create_checkpoint_id(0))  # written as in every other call
 
     # --- saving ------------------------------------------------------------------------------------------------
 
@@ -162,7 +173,7 @@ class CheckpointdManager(CheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         if not self._begins_to_load(self.folder) and not self._is_root(self.folder):
-            return bool(super()._load(step))
+            return self._load_other(step)
         with sl.log_trace_span("checkpoint_load"), torch.no_grad(), self._to_load(self.folder) as opened:
             tag, other = self._chosen(opened, self.folder, step)
             if other is None and (tag is not None or step == -1):
@@ -171,9 +182,26 @@ class CheckpointdManager(CheckpointManager):
                 if loaded is not None:
                     logger.info(f"Loaded the checkpoint {loaded.tag} from {self.folder}.")
                     return True
-            found = bool(super()._load(step if other is None else other))
+            found = self._load_other(step if other is None else other)
             opened.take_up()
             return found
+
+    def _load_other(self, step: int) -> bool:
+        """Load a checkpoint of torchtitan's own manager in the folder, or what `initial_load_path` and the like name."""
+        initial, folder = self.initial_load_path or "", self.folder
+        if is_bucket_url(folder) and step != -1:
+            raise FileNotFoundError(f"--checkpoint.load_step={step} not found in {folder}")
+        if is_bucket_url(initial) and step == -1 and self._find_load_step() == -1:
+            states = self._states_to_load(self.initial_load_model_only)
+            self.dcp_load(states, initial, from_hf=False, from_quantized=False)
+            logger.info(f"Loaded the checkpoint at {initial}.")
+            return True
+        # torchtitan would look into a bucket through fsspec, which may be unable to reach it.
+        self.folder = "" if is_bucket_url(folder) else folder
+        try:
+            return bool(super()._load(step))
+        finally:
+            self.folder = folder
 
     def _chosen(self, opened: Core | Onlooker, folder: str, step: int) -> tuple[str | None, int | None]:
         """What rank 0 finds in `folder`: the tag of our checkpoint of `step`, or the step of one of torchtitan's own. Neither
@@ -210,6 +238,9 @@ class CheckpointdManager(CheckpointManager):
             _, other = self._chosen(opened, folder, -1)
             newest = self._of_rank_0(opened.meet, folder, lambda: [step_in(one.tag) for one in opened.checkpoints()][:1])
             return other if other is not None else newest[0] if newest else -1
+
+    def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
+        return joined(folder or self.folder, f"step-{step}")
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Load the checkpoint at the path `checkpoint_id` into `state_dict`, from checkpointd or from torchtitan's formats."""

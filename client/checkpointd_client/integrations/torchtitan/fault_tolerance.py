@@ -17,6 +17,7 @@ from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.torchtitan.checkpoints import CheckpointdManager
+from checkpointd_client.integrations.torchtitan.step_folders import joined
 from checkpointd_client.settings import Options
 
 
@@ -34,6 +35,9 @@ class TorchFTCheckpointdManager(TorchFTCheckpointManager, CheckpointdManager):
         if self.ft_manager and self.folder in self._roots and self.ft_manager.participating_rank() != 0:
             self._end(self.folder)  # another group saves there now
         return bool(super()._save(curr_step, last_step))
+
+    def _ft_folder(self) -> str:
+        return joined(self.folder, f"ft-replicat-{self.ft_replica_id}")
 
     def _ft_save(self, step: int) -> None:
         self.dcp_save(self.ft_states, self._create_checkpoint_id(step, folder=self._ft_folder()), AsyncMode.ASYNC)

@@ -24,10 +24,23 @@ class OtherStep:
     kind: Literal["dcp", "hugging face"]
 
 
+def joined(folder: str, name: str) -> str:
+    """The path of `name` in `folder`. The options of a URL stay at its end."""
+    path, options = _parted(folder)
+    return f"{path}/{name}{options}"
+
+
 def split(checkpoint_id: str) -> tuple[str, str]:
     """The folder and the name of a checkpoint: its root and its tag, if it is ours."""
-    folder, _, name = checkpoint_id.rstrip("/").rpartition("/")
-    return folder, name
+    path, options = _parted(checkpoint_id)
+    folder, _, name = path.rpartition("/")
+    return f"{folder}{options}", name
+
+
+def _parted(path: str) -> tuple[str, str]:
+    """The path without slashes at its end, and the options of a URL."""
+    place, mark, options = path.partition("?") if is_bucket_url(path) else (path, "", "")
+    return place.rstrip("/"), f"{mark}{options}"
 
 
 def step_in(name: str) -> int:

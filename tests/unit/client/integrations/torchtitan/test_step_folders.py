@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd_client.integrations.torchtitan.step_folders import OtherStep, is_root, other_steps, split, stale, step_in
+from checkpointd_client.integrations.torchtitan.step_folders import (
+    OtherStep,
+    is_root,
+    joined,
+    other_steps,
+    split,
+    stale,
+    step_in,
+)
 
 
 def made(folder: Path, name: str, file: str = "") -> None:
@@ -21,10 +29,24 @@ def made(folder: Path, name: str, file: str = "") -> None:
         ("/runs/a/step-5", ("/runs/a", "step-5")),
         ("/runs/a/step-5/", ("/runs/a", "step-5")),
         ("s3://b/a/step-0", ("s3://b/a", "step-0")),
+        ("s3://b/a/step-0?endpoint=http://c/d", ("s3://b/a?endpoint=http://c/d", "step-0")),
     ],
 )
 def test_split(checkpoint_id: str, expected: tuple[str, str]) -> None:
     assert split(checkpoint_id) == expected
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("/runs/a", "/runs/a/step-5"),
+        ("/runs/a/", "/runs/a/step-5"),
+        ("s3://b/a/?endpoint=http://c/d", "s3://b/a/step-5?endpoint=http://c/d"),
+        ("/runs/what?", "/runs/what?/step-5"),
+    ],
+)
+def test_joined(folder: str, expected: str) -> None:
+    assert joined(folder, "step-5") == expected
 
 
 @pytest.mark.parametrize(("name", "step"), [("step-5", 5), ("step-0", 0), ("my-step-5", 0), ("step-5.old", 0), ("latest", 0)])
