@@ -16,9 +16,9 @@ import torch
 from pyarrow import fs
 from ray import train
 
-from checkpointd.errors import NotFoundError, StoreFullError, UsageError
+from checkpointd.errors import NotFoundError, StoreError, StoreFullError, UsageError
 from checkpointd_client.checkpointer import core_of
-from checkpointd_client.integrations.ray import RayCheckpointer, open_reported
+from checkpointd_client.integrations.ray import RayCheckpointer, checkpointer, open_reported
 from checkpointd_client.integrations.ray.storage import root_of
 from tests.servers.fixtures import Place, root_at
 from tests.servers.s3_requests import REGION
@@ -233,6 +233,30 @@ def test_a_report_that_ray_does_not_take_keeps_nobody_waiting(worker: Worker, mo
         assert all(done.is_set() for done in ckpt._reporting)  # close() waits for these
     with RayCheckpointer() as again:
         assert again.latest() == "global_step1"
+
+
+def test_a_report_that_rays_storage_does_not_take_names_the_storage_and_the_checkpoint(worker: Worker, tmp_path: Path) -> None:
+    (tmp_path / "run1" / "taken").touch()
+    with RayCheckpointer() as ckpt:
+        ckpt.report({}, 1, state(1.0), checkpoint_dir_name="taken")
+        words = (
+            rf"Ray's storage does not take the report of global_step1: {tmp_path}/run1/taken cannot be written .*is committed"
+        )
+        with pytest.raises(StoreError, match=words):
+            worker.upload()
+    with RayCheckpointer() as again:
+        assert again.latest() == "global_step1"
+
+
+def test_a_storage_of_rays_that_does_not_answer_does_not_keep_close_for_ever(
+    worker: Worker, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpointer, "REGISTER_S", 0.05)
+    with RayCheckpointer() as ckpt:
+        ckpt.report({}, 1, state(1.0))
+    assert "global_step1 is not registered with Ray 0.05 s after its save has ended" in caplog.text
+    (checkpoint,) = worker.upload()  # it answers again
+    assert value_of(checkpoint) == 1.0
 
 
 def test_a_run_that_was_moved_refers_to_its_own_checkpoints(worker: Worker, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Invariants
   RAY-1  Ray registers a save only when it has ended on all ranks, and what it registers can be loaded: the checkpoint, or, if
-      the save failed, the newest one before it. A save that fails does not end training.
+      the save failed, the newest one before it. A save that fails does not end training. A report that Ray's storage does not
+      take ends it, as with Ray's own reports, and a restart loads the checkpoint.
   RAY-2  A checkpoint whose reference Ray has removed is removed at the root once a newer one that stays was read back. At the
       run's own root, so is one that report() has saved and that has no reference, since a worker died. No other one is removed.
 """
@@ -23,7 +24,7 @@ from ray import train
 from ray.train import CheckpointUploadMode
 
 from checkpointd.daemon.protocol.wire import METRICS_MAX
-from checkpointd.errors import CheckpointdError, UsageError
+from checkpointd.errors import CheckpointdError, StoreError, UsageError
 from checkpointd.waits import Waiting
 from checkpointd_client.checkpointer import Checkpointer
 from checkpointd_client.integrations.ray import reference
@@ -35,7 +36,11 @@ from checkpointd_client.saves.handle import SaveHandle
 log = logging.getLogger("checkpointd")
 
 REPORTED = "ray_report"
-"""The metric by which a checkpoint says that report() has saved it."""
+"""The metric by which a checkpoint says that report() has saved it. Nothing else of a checkpoint is left of that after a
+restart, and save() may have made others.
+"""
+REGISTER_S = 300.0
+"""How long close() waits until Ray has registered a save that has ended."""
 
 
 class RayCheckpointer(Checkpointer):
@@ -61,7 +66,10 @@ class RayCheckpointer(Checkpointer):
         if root is None:
             root = root_of(self._storage.storage_filesystem, self._storage.experiment_fs_path)
         super().__init__(root, **{"job": context.get_experiment_name(), **options})
-        self._reporting: set[threading.Event] = set()
+        status = self.status()
+        self._is_first, self._place = status.rank == 0, status.root
+        self._reporting: dict[threading.Event, SaveHandle] = {}
+        """The saves that were reported and that Ray has not registered."""
         self._seen: dict[str, str | None] = {}
         """The references that are there, with their tags."""
         self._dropped: set[str | None] = set()
@@ -101,7 +109,7 @@ class RayCheckpointer(Checkpointer):
             train.report(metrics, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
             return handle
         done = threading.Event()
-        self._reporting.add(done)
+        self._reporting[done] = handle
         upload = partial(self._upload, handle, done)
         # Ray may refuse a report, or skip it because another worker has failed. It then drops `upload` without a call.
         weakref.finalize(upload, done.set).atexit = False
@@ -117,7 +125,7 @@ class RayCheckpointer(Checkpointer):
         return handle
 
     def close(self) -> None:
-        """Wait until Ray knows how each save ended, then close as a Checkpointer does."""
+        """Wait until Ray knows how each save ended, at most REGISTER_S after its end, then close as a Checkpointer does."""
         self._finish_reports()
         super().close()
 
@@ -127,10 +135,14 @@ class RayCheckpointer(Checkpointer):
         super().__exit__(kind, error, trace)
 
     def _finish_reports(self) -> None:
-        for done in list(self._reporting):
-            Waiting(lambda: "a save has not been reported to Ray yet: Ray's upload thread is still working on it").until(
-                done.wait, None
-            )
+        for done, handle in list(self._reporting.items()):
+            handle.ended_within(None)
+            if not Waiting(partial(_missing, handle)).until(done.wait, REGISTER_S):
+                words = (
+                    "%s is not registered with Ray %g s after its save has ended, and is not waited for: see whether %s answers"
+                )
+                log.error(words, handle.tag, REGISTER_S, self._storage.experiment_fs_path)
+                return
 
     # --- on the thread on which Ray uploads --------------------------------------------------------------------------
 
@@ -142,27 +154,37 @@ class RayCheckpointer(Checkpointer):
             error = handle.exception()
             if error is None:
                 self._newest = handle.tag, handle.step
-            if self.status().rank == 0:
+            if self._is_first:
                 self._refer(handle, error, directory)
             return train.Checkpoint(directory, self._storage.storage_filesystem)
         finally:
-            self._reporting.discard(done)
+            self._reporting.pop(done, None)
             done.set()
 
     def _refer(self, handle: SaveHandle, error: BaseException | None, directory: str) -> None:
-        root = OF_THE_RUN if self._is_of_the_run else self.status().root
+        root = OF_THE_RUN if self._is_of_the_run else self._place
         if error is None:
             found = Reference(root, handle.tag, handle.attempt, handle.step)
         else:
             tag, step = self._newest or (None, None)
             found = Reference(root, tag, None, step, str(error))
             log.error("%s failed; Ray gets %s in its place: %s", handle.tag, tag or "a reference to no checkpoint", error)
-        found.write(self._storage.storage_filesystem, directory)
+        try:
+            found.write(self._storage.storage_filesystem, directory)
+        except OSError as fault:
+            there = (
+                f"{found.tag} is committed at {self._place}, and a restart loads it" if found.tag else "nothing has committed"
+            )
+            raise StoreError(
+                f"Ray's storage does not take the report of {handle.tag}: {directory} cannot be written ({fault}). {there}. "
+                "Ray ends training when a report fails: see to its storage_path, and allow restarts, as by "
+                "FailureConfig(max_failures=3)"
+            ) from fault
         if error is None:
             try:
                 self._remove_dropped(handle.tag, directory)
             except (CheckpointdError, OSError) as fault:
-                log.warning("checkpoints that Ray has removed are still at %s: %s", self.status().root, fault)
+                log.warning("checkpoints that Ray has removed are still at %s: %s", self._place, fault)
 
     def _remove_dropped(self, reported: str, directory: str) -> None:
         """Of the checkpoints older than the `reported` one of `directory`, remove those without a reference (RAY-2)."""
@@ -180,6 +202,10 @@ class RayCheckpointer(Checkpointer):
                 self.delete(checkpoint.tag)
             is_older |= checkpoint.tag == reported
             is_safe |= checkpoint.verified and not is_dropped
+
+
+def _missing(handle: SaveHandle) -> str:
+    return f"{handle.tag} is not registered with Ray yet: Ray's upload thread is still working on it, or on a report before it"
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
