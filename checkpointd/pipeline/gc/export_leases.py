@@ -9,7 +9,7 @@ Invariants
   EXPORTLEASE-2  A lease keeps nothing once its holder is known to have ended, or once another process has seen the same bytes
       for the lease's length, on its own clock. So no checkpoint stays for long after its exporter was killed.
   EXPORTLEASE-3  A lease is never needed for a correct export, and never in the way of a save: on a full disk, retention does
-      not heed it. Neither does a person who deletes a checkpoint.
+      not heed it, and one that cannot be read keeps nothing. Neither does a person who deletes a checkpoint heed it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -111,9 +112,10 @@ class ExportLeases:
         self._root, self._life = root, (sight or Sight()).life
         self._since: dict[str, tuple[bytes, float]] = {}
         """The bytes of each lease, and since when they are the same (seconds of the loop's clock)."""
+        self._said = ""
 
     async def kept(self, views: Iterable[AttemptView]) -> frozenset[str]:
-        """The checkpoints among `views` that exports keep now, by prefix. Raises StoreError if the leases cannot be read."""
+        """The checkpoints among `views` that exports keep now, by prefix."""
         leases = await self._look()
         newest_first = catalog.checkpoints_of(views) if leases else []
         return frozenset(prefix for lease in leases for prefix in lease.kept_among(newest_first))
@@ -131,17 +133,25 @@ class ExportLeases:
     async def _look(self) -> list[ExportLease]:
         """The leases that count."""
         now, found = asyncio.get_running_loop().time(), dict[str, tuple[bytes, float]]()
-        for entry in await self._root.list(LEASES_OF_EXPORTS):
-            key = f"{LEASES_OF_EXPORTS}/{entry.name}"
-            try:
-                data = await self._root.get(key)
-            except NotFoundError:
-                continue
+        for key, data in (await self._read()).items():
             before = self._since.get(key)
             found[key] = before if before is not None and before[0] == data else (data, now)
         self._since = found
         leases = ((_understood(data, key), since) for key, (data, since) in found.items())
         return [lease for lease, since in leases if lease is not None and not self._has_ended(lease, now - since)]
+
+    async def _read(self) -> dict[str, bytes]:
+        found = {}
+        try:
+            for entry in await self._root.list(LEASES_OF_EXPORTS):
+                key = f"{LEASES_OF_EXPORTS}/{entry.name}"
+                with suppress(NotFoundError):
+                    found[key] = await self._root.get(key)
+        except StoreError as error:
+            if str(error) != self._said:
+                log.warning("what exports of %s still need is not known, so nothing stays for them: %s", self._root.url, error)
+            self._said = str(error)
+        return found
 
     def _has_ended(self, lease: ExportLease, idle_s: float) -> bool:
         """Whether the holder of a lease that has not changed for `idle_s` has ended, as far as this process can tell."""

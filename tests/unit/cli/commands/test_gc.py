@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from checkpointd.pipeline.gc.export_leases import OwnExportLease
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.base import Store
 from tests.builders import Arrays, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
@@ -48,6 +51,20 @@ def test_gc_removes_by_rule_and_says_what_stays(cli: Cli, three: Path) -> None:
     assert "retention keeps the last 1" in answer.out
     assert [row["tag"] for row in cli("list", three, "--json").json["rows"]] == ["global_step3"]
     assert cli("verify", three).code == 0
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_gc_leaves_what_a_living_process_exports(cli: Cli, three: Path, at: With, dry_run: list[str]) -> None:
+    async def export(store: Store) -> None:
+        first = (await catalog.checkpoints(store))[-1]
+        lease = OwnExportLease(store, "/models", 100, Sight())
+        await lease.keep([first.prefix], first.outcome.order)
+        lease.lapse()
+
+    at(export)
+    answer = cli("gc", three, "--keep-last", "1", *dry_run)
+    assert answer.lines[0].endswith("deleted: 1 checkpoint")
+    assert "kept for exports: global_step1" in answer.lines
 
 
 def test_gc_as_json(cli: Cli, three: Path) -> None:

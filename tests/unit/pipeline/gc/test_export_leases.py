@@ -238,6 +238,29 @@ def test_nothing_is_put_where_a_root_was_removed_and_again_where_one_has_begun()
     simulated(main)
 
 
+async def test_exportlease_3_a_lease_that_cannot_be_read_keeps_nothing_and_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As that of a daemon of another user: retention would otherwise remove nothing any more."""
+
+    class Unreadable(MemoryStore):
+        async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
+            if key.startswith(LEASES_OF_EXPORTS):
+                raise StoreError("permission denied")
+            return await super().get(key, size_max=size_max)
+
+    root = Unreadable("root")
+    await save(root, 1, 2)
+    lease, leases = own(root), watching(root)
+    await lease.keep(await prefixes(root, 1), await newest(root))
+    for _ in range(3):
+        assert await kept(leases, root) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "what exports of memory://root still need is not known, so nothing stays for them: permission denied"
+    ]
+    await lease.release()
+
+
 async def test_what_is_no_lease_keeps_nothing() -> None:
     root = await root_of(1)
     await root.put(f"{LEASES_OF_EXPORTS}/lease", b"half")
