@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from checkpointd.layout.ballot import encode_ballot
+from checkpointd.layout.files import WHOLE
 from checkpointd.layout.keys import BALLOT, DELETED, OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
 from checkpointd.layout.manifest import BesideFile, Deleted, IndexRef, Outcome, Shown, Vote, digest, encode
 from checkpointd.pipeline.root import tag_directories
@@ -113,14 +114,18 @@ class World:
     async def visible(self, tags: Iterable[str]) -> list[str]:
         return [tag for tag in tags if await self.contents(tag) is not None]
 
-    async def whole_step(self) -> bool | None:
-        """Whether `checkpoint-8` holds all that belongs to it; None where it is not there."""
+    async def whole_step(self, at: str) -> bool | None:
+        """Whether `checkpoint-8` holds all of it, with the save's own files in `at`; None where it is not there."""
         beside, deep = await self.contents("checkpoint-8"), await self.contents("checkpoint-8/deep") or {}
         if beside is None:
             return None
         written = beside | {f"deep/{name}": data for name, data in deep.items()}
-        own = await self.contents("checkpoint-8/step8") == NEW and beside.get("latest") == b"step8"
-        return own and all(written.get(name) == data for name, data in BESIDE_IT.items())
+        own = await self.contents(at) or {}
+        if at == "checkpoint-8":  # others fill all of it, and `latest` would mean nothing to them
+            is_own = own.items() >= NEW.items() and not own.keys() & (OLD.keys() - NEW.keys()) and "latest" not in beside
+        else:
+            is_own = own == NEW and beside.get("latest") == b"step8"
+        return is_own and all(written.get(name) == data for name, data in BESIDE_IT.items())
 
     async def latest(self) -> str:
         """The tag that it names."""
@@ -143,7 +148,8 @@ class World:
                 await file.close()
             await store.plain_files.unfinished.settle(name)  # as a save does before it votes
             found = await store.plain_files.unfinished.files(name, "checkpoint-8")
-            return [BesideFile(path, status.size, status.changed_ns) for path, status in found.items()]
+            below = "checkpoint-8/" if name.endswith(WHOLE) else ""
+            return [BesideFile(f"{below}{path}", status.size, status.changed_ns) for path, status in found.items()]
 
         found: list[BesideFile] = await disk.process.spawn(fill())
         self.disk.kill("filler")
@@ -277,44 +283,51 @@ def test_a_start_that_is_cut_off_is_finished_by_the_next() -> None:
 
 
 BESIDE_IT = {"model.safetensors": b"weights" * 400, "deep/config.json": b"{}"}
+PLACES = {"checkpoint-8/step8": "", "checkpoint-8": WHOLE}
+"""Where the save's own files are shown: in a directory of their own, as an engine's, or in the one that others fill, as the
+Trainer's; each with the end of the names of unfinished directories.
+"""
 
 
+@pytest.mark.parametrize("rounds", [2, pytest.param(7, marks=pytest.mark.nightly, id="7: every point")])
+@pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize("how", ["power cut", "killed"])
-def test_what_others_filled_appears_whole_with_the_files(how: str, is_there: bool) -> None:
+def test_what_others_filled_appears_whole_with_the_files(how: str, is_there: bool, at: str, rounds: int) -> None:
     """TAGDIR-6, UNFINISHED-1, UNFINISHED-2: or, where the directory was there before, it is whole after the next start."""
     kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
-    assert every_crash_point(revealing(is_there=is_there), range(2), kill, stride=7) > 10
+    assert every_crash_point(revealing(at, is_there=is_there), range(rounds), kill, stride=7) > 10
 
 
+@pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("mutation", ["sync", "_is_filled"])
-def test_without_care_what_others_filled_appears_in_part(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_care_what_others_filled_appears_in_part(mutation: str, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*_: object) -> bool:
         return False
 
     monkeypatch.setattr(UnfinishedDirectories if mutation == "sync" else tag_directories, mutation, nothing)
     with pytest.raises(AssertionError):
-        every_crash_point(revealing(is_there=False), range(2), stride=3)
+        every_crash_point(revealing(at, is_there=False), range(2), stride=3)
 
 
-def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
-    """A save in `checkpoint-8`, beside whose files others have written theirs; it `is_there` from an earlier save, or not."""
+def revealing(at: str, *, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
+    """A save in `checkpoint-8`, where others have written files, too; it `is_there` from an earlier save, or not."""
 
     async def scenario(crash: Crash) -> bool:
-        world = World()
-        place = {"at": "checkpoint-8/step8", "unfinished": "00000002-0"}
+        world, end = World(), PLACES[at]
+        place = {"at": at, "unfinished": f"00000002-0{end}"}
         if is_there:
-            await world.filled("00000001-0", {"model.safetensors": b"old", "mine.txt": b"mine"})
-            await world.shown(await world.committed("c8--step8", 1, OLD, at=place["at"], unfinished="00000001-0"))
-        await world.filled("00000002-1", {"half": b"of one that was killed"})
+            await world.filled(f"00000001-0{end}", {"model.safetensors": b"old", "mine.txt": b"mine"})
+            await world.shown(await world.committed("c8--step8", 1, OLD, at=at, unfinished=f"00000001-0{end}"))
+        await world.filled(f"00000002-1{end}", {"half": b"of one that was killed"})
         filled = await world.filled(place["unfinished"], BESIDE_IT)
         outcome = await world.committed("c8--step8", 2, NEW, **place, beside=filled)
         store, disk = world.store("shower")
         struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, outcome)))
         if not is_there:
-            assert await world.whole_step() in ([True] if not struck else [None, True])
+            assert await world.whole_step(at) in ([True] if not struck else [None, True])
         await world.started(epoch=3)
-        assert await world.whole_step()
+        assert await world.whole_step(at)
         if is_there:
             assert (await world.contents("checkpoint-8") or {})["mine.txt"] == b"mine"
         assert not [line for line in world.disk.fs.dump() if "unfinished/0" in line], "leftovers"
@@ -326,11 +339,12 @@ def revealing(*, is_there: bool) -> Callable[[Crash], Coroutine[Any, Any, bool]]
     return scenario
 
 
+@pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("how", ["power cut", "killed"])
-def test_a_removal_that_is_cut_off_is_finished_by_the_next_start(how: str) -> None:
+def test_a_removal_that_is_cut_off_is_finished_by_the_next_start(how: str, at: str) -> None:
     """TAGDIR-7: also when the directory has gone, and what others had filled beside it has not."""
     kill = None if how == "power cut" else lambda disk, _: disk.kill("shower")
-    assert every_crash_point(removing, range(2), kill) > 20
+    assert every_crash_point(removing(at), range(3), kill, stride=3) > 20
 
 
 def test_without_a_word_before_it_a_removal_that_is_cut_off_leaves_what_others_filled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,30 +353,34 @@ def test_without_a_word_before_it_a_removal_that_is_cut_off_leaves_what_others_f
 
     monkeypatch.setattr(tag_directories, "_is_removed_by_others", forgetful)
     with pytest.raises(AssertionError):
-        every_crash_point(removing, range(2))
+        every_crash_point(removing("checkpoint-8/step8"), range(2))
 
 
-async def removing(crash: Crash) -> bool:
+def removing(at: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
     """A checkpoint is hidden, beside whose files others have written theirs, and the user a file of his own."""
-    world = World()
-    filled = await world.filled("00000001-0", BESIDE_IT | {"mine.txt": b"mine"})
-    listed = [file for file in filled if file.path in BESIDE_IT]
-    outcome = await world.committed("c8--step8", 1, NEW, at="checkpoint-8/step8", unfinished="00000001-0", beside=listed)
-    await world.shown(outcome)
-    store, disk = world.store("shower")
 
-    async def remove() -> None:
-        prefix = f"{outcome.tag}/{outcome.attempt}"
-        await store.put(f"{prefix}/{DELETED}", encode(Deleted(reason="a test", writer=writer())))
-        await tag_directories.hide(store, {prefix})
+    async def scenario(crash: Crash) -> bool:
+        world, name = World(), f"00000001-0{PLACES[at]}"
+        filled = await world.filled(name, BESIDE_IT | {"mine.txt": b"mine"})
+        listed = [file for file in filled if not file.path.endswith("mine.txt")]
+        outcome = await world.committed("c8--step8", 1, NEW, at=at, unfinished=name, beside=listed)
+        await world.shown(outcome)
+        store, disk = world.store("shower")
 
-    struck = await world.struck(crash, disk.process.spawn(remove()))
-    if not struck or await world.is_marked(outcome):
-        await world.started()
-        assert await world.contents("checkpoint-8") == {"mine.txt": b"mine"}
-        assert [await world.contents(f"checkpoint-8/{name}") for name in ("step8", "deep")] == [None, None]
-        assert await world.contents(".checkpointd/.checkpointd/shown/checkpoint-8") is None  # TAGDIR-8
-    return struck
+        async def remove() -> None:
+            prefix = f"{outcome.tag}/{outcome.attempt}"
+            await store.put(f"{prefix}/{DELETED}", encode(Deleted(reason="a test", writer=writer())))
+            await tag_directories.hide(store, {prefix})
+
+        struck = await world.struck(crash, disk.process.spawn(remove()))
+        if not struck or await world.is_marked(outcome):
+            await world.started()
+            assert await world.contents("checkpoint-8") == {"mine.txt": b"mine"}
+            assert [await world.contents(f"checkpoint-8/{name}") for name in ("step8", "deep")] == [None, None]
+            assert await world.contents(".checkpointd/.checkpointd/shown/checkpoint-8") is None  # TAGDIR-8
+        return struck
+
+    return scenario
 
 
 TAGS = ("step17", "step18", "step19")
