@@ -229,6 +229,11 @@ class SaveHandle:
         self.pace.lift("awaited")
         return self._wait(self.done, timeout)
 
+    def staged_within(self, timeout: float | None) -> bool:
+        """Wait until the snapshot is whole or the save has ended. close() still raises its error."""
+        self.pace.hurry_copy()
+        return self._wait(lambda: reached(self._phase, Phase.STAGED) or self.done(), timeout)
+
     def _wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
         def wait(seconds: float) -> bool:
             with self._change:

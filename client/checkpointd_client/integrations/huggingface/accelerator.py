@@ -3,8 +3,8 @@
 Invariants
   ACCELERATOR-1  A directory of `save_state` gets its name only at its commit, and then it is whole.
   ACCELERATOR-2  Old checkpoints go after the commit of a newer one (`rotating.py`), not before it is saved.
-  ACCELERATOR-3  `load_state` waits for the saves in flight. If it is to load a checkpoint that does not exist, it raises an
-      error.
+  ACCELERATOR-3  `load_state` waits for the saves in flight at its root, and until the tensors of all others are copied. If it
+      is to load a checkpoint that does not exist, it raises an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointd_client.integrations.huggingface.filling import Wanted, chosen, filling_of
-from checkpointd_client.integrations.huggingface.replacing import SAVES, Function, replace, settled
+from checkpointd_client.integrations.huggingface.replacing import SAVES, Function, replace
 from checkpointd_client.integrations.huggingface.rotating import Limit
 from checkpointd_client.integrations.huggingface.trainer import ENGINES
 
@@ -93,18 +93,19 @@ def _wanted(accelerator: Any, directory: str) -> Wanted:
 
 
 def _loading_state(original: Function) -> Function:
-    load = settled(original)
-
     @functools.wraps(original)
     def load_state(self: Any, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        engine = _engine_of(self)
+        if engine is not None:
+            SAVES.settle()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            input_dir = chosen(_engine_of(self), os.path.dirname(_place_of(self)), None)
+            input_dir = chosen(engine, os.path.dirname(_place_of(self)), None)
         elif input_dir is not None:
             asked = os.path.abspath(os.path.expanduser(input_dir))
-            chosen(_engine_of(self), os.path.dirname(asked), asked)
+            chosen(engine, os.path.dirname(asked), asked)
         token = IN_LOAD_STATE.set(True)
         try:
-            return load(self, input_dir, *args, **kwargs)
+            return original(self, input_dir, *args, **kwargs)
         finally:
             IN_LOAD_STATE.reset(token)
 

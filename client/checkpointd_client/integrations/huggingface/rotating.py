@@ -101,11 +101,18 @@ class Saves:
         handle = self._handles.get(os.path.abspath(directory))
         return handle is not None and handle.done() and handle.phase != Phase.COMMITTED
 
-    def settle(self) -> None:
-        """Wait until no save is in flight, without raising their errors, and until old checkpoints are removed."""
+    def settle(self, below: str | None = None) -> None:
+        """Wait until no save is in flight, without raising their errors, and until old checkpoints are removed.
+
+        `below`: wait only for saves to directories below this one. Of all others, wait until their tensors may change: such a
+        save may take until its time-out, for example because its directory was removed.
+        """
         for directory, handle in list(self._handles.items()):
-            handle.ended_within(None)
-            self._note(directory, handle)
+            if below is None or directory.startswith(os.path.join(below, "")):
+                handle.ended_within(None)
+                self._note(directory, handle)
+            else:
+                handle.staged_within(None)
         self._rotate()
 
     def _ended(self, directory: str, handle: SaveHandle) -> None:

@@ -155,12 +155,13 @@ class DirectorySaver:
         read now.
         """
         del engine
-        SAVES.settle()
         folder = os.path.abspath(folder if asked is None else os.path.dirname(os.path.abspath(asked)))
         try:
             root = self._target(os.path.join(folder, "any")).root
         except (UsageError, FormatError):
+            SAVES.settle(folder)
             return None
+        SAVES.settle(root)
         is_ours, how = root in self._roots.checkpointers or os.path.isdir(store_of(root)), said_of(store_of(root))
         is_ours, how = agreed("load", {"folder": folder, "asked": asked}, [is_ours, how], self._timeout_s)[COORDINATOR]
         if not is_ours:

@@ -41,6 +41,18 @@ def test_what_fails_takes_no_checkpoint_with_it(run: Run) -> None:
     assert not run.saves.has_failed(str(run.folder / "checkpoint-30"))
 
 
+def test_a_save_elsewhere_is_waited_for_only_until_its_tensors_are_copied(run: Run, tmp_path: Path) -> None:  # ACCELERATOR-3
+    """Its directory may have been removed: then it ends only at its time-out."""
+    end = run.save(1)
+    [handle] = run.saves._handles.values()
+    threading.Timer(0, end, [Phase.STAGED]).start()
+    run.saves.settle(str(tmp_path / "elsewhere"))
+    assert handle.phase == "staged"
+    end(Phase.COMMITTED)
+    run.saves.settle(str(tmp_path))
+    assert run.settled() == ["checkpoint-1"]
+
+
 @pytest.mark.parametrize("lost", ["engine/mp_rank_00_model_states.pt", "trainer_state.json"])
 def test_what_is_no_checkpoint_takes_no_checkpoints_place_and_stays(run: Run, lost: str) -> None:
     """A job without checkpointd that was killed while it saved; or the user has removed the engine's files, to save space."""
