@@ -5,8 +5,9 @@ Names that need torch are imported at their first use, so `checkpointd_client.qu
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from checkpointd_client.lazy_names import names_of
 
 if TYPE_CHECKING:
     from checkpointd.commit.retention import Retention
@@ -59,16 +60,8 @@ _HOMES = {
     "open_checkpoint": "reader",
 }
 
-
 if not TYPE_CHECKING:  # a type checker that saw it would take every name for an export
-
-    def __getattr__(name: str) -> object:
-        home = _HOMES.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value: object = getattr(import_module(f"{__name__}.{home}"), name)
-        globals()[name] = value  # the next access does not come here
-        return value
+    __getattr__ = names_of(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

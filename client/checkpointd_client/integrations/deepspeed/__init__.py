@@ -5,8 +5,9 @@ Functions that only read checkpoints work without DeepSpeed: each module is impo
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from checkpointd_client.lazy_names import names_of
 
 if TYPE_CHECKING:
     from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
@@ -29,14 +30,13 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_HOMES = {
-    "Adapter": "adapter_base",
-    **dict.fromkeys(("attach", "install"), "attaching"),
-    **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "calls"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'offline.fp32')}"), name)
+if not TYPE_CHECKING:
+    __getattr__ = names_of(
+        __name__,
+        {
+            **dict.fromkeys(__all__, "offline.fp32"),
+            "Adapter": "adapter_base",
+            **dict.fromkeys(("attach", "install"), "attaching"),
+            **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "calls"),
+        },
+    )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from checkpointd_client.lazy_names import names_of
 
 if TYPE_CHECKING:
     from checkpointd_client.integrations.huggingface.installing import install
 
 __all__ = ["install"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.installing"), name)
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, {"install": "installing"})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from checkpointd_client.lazy_names import names_of
 
 if TYPE_CHECKING:
     from checkpointd_client.integrations.lightning.checkpoint_io import CheckpointdIO
@@ -11,10 +12,5 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointdIO", "CheckpointdModelParallelStrategy"]
 
-_HOMES = {"CheckpointdIO": "checkpoint_io", "CheckpointdModelParallelStrategy": "strategy"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, {"CheckpointdIO": "checkpoint_io", "CheckpointdModelParallelStrategy": "strategy"})

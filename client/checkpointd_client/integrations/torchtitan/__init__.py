@@ -5,8 +5,9 @@ It needs torchtitan, which is imported when one of its names is used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from checkpointd_client.lazy_names import names_of
 
 if TYPE_CHECKING:
     from checkpointd_client.integrations.torchtitan.checkpoints import CheckpointdManager
@@ -14,10 +15,5 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointdManager", "TorchFTCheckpointdManager"]
 
-_HOMES = {"CheckpointdManager": "checkpoints", "TorchFTCheckpointdManager": "fault_tolerance"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    __getattr__ = names_of(__name__, {"CheckpointdManager": "checkpoints", "TorchFTCheckpointdManager": "fault_tolerance"})
