@@ -86,3 +86,32 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened_and_loads_on_fewer_rank
     assert expected.pop("dataloader") != found.pop("dataloader")  # the only part that was not loaded
     assert_equal(found, expected)
     assert_equal(model_of(imported, "step-0"), model_of(whole, "step-8"))
+
+
+LAYOUTS = {
+    "pipeline": ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4"],
+    "tensor": ["--parallelism.tensor_parallel_degree", "2"],
+}
+ALL_OF_IT = ["--checkpoint.no-initial_load_model_only", "--checkpoint.exclude_from_loading", "dataloader"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_so_it_does_with_other_parallelism_and_goes_on_in_another_layout(tmp_path: Path, layout: str) -> None:
+    make_data(tmp_path)
+    whole, resumed, fsdp, back, alone = (tmp_path / name for name in ("whole", "resumed", "fsdp", "back", "alone"))
+    given = LAYOUTS[layout]
+    stopped, killed = {"args": args(resumed, *given), "stop": 4}, {"args": args(resumed, *given), "kill": 6}
+    launch(tmp_path, 2, {"args": args(whole, *given)}, stopped, killed, fails=True)
+    from_last = ["--checkpoint.initial_load_path", str(whole / "checkpoint" / "step-8"), *ALL_OF_IT]
+    from_fsdp = ["--checkpoint.initial_load_path", str(fsdp / "checkpoint" / "step-8"), *ALL_OF_IT]
+    resaved = [args(fsdp, *from_last), args(back, *from_fsdp, *given)]
+    launch(tmp_path, 2, {"args": args(resumed, *given)}, *({"args": one, "resave": True} for one in resaved))
+    launch(tmp_path, 1, {"args": args(alone, *from_last), "resave": True})
+    for tag in ("step-4", "step-6", "step-8"):
+        assert_equal(state_of(resumed, tag), state_of(whole, tag))
+    expected = state_of(whole, "step-8")
+    del expected["dataloader"]  # the only part that was not loaded
+    for dump in (fsdp, back, alone):
+        found = state_of(dump, "step-8")
+        del found["dataloader"]
+        assert_equal(found, expected)

@@ -1,12 +1,14 @@
 """Lets torchtitan train on the CPU with gloo, which it is not made for. Call `prepare` before torchtitan is imported.
 
 What is replaced here has nothing to do with checkpoints: the device, its memory statistics, kernels for GPUs, the check that
-refuses attention's backward pass on the CPU, a reduction that gloo lacks, and a barrier that names a GPU.
+refuses attention's backward pass on the CPU, a reduction that gloo lacks, and the step of a pipeline, which torchtitan calls
+with microbatches, as nightly builds of torch allow.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import types
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch._utils
 import torch.nn.attention.flex_attention as flex_attention
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
@@ -51,3 +54,12 @@ def prepare() -> None:
         module.set_force_sum_reduction_for_comms(True)
 
     FSDPModule.set_gradient_divide_factor = summed  # type: ignore[method-assign]
+    if "arg_mbs" not in inspect.signature(PipelineScheduleMulti.step).parameters:
+        PipelineScheduleMulti.step = _pipeline_step
+
+
+def _pipeline_step(schedule: Any, **given: Any) -> None:
+    for stage in schedule._stages:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
+    schedule._step_microbatches(**given)
