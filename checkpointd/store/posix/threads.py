@@ -31,14 +31,19 @@ class Threads:
     """
 
     def __init__(self, count: int, name: str, user: User | None = None) -> None:
-        self.executor = _Pool(count, thread_name_prefix=name)
+        self._executor = _Pool(count, thread_name_prefix=name)
         self._user = user
         self._of_thread = threading.local()
+        self._running = 0
 
     async def run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking call. If cancelled, wait for its end first; drop a call that has not begun."""
-        job = self.executor.submit(self._call, call, *args, **kwargs)
-        return await to_the_end(asyncio.wrap_future(job), job)
+        job = self._executor.submit(self._call, call, *args, **kwargs)
+        self._running += 1
+        try:
+            return await to_the_end(asyncio.wrap_future(job), job)
+        finally:
+            self._running -= 1
 
     def _call(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._user is not None and not hasattr(self._of_thread, "is_user"):
@@ -47,5 +52,5 @@ class Threads:
         return call(*args, **kwargs)
 
     def close(self) -> None:
-        """Let the threads end once they are idle."""
-        self.executor.shutdown(wait=False)
+        """End the threads, and wait for their end unless a call is still running: it may hang. Its thread ends with it."""
+        self._executor.shutdown(wait=not self._running)

@@ -46,8 +46,8 @@ class WriterThread:
             task.cancel()
         if abandoned:
             loop.run_until_complete(asyncio.wait(abandoned, timeout=ABANDON_S))
-        self._workers.shutdown(wait=False, cancel_futures=True)
         loop.close()
+        self._workers.shutdown(cancel_futures=True)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop; the future gets its result or error."""

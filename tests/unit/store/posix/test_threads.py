@@ -88,3 +88,19 @@ async def test_after_close_a_call_is_refused_as_a_system_error(one: Threads) -> 
     with pytest.raises(OSError, match="shutdown") as caught:
         await one.run(int)
     assert caught.value.errno == errno.ESHUTDOWN
+
+
+async def test_close_waits_for_the_end_of_the_threads_but_for_no_call_that_hangs() -> None:
+    before = set(threading.enumerate())
+    threads = Threads(2, "test")
+    await threads.run(int)
+    threads.close()
+    assert set(threading.enumerate()) <= before
+
+    held, threads = Held(), Threads(2, "test")
+    task = asyncio.create_task(threads.run(held))
+    await asyncio.to_thread(held.entered.wait)
+    threads.close()
+    assert not held.ended.is_set()
+    held.go_on.set()
+    assert await task == "done"
