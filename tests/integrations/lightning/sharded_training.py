@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,12 +19,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from checkpointd.errors import CheckpointdError
 from checkpointd_client.integrations.lightning import CheckpointdModelParallelStrategy
+from tests.integrations.lightning.faults import Fails
 
 
 @dataclass
 class Given:
-    """`full`: whether rank 0 saves everything as one file. `result`: what it ended with, from rank 0."""
+    """`full`: whether rank 0 saves everything as one file. `fail`, `die`: at these steps' saves, on rank 1. `result`: what it
+    ended with, from rank 0.
+    """
 
     directory: str
     result: str
@@ -32,6 +36,9 @@ class Given:
     devices: int = 2
     last: bool | str = True
     full: bool = False
+    fail: tuple[int, ...] = ()
+    die: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Model(pl.LightningModule):
@@ -76,12 +83,15 @@ def main(given: Given) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     pl.seed_everything(1)
     strategy = CheckpointdModelParallelStrategy(
-        data_parallel_size=given.devices, tensor_parallel_size=1, save_distributed_checkpoint=not given.full
+        data_parallel_size=given.devices,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=not given.full,
+        options=given.options,
     )
     saves = ModelCheckpoint(dirpath=given.directory, every_n_train_steps=4, save_last=given.last)
     trainer = pl.Trainer(
         strategy=strategy,
-        callbacks=[saves],
+        callbacks=[Fails(strategy, given.fail, given.die, rank=1, per_batch=2), saves],
         max_steps=2 * given.steps,  # of two optimizers
         accelerator="cpu",
         devices=given.devices,
@@ -91,8 +101,13 @@ def main(given: Given) -> None:
         use_distributed_sampler=False,
     )
     model = Model()
-    trainer.fit(model, ckpt_path="last")
+    error = ""
+    try:
+        trainer.fit(model, ckpt_path="last")
+    except CheckpointdError as raised:
+        error = str(raised)
     found = {
+        "error": error,
         "step": trainer.global_step,
         "model": whole(dict(model.state_dict())),
         "optimizers": [[whole(state) for state in one.state.values()] for one in trainer.optimizers],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ import torch
 
 pytest.importorskip("lightning", reason="needs lightning: make integrations installs it")
 
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from checkpointd.errors import DamagedError, StateError
-from checkpointd_client.integrations.lightning import CheckpointdIO
+from checkpointd.errors import DamagedError, StateError, WaitTimeoutError
+from checkpointd.store.posix.store import PosixStore
+from checkpointd_client.integrations.lightning import CheckpointdIO, CheckpointdModelParallelStrategy, callbacks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,6 +58,26 @@ def test_a_save_by_hand_is_there_when_the_call_returns_and_lightning_loads_it(tm
     assert torch.equal(io.load_checkpoint(path)["state_dict"]["layer.weight"], before)
     io.remove_checkpoint(path)
     assert not path.exists()
+
+
+def test_fabric_saves_and_loads_with_it(tmp_path: Path) -> None:
+    io, path = CheckpointdIO(), tmp_path / "run" / "a.ckpt"
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
+
+    def made() -> tuple[Any, Any]:
+        layer = torch.nn.Linear(3, 2)
+        return fabric.setup(layer, torch.optim.AdamW(layer.parameters()))
+
+    model, optimizer = made()
+    fabric.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
+    assert io.handle is not None
+    assert io.handle.phase == "committed"
+    other, moments = made()
+    assert fabric.load(path, {"model": other, "optimizer": moments}) == {"step": 7}
+    assert torch.equal(other.weight, model.weight)
+    assert moments.state_dict()["state"][0]["step"] == 1
 
 
 def test_an_object_that_cannot_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
@@ -113,6 +137,32 @@ def test_it_can_be_copied_to_another_process_and_wrapped(tmp_path: Path) -> None
     wrapped.save_checkpoint({"global_step": 3}, tmp_path / "c.ckpt")
     wrapped.teardown()
     assert torch.load(tmp_path / "c.ckpt") == {"global_step": 3}
+
+
+def test_the_strategy_waits_for_the_saves_of_gathered_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, open_writer = threading.Event(), PosixStore.open_writer
+
+    async def held(store: PosixStore, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.to_thread(go_on.wait, 60)
+        return await open_writer(store, *args, **kwargs)
+
+    monkeypatch.setattr(PosixStore, "open_writer", held)
+    strategy = CheckpointdModelParallelStrategy(save_distributed_checkpoint=False)
+    token = callbacks._IN_BACKGROUND.set(True)
+    strategy.checkpoint_io.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    callbacks._IN_BACKGROUND.reset(token)
+    with pytest.raises(WaitTimeoutError):
+        strategy.wait(0)
+    go_on.set()
+    strategy.wait(60)
+    assert (tmp_path / "a.ckpt").is_file()
+    strategy.checkpoint_io.teardown()
+
+
+def test_a_plugin_beside_shards_has_saves_of_its_own() -> None:
+    strategy = CheckpointdModelParallelStrategy()
+    strategy.checkpoint_io = CheckpointdIO()
+    assert callbacks._pending_of(strategy) is not strategy.checkpoint_io.saves.pending
 
 
 def test_the_callback_is_wrapped_once() -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
 import sys
 import warnings
 from dataclasses import dataclass
@@ -19,10 +17,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
 
-from checkpointd.errors import StoreError
-from checkpointd.layout.keys import vote_name
-from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.lightning import CheckpointdIO
+from tests.integrations.lightning.faults import Fails
 
 WIDTH = 64
 
@@ -111,39 +107,6 @@ class Counts(Callback):
         self.batches = state["batches"]
 
 
-class Fails(Callback):
-    """Lets the disk fail, or the process die, around the saves of some steps."""
-
-    def __init__(self, given: Given, io: CheckpointdIO) -> None:
-        self.given, self.io = given, io
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        step = trainer.global_step + 1
-        self.io.settle()  # the saves before are not meant
-        PosixStore.open_writer = _fails if step in self.given.fail else _OPEN_WRITER  # type: ignore[method-assign]
-        if step == self.given.die:
-            _die_while_writing()
-
-
-_OPEN_WRITER = PosixStore.open_writer
-
-
-async def _fails(*_: Any, **__: Any) -> Any:
-    raise StoreError("no space is left on this disk")
-
-
-def _die_while_writing() -> None:
-    """From now on, the process dies when it has written a shard and is about to vote."""
-    put = PosixStore.put_if_absent
-
-    async def put_if_absent(store: PosixStore, key: str, *args: Any, **kwargs: Any) -> Any:
-        if key.endswith(f"/{vote_name(0)}"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return await put(store, key, *args, **kwargs)
-
-    PosixStore.put_if_absent = put_if_absent  # type: ignore[method-assign]
-
-
 def main(given: Given) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -160,7 +123,7 @@ def main(given: Given) -> None:
     averaging = [WeightAveraging(avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)] if given.way == "averaging" else []
     trainer = pl.Trainer(
         plugins=[io],
-        callbacks=[*averaging, Counts(), Fails(given, io), saves],
+        callbacks=[*averaging, Counts(), Fails(io, given.fail, given.die), saves],
         max_steps=given.steps * (2 if given.way == "manual" else 1),
         accelerator="cpu",
         devices=given.devices,

@@ -89,8 +89,9 @@ def _linking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _pending_of(strategy: Any) -> Pending | None:
     """What waits for commits of this strategy; None if checkpointd does not save for it."""
-    own = getattr(strategy, "pending", None) or getattr(strategy._checkpoint_io, "pending", None)
-    return own if isinstance(own, Pending) else None
+    saves = getattr(strategy, "saves", None) or getattr(strategy._checkpoint_io, "saves", None)
+    pending = getattr(saves, "pending", None)
+    return pending if isinstance(pending, Pending) else None
 
 
 def _existing(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from checkpointd import arguments
 from checkpointd.config import Ranks
-from checkpointd_client.integrations.lightning.callbacks import follow, is_in_background
-from checkpointd_client.integrations.lightning.pending import Pending
-from checkpointd_client.integrations.lightning.places import local_path, place_shown
+from checkpointd_client.integrations.lightning.places import local_path, place_to_load
 from checkpointd_client.integrations.lightning.reading import stored_content
-from checkpointd_client.integrations.lightning.roots import Roots
+from checkpointd_client.integrations.lightning.saves import TrainingSaves, step_of
 from checkpointd_client.restore.verified import VerifiedFile
 from checkpointd_client.saves.handle import SaveHandle
 
@@ -48,22 +45,12 @@ class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is no
 
     def __init__(self, root: str | os.PathLike[str] | None = None, **options: Any) -> None:
         super().__init__()
-        if root is not None:
-            arguments.path("root", root)
-        self._roots = Roots(root, options, Ranks())  # rank 0 alone saves
-        self._has_saved_in_background = False
-        self.pending = Pending(self._remove)
-        follow()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a process that Lightning has spawned."""
-        self.__dict__.update(state)
-        follow()
+        self.saves = TrainingSaves(root, options, Ranks())  # rank 0 alone saves
 
     @property
     def handle(self) -> SaveHandle | None:
         """The handle of the last save on rank 0; None on other ranks, and before the first one."""
-        return self.pending.handle
+        return self.saves.pending.handle
 
     # --- saving ------------------------------------------------------------------------------------------------
 
@@ -73,26 +60,15 @@ class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is no
         Raises StateError for an object that cannot be pickled. An error of the storage is in `handle` and the log. It is raised
         only if the call waits for the commit (LIGHTNING-2).
         """
-        place = self._roots.place(path) if storage_options is None else None
+        place = self.saves.roots.place(path) if storage_options is None else None
         if place is None:
             if local_path(path) is None:
                 log.warning("%s lies in another file system: Lightning itself saves it, before the call returns", path)
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        in_background = is_in_background()
         os.makedirs(os.path.dirname(place.path), exist_ok=True)
-        self._has_saved_in_background |= in_background
-        step = checkpoint.get("global_step", 0)
-        try:
-            handle = self._roots.core(place.folder).save_files(
-                step if type(step) is int and step >= 0 else 0, {place.name: checkpoint}, tag=place.tag, at=place.at
-            )
-            self.pending.begin(place.path, handle)
-            if not in_background:
-                handle.wait()
-        finally:
-            if not self._has_saved_in_background:
-                self._close()  # no teardown may follow
+        files = {place.name: checkpoint}
+        self.saves.save(place, lambda core: core.save_files(step_of(checkpoint), files, tag=place.tag, at=place.at))
 
     # --- loading -----------------------------------------------------------------------------------------------
 
@@ -103,14 +79,13 @@ class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is no
         if one is wrong. Lightning itself loads other files. `weights_only` means the same for both.
         """
         self.settle()
-        absolute = local_path(path)
-        place = None if absolute is None else place_shown(os.path.realpath(absolute))
+        place = place_to_load(path)
         if place is not None:
 
             def load(file: VerifiedFile) -> Any:
                 return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[arg-type]
 
-            is_ours, content = stored_content(place, load, self._roots.timeout_s)
+            is_ours, content = stored_content(place, load, self.saves.roots.timeout_s)
             if is_ours:
                 return content  # type: ignore[no-any-return]  # a dict, if Lightning has saved it
         found: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
@@ -124,39 +99,21 @@ class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is no
         if absolute is None:
             super().remove_checkpoint(path)
             return
-        self.pending.remove(absolute)
-        if not self._has_saved_in_background:
-            self._close()
-
-    def _remove(self, path: str) -> bool:
-        """Remove it now; returns whether it is gone, or will never go."""
-        place = None if os.path.islink(path) else place_shown(path)
-        if place is not None:
-            return self._roots.remove(place)
-        try:
-            super().remove_checkpoint(path)
-        except OSError as error:
-            log.error("%s is no longer needed and cannot be removed: %s", path, error)
-        return True
+        self.saves.remove(absolute)
 
     # --- ending ------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Wait until no save is in flight and what was to be removed is gone, without raising the errors of saves."""
-        self.pending.settle()
+        self.saves.pending.settle()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save is in flight. Raises their first error, or WaitTimeoutError after `timeout` seconds."""
-        self._roots.wait(timeout)
+        self.saves.roots.wait(timeout)
 
     def teardown(self) -> None:
         """Called when a training ends: wait for the saves in flight and end the background threads.
 
         Raises the error of the last save if it failed, unless the training itself has failed.
         """
-        self._close()
-
-    def _close(self) -> None:
-        self.settle()
-        self._has_saved_in_background = False
-        self._roots.close()
+        self.saves.close()

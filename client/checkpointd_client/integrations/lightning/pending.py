@@ -65,6 +65,7 @@ class Pending:
         self._alone = threading.Lock()
         """Never held for long: the writer's thread waits for it."""
         self._working = threading.Lock()
+        self._threads: list[threading.Thread] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, as in a process that Lightning spawns, waits for nothing."""
@@ -114,11 +115,18 @@ class Pending:
             begun.handle.ended_within(None)
             self._note(begun)
         self._work()
+        with self._alone:
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join()
 
     def _ended(self, begun: _Begun) -> None:
         if self._note(begun) and (self._removals or self._links):
+            thread = threading.Thread(target=self._work, name="checkpointd-pending")  # removing may take long
             with suppress(RuntimeError):  # the interpreter ends: `settle` does it
-                threading.Thread(target=self._work, name="checkpointd-pending").start()  # removing may take long
+                thread.start()
+                with self._alone:
+                    self._threads = [*(one for one in self._threads if one.is_alive()), thread]
 
     def _note(self, begun: _Begun) -> bool:
         """Note the end of a save; returns whether it has committed."""

@@ -93,3 +93,9 @@ def place_shown(path: str | os.PathLike[str]) -> CheckpointPlace | None:
         if folder == os.path.dirname(folder):
             return None
         folder = os.path.dirname(folder)
+
+
+def place_to_load(path: str | os.PathLike[str]) -> CheckpointPlace | None:
+    """The place whose commit is shown at `path`, or where a link there leads to; None if no root near it shows one there."""
+    absolute = local_path(path)
+    return None if absolute is None else place_shown(os.path.realpath(absolute))

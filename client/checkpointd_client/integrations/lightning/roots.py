@@ -56,6 +56,10 @@ class Roots:
         """Whether this process has a Checkpointer for the root in `folder`."""
         return folder in self._open
 
+    def reaches(self, folder: str) -> bool:
+        """Whether this process may use the root in `folder` by itself: other ranks need not begin there with it."""
+        return self._ranks is not None or self.is_open(folder)
+
     def remove(self, place: CheckpointPlace) -> bool:
         """Remove the checkpoint at `place`, in favour of others. Returns whether it is gone, or will never go."""
         try:

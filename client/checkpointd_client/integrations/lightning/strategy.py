@@ -24,15 +24,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from checkpointd import arguments
 from checkpointd.errors import ERRORS, CheckpointdError, NotFoundError, StateError, StoreError
 from checkpointd_client.integrations.directories.opening import opened, said_of
-from checkpointd_client.integrations.lightning.callbacks import follow, is_in_background
 from checkpointd_client.integrations.lightning.checkpoint_io import CheckpointdIO
-from checkpointd_client.integrations.lightning.pending import Pending
-from checkpointd_client.integrations.lightning.places import CheckpointPlace, local_path, place_shown
+from checkpointd_client.integrations.lightning.places import CheckpointPlace, local_path, place_to_load
 from checkpointd_client.integrations.lightning.reading import is_sharded
-from checkpointd_client.integrations.lightning.roots import Roots
+from checkpointd_client.integrations.lightning.saves import TrainingSaves, step_of
 from checkpointd_client.ranks.convening import convene
 from checkpointd_client.restore.target_chooser import Described, LoadTargets
 from checkpointd_client.saves.handle import SaveHandle
@@ -52,30 +49,20 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
         self, *args: Any, root: str | os.PathLike[str] | None = None, options: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        if root is not None:
-            arguments.path("root", root)
-        self._roots = Roots(root, dict(options or {}))
-        self._sharded_pending = Pending(self._remove)
-        self._has_saved_in_background = False
+        self._sharded = TrainingSaves(root, options or {})
         if not self._save_distributed_checkpoint:
             self.checkpoint_io = CheckpointdIO(root, **(options or {}))
-        follow()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a process that Lightning has spawned."""
-        self.__dict__.update(state)
-        follow()
 
     @property
-    def pending(self) -> Pending:
-        """What waits for commits."""
+    def saves(self) -> TrainingSaves:
+        """Those of the shards, or those of CheckpointdIO."""
         own = self._checkpoint_io
-        return own.pending if isinstance(own, CheckpointdIO) else self._sharded_pending
+        return own.saves if isinstance(own, CheckpointdIO) and not self._save_distributed_checkpoint else self._sharded
 
     @property
     def handle(self) -> SaveHandle | None:
         """The handle of the last save on this rank."""
-        return self.pending.handle
+        return self.saves.pending.handle
 
     # --- saving ------------------------------------------------------------------------------------------------
 
@@ -99,7 +86,7 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
         Raises StateError for an object that cannot be saved, and DeadlineError if a rank does not call it in time. An error of
         the storage is in `handle` and the log. It is raised only if the call waits for the commit (LIGHTNING-2).
         """
-        here = self._roots.place(filepath)
+        here = self._sharded.roots.place(filepath)
         if not self._save_distributed_checkpoint or storage_options is not None or here is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -107,23 +94,11 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
         state |= {_optimizer(number): _named(one) for number, one in enumerate(checkpoint.pop("optimizer_states", []))}
         at, rest = self._agreed_to_save(here, checkpoint)
         place = CheckpointPlace(*at)
-        in_background = is_in_background()
-        self._has_saved_in_background |= in_background
-        step = checkpoint.get("global_step", 0)
-        try:
-            handle = self._roots.core(place.folder).save(
-                step if type(step) is int and step >= 0 else 0,
-                state,
-                tag=place.tag,
-                client_state={_REST: base64.b64decode(rest)},
-                shown_at=place.at,
-            )
-            self._sharded_pending.begin(place.path, handle)
-            if not in_background:
-                handle.wait()
-        finally:
-            if not self._has_saved_in_background:
-                self._close()  # no teardown may follow
+        client_state = {_REST: base64.b64decode(rest)}
+        self._sharded.save(
+            place,
+            lambda core: core.save(step_of(checkpoint), state, tag=place.tag, client_state=client_state, shown_at=place.at),
+        )
 
     def _agreed_to_save(self, place: CheckpointPlace, rest: dict[str, Any]) -> tuple[list[str], str]:
         """The place and the rest that rank 0 saves, on every rank. Raises rank 0's error on every rank."""
@@ -136,7 +111,7 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
                 own = {"error": error.code, "text": str(error)}
             except OSError as error:
                 own = {"error": StoreError.code, "text": f"{place.path} cannot be saved: {error}"}
-        heard = json.loads(convene(json.dumps(own), "saving a checkpoint of Lightning's", self._roots.timeout_s)[0])
+        heard = json.loads(convene(json.dumps(own), "saving a checkpoint of Lightning's", self._sharded.roots.timeout_s)[0])
         if "error" in heard:
             raise ERRORS.get(heard["error"], CheckpointdError)(heard["text"])
         return heard["at"], heard["rest"]
@@ -149,21 +124,20 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
         Checkpoints that Lightning has saved are loaded by Lightning.
         """
         self.settle()
-        absolute = local_path(checkpoint_path)
-        place = None if absolute is None else place_shown(os.path.realpath(absolute))
+        roots, place = self._sharded.roots, place_to_load(checkpoint_path)
         own = None if place is None or not is_sharded(place) else [place.folder, place.at, said_of(place.root)]
-        heard = convene(json.dumps(own), "loading a checkpoint of Lightning's", self._roots.timeout_s)
+        heard = convene(json.dumps(own), "loading a checkpoint of Lightning's", roots.timeout_s)
         found = json.loads(heard[0])
         if found is None:
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[no-any-return]
         place = CheckpointPlace(*found[:2])
 
         def begin() -> Any:
-            return self._roots.core(place.folder)
+            return roots.core(place.folder)
 
         optimizers = {_optimizer(number): one for number, one in enumerate(self.optimizers)}
         targets = _Targets(self.model, optimizers, self.lightning_module.strict_loading)
-        with opened(place.root, begin, found[2], self._roots.timeout_s, self._roots.options, saves=False) as root:
+        with opened(place.root, begin, found[2], roots.timeout_s, roots.options, saves=False) as root:
             loaded = root.load(targets, place.tag)
         if loaded is None:
             raise NotFoundError(f"no checkpoint was committed at {place.path}")
@@ -180,35 +154,23 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
         if not self._save_distributed_checkpoint or absolute is None:
             super().remove_checkpoint(filepath)
         elif self.global_rank == 0:
-            self._sharded_pending.remove(absolute)
-
-    def _remove(self, path: str) -> bool:
-        place = None if os.path.islink(path) else place_shown(path)
-        if place is not None and self._roots.is_open(place.folder):
-            return self._roots.remove(place)
-        super().remove_checkpoint(path)
-        return True
+            self._sharded.remove(absolute)
 
     def settle(self) -> None:
         """Wait until no save is in flight and what was to be removed is gone, without raising the errors of saves."""
-        self.pending.settle()
+        self.saves.pending.settle()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until no save is in flight. Raises their first error, or WaitTimeoutError after `timeout` seconds."""
-        self._roots.wait(timeout)
+        self.saves.roots.wait(timeout)
 
     def teardown(self) -> None:
         """Wait for the saves in flight and end the background threads; then Lightning's own."""
         try:
             self.checkpoint_io.teardown()
-            self._close()
+            self._sharded.close()
         finally:
             super().teardown()
-
-    def _close(self) -> None:
-        self._sharded_pending.settle()
-        self._has_saved_in_background = False
-        self._roots.close()
 
 
 class _Targets:

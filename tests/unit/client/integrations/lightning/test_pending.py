@@ -94,6 +94,19 @@ def test_where_no_save_has_begun_it_goes_at_once_and_if_it_may_not_go_it_is_trie
     assert job.gone == ["old", "older"]
 
 
+def test_settle_ends_the_threads() -> None:
+    before = set(threading.enumerate())
+    job, removing, may_end = Job(), threading.Event(), threading.Event()
+    job.pending = Pending(lambda _: removing.set() or may_end.wait(30))
+    job.save("new")
+    job.pending.remove("old")
+    job.handles["new"].advance(Phase.COMMITTED)
+    assert removing.wait(30)
+    threading.Timer(0, may_end.set).start()
+    job.pending.settle()
+    assert not {thread.name for thread in set(threading.enumerate()) - before} & {"checkpointd-pending"}
+
+
 def test_what_is_saved_again_does_not_go() -> None:
     """PENDING-2"""
     job = Job()
