@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -49,11 +50,13 @@ class Saves:
     def __init__(self) -> None:
         self._handles: dict[str, SaveHandle] = {}
         self._limits: dict[str, Limit] = {}
-        self._newest: dict[str, str] = {}
-        """The last committed directory, by the directory above it."""
+        self._newest: dict[str, tuple[int, str]] = {}
+        """The newest committed directory and the number of its save, by the directory above it."""
         self._due: set[str] = set()
         self._bests: dict[str, str] = {}
-        self._in_flight: set[SaveHandle] = set()
+        self._in_flight: dict[SaveHandle, int] = {}
+        """The saves whose end was not noted yet, each with its number. Their ends may be noted in another order."""
+        self._count = itertools.count()
         self._alone = threading.Lock()
         """Never held for long: the writer's thread waits for it."""
         self._removing = threading.Lock()
@@ -74,7 +77,7 @@ class Saves:
                 if older.done() and older.phase == Phase.COMMITTED:
                     self._handles.pop(known, None)
             self._handles[directory] = handle
-            self._in_flight.add(handle)
+            self._in_flight[handle] = next(self._count)
         handle.when_done(lambda: self._ended(directory, handle))
 
     def limit(self, folder: str, limit: Limit | None) -> None:
@@ -124,10 +127,10 @@ class Saves:
     def _note(self, directory: str, handle: SaveHandle) -> None:
         folder = os.path.dirname(directory)
         with self._alone:
-            if handle in self._in_flight and handle.phase == Phase.COMMITTED:
-                self._newest[folder] = directory
+            number = self._in_flight.pop(handle, None)
+            if number is not None and handle.phase == Phase.COMMITTED:
+                self._newest[folder] = max((number, directory), self._newest.get(folder, (-1, "")))
                 self._due |= {folder} & self._limits.keys()
-            self._in_flight.discard(handle)
 
     def _rotate(self) -> None:
         with self._removing:
@@ -146,18 +149,24 @@ class Saves:
                 if best and not os.path.isdir(best):
                     best = self._bests.get(folder)
                 self._due.discard(folder)
-                found.append((folder, limit, {best, self._newest.get(folder)}))
+                _, newest = self._newest.get(folder, (-1, None))
+                found.append((folder, limit, {best, newest}))
         return found
 
 
 def rotate(folder: str, limit: Limit, staying: set[str | None]) -> None:
     """Remove the oldest checkpoints in `folder`, except those `staying`, until the limit holds."""
     ages = {str(path): age for path in Path(folder).glob("*") if (age := _age(path, limit)) is not None}
-    oldest_first = sorted(ages, key=lambda path: (ages[path], path))
+    oldest_first = sorted(ages, key=lambda path: (ages[path], _numbers_of(path)))
     staying = {*staying, *oldest_first[-1:]} & ages.keys()
     spare = len(ages) - max(limit.keep, len(staying))
     for path in [path for path in oldest_first if path not in staying][: max(0, spare)]:
         _remove(path, limit.out_of_sight)
+
+
+def _numbers_of(path: str) -> list[int]:
+    """The numbers in its name, which tell between files that were written at one time."""
+    return [int(number) for number in re.findall(r"\d+", os.path.basename(path))]
 
 
 def _age(path: Path, limit: Limit) -> int | None:

@@ -41,6 +41,27 @@ def test_what_fails_takes_no_checkpoint_with_it(run: Run) -> None:
     assert not run.saves.has_failed(str(run.folder / "checkpoint-30"))
 
 
+def test_the_newest_is_that_of_the_last_save_in_whatever_order_their_ends_are_noted(run: Run) -> None:
+    for number in (1, 2, 3):
+        run.whole(number)
+    run.ask(2)
+    ends = [run.save(number) for number in (1, 2, 3)]
+    with run.saves._removing:  # the rotation comes after all three
+        for end in reversed(ends):
+            end(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_of_files_that_were_written_at_one_time_the_number_tells_which_are_older(run: Run) -> None:
+    for number in (9, 10, 11):
+        checkpoint = run.whole(number)
+        for file in ("trainer_state.json", "engine/mp_rank_00_model_states.pt"):
+            os.utime(checkpoint / file, (7, 7))
+    run.ask(2)
+    run.save(11)(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-10", "checkpoint-11"]
+
+
 def test_a_save_elsewhere_is_waited_for_only_until_its_tensors_are_copied(run: Run, tmp_path: Path) -> None:  # ACCELERATOR-3
     """Its directory may have been removed: then it ends only at its time-out."""
     end = run.save(1)
