@@ -18,7 +18,16 @@ from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.export.bucket_output import BucketOutput
 from checkpointd.export.output import ExportOutput, Output, on_thread, translated
 from checkpointd.export.record import ExportRecord, ballot_of
-from checkpointd.export.selection import MODEL, Exported, Selection, is_of_module, of_masters, select, with_plain_names
+from checkpointd.export.selection import (
+    MODEL,
+    Exported,
+    Selection,
+    check_ordinary,
+    is_of_module,
+    of_masters,
+    select,
+    with_plain_names,
+)
 from checkpointd.export.stream import PlacedTensor, Turn, at_once, stream
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import LATEST
@@ -166,6 +175,7 @@ async def export_checkpoint(
     load = LoadConfig(budget_bytes=request.memory_bytes // 4)
     world = await read_view(store, checkpoint, load)
     selection = select(world, request.only, request.rank)
+    check_ordinary(world, selection)
     if request.dtype == "fp32" and request.only == MODEL:
         selection = of_masters(world, selection)
     if request.plain_names:

@@ -218,6 +218,25 @@ def _part(node: tree.Node, path: Sequence[str]) -> tree.Dict | None:
     return found
 
 
+def check_ordinary(world: CheckpointView, selection: Selection) -> None:
+    """UsageError if parts of composite tensors are selected. Alone, they are not the values of any tensor."""
+    exported = {tensor.fqn for tensor in selection.names}
+    found: dict[str, str] = {}
+    for data in {bytes(index.tree) for index in world.indexes.values()}:
+        level: list[tree.Node] = [tree.decode(data)]
+        while level:
+            composite = [node for node in level if isinstance(node, tree.Composite)]
+            found |= {fqn: node.kind for node in composite for fqn in tree.fqns(node) if fqn in exported}
+            level = [child for node in level for child in tree.children(node) if not isinstance(node, tree.Composite)]
+    if found:
+        names = listed([f"{fqn} ({kind})" for fqn, kind in sorted(found.items())])
+        raise UsageError(
+            f"{world.checkpoint.tag} has composite tensors, whose parts are not ordinary values: {names}. To export ordinary "
+            "values, load the checkpoint with cast=True into a model without such tensors, save that model, and export it. To "
+            "export only a part of the state, name it (such as only='model')"
+        )
+
+
 def with_plain_names(selection: Selection, *, is_of_module: bool = False) -> Selection:
     """The tensors under the names that they have in the bare model: without what torch.compile, FSDP, activation checkpointing
     and DistributedDataParallel put into the names of a wrapped one. UsageError if two names become one. `is_of_module`: if so,

@@ -15,10 +15,12 @@ from checkpointd.export.selection import (
     Selection,
     StoredSourceTensor,
     View,
+    check_ordinary,
     select,
     whole_view,
     with_plain_names,
 )
+from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
@@ -177,3 +179,20 @@ def named(*names: str) -> Selection:
     return Selection(
         tuple(Exported(n, f"model.{n}", StoredSourceTensor(f"model.{n}", "float32", (2,), None), view) for n in names)
     )
+
+
+async def test_parts_of_composite_tensors_do_not_leave() -> None:
+    inner = tuple((name, tree.Tensor(f"model.w.{name}")) for name in ("qdata", "scale"))
+    composite = tree.Composite("torchao.quantization:Int8Tensor", (4, 3), "float32", inner)
+    state = tree.Dict("dict", (("model", tree.Dict("dict", (("w", composite),))), ("other", tree.Tensor("other"))))
+    store = MemoryStore()
+    tensors = {"model.w.qdata": EMBED, "model.w.scale": EMBED, "other": EMBED}
+    await save_checkpoint(store, world_size=1, tensors=lambda _: tensors, values={"state": state})
+    view = await read_view(store, await catalog.find(store, "global_step1"), LoadConfig())
+    with pytest.raises(
+        UsageError, match=r"^global_step1 has composite tensors.*: model.w.qdata \(torchao.quantization:Int8Tensor\), mod"
+    ):
+        check_ordinary(view, select(view))
+    with pytest.raises(UsageError, match="load the checkpoint with cast=True"):
+        check_ordinary(view, select(view, "model"))
+    check_ordinary(view, select(view, "other"))
