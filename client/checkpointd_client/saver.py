@@ -174,7 +174,7 @@ class Saver:
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._may_be_taken_over, self._pickles = sidecar is not None, pickles
-        self._capturer = Capturer(classes)
+        self._classes, self._capturer = classes, Capturer(classes)
         self._arrangement: object = None
         self._layout: SlotLayout | None = None
         self._stagings: list[tuple[Staging, SaveHandle]] = []
@@ -232,7 +232,7 @@ class Saver:
         excluded = request.exclude_frozen_parameters
 
         def captured() -> Captured:
-            client = packed(client_state) if self._pickles and client_state is not None else client_state
+            client = packed(client_state, self._classes) if self._pickles and client_state is not None else client_state
             return self._capturer.capture(state, client, exclude_frozen_parameters=excluded)
 
         return self._save(request, captured)

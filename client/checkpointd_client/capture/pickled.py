@@ -15,6 +15,7 @@ import torch
 from checkpointd.errors import StateError, UnsafeObjectError
 from checkpointd_client.capture.flatten import CLIENT_STATE, Flattener
 from checkpointd_client.capture.scalars import type_name
+from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _DATA, _CLASS = "checkpointd.pickled", "checkpointd.class"
@@ -46,9 +47,15 @@ def loaded(data: bytes, fqn: str, *, opt_in: str) -> Any:
 # --- in client_state -------------------------------------------------------------------------------------------------
 
 
-def packed(client_state: Mapping[str, object]) -> dict[str, object]:
-    """`client_state` with each value that is not plain as a pickle. StateError names a value that cannot be pickled."""
-    return {key: value if _is_plain(value) else _packed(value, f"{CLIENT_STATE}.{key}") for key, value in client_state.items()}
+def packed(client_state: Mapping[str, object], classes: TensorClasses = ONLY_BUILT_IN) -> dict[str, object]:
+    """`client_state` with each value that is not plain as a pickle. StateError names a value that cannot be pickled.
+
+    `classes`: the classes of tensors that are stored as they are.
+    """
+    return {
+        key: value if _is_plain(value, classes) else _packed(value, f"{CLIENT_STATE}.{key}")
+        for key, value in client_state.items()
+    }
 
 
 def unpacked(client_state: Mapping[str, object], *, allowed: bool) -> dict[str, object]:
@@ -59,8 +66,8 @@ def unpacked(client_state: Mapping[str, object], *, allowed: bool) -> dict[str, 
     }
 
 
-def _is_plain(value: object) -> bool:
-    walk = Flattener(exclude_frozen_parameters=False)
+def _is_plain(value: object, classes: TensorClasses) -> bool:
+    walk = Flattener(exclude_frozen_parameters=False, classes=classes)
     try:
         walk.root({}, {"value": value})
     except StateError:

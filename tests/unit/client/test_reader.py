@@ -37,6 +37,7 @@ from checkpointd_client import Checkpointer, RngState, StoredMember, open_checkp
 from checkpointd_client.errors import UnsafeObjectError
 from checkpointd_client.restore.store_source import StoredSource
 from tests.builders import break_file, objects
+from tests.unit.client.composite_tensors import OWN, Halves, halves
 from tests.unit.client.tied_model import TiedModel, same
 
 
@@ -177,6 +178,13 @@ def test_a_pickle_in_client_state_keeps_nobody_from_the_model(tmp_path: Path) ->
             _ = opened.client_state
     with open_checkpoint(tmp_path, pickle_client_state=True) as opened:
         assert opened.client_state == {"seen": UserDict(a=1)}
+
+
+def test_a_tensor_of_an_allowed_class_in_client_state_is_not_pickled(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, pickle_client_state=True, tensor_classes=OWN) as ckpt:
+        ckpt.save(1, {"model": torch.nn.Linear(8, 4)}, client_state={"seen": halves()}).wait()
+    with open_checkpoint(tmp_path, tensor_classes=OWN) as opened:
+        assert type(opened.client_state["seen"]) is Halves
 
 
 class Phase(enum.Enum):
