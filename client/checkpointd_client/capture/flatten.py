@@ -163,6 +163,8 @@ class Flattener:
     def _sharded(self, value: Any, fqn: str) -> tree.Node:
         if is_dtensor(value):
             parts = sharded.parts_of(value, fqn, self._classes, self._low_bit, self._owners.get(id(value)))
+            if isinstance(parts, sharded.OwnPart):
+                return self._own_part(value, parts, fqn)
             if parts is not None:
                 return self._sharded_composite(value, parts, fqn)
         position, local = len(self.tensors), local_of(value)
@@ -189,6 +191,14 @@ class Flattener:
             nodes.append(part.node(tuple(inner), context))
         self.outer.update(dict.fromkeys(range(first, len(self.tensors)), (fqn, value)))
         return sharded.joined(parts, nodes, value)
+
+    def _own_part(self, value: Any, part: sharded.OwnPart, fqn: str) -> tree.Node:
+        first = len(self.tensors)
+        inner = ((sharded.LOCAL, self._composite(part.local, part.kind, f"{fqn}.{sharded.LOCAL}")),)
+        self.outer.update(dict.fromkeys(range(first, len(self.tensors)), (fqn, value)))
+        dtype = str(value.dtype).removeprefix("torch.")
+        boxes = contexts.encode(part.boxes, fqn, self._classes.allows)
+        return tree.Composite(sharded.OWN_PART, tuple(value.shape), dtype, inner, boxes, value.requires_grad)
 
     def _held_tensor(self, value: LocalShardTensor, fqn: str) -> tree.Node:
         position = len(self.tensors)

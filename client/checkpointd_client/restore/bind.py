@@ -288,7 +288,7 @@ def _bind_plain(
     for dtype in (read, *(binding.wanted(stored) for binding in plain if binding.live is None)):
         if dtype not in whole:
             new = [binding for binding in plain if binding.live is None and binding.wanted(stored) == dtype]
-            made = whole[dtype] = _allocate(owner, shape, dtype, _device_of(new or plain or group), _stride_of(new))
+            made = whole[dtype] = allocate(owner, shape, dtype, _device_of(new or plain or group), _stride_of(new))
             if dtype != read:
                 copies.append(partial(_fill, made, whole[read]))
     direct = whole[read]
@@ -345,9 +345,10 @@ def _fill(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _allocate(
+def allocate(
     fqn: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, stride: tuple[int, ...] | None = None
 ) -> torch.Tensor:
+    """New memory for the tensor `fqn`. StateError if there is none."""
     try:
         return empty(shape, dtype, device, stride)
     except RuntimeError as error:  # torch raises it for lack of memory and for impossible sizes
@@ -373,7 +374,7 @@ def _made(binding: Binding, filled: torch.Tensor, direct: torch.Tensor, copies: 
             return filled.detach()
         if filled.is_contiguous():
             return _view(filled, place)
-    made = _allocate(binding.fqn, place.shape, filled.dtype, binding.device)
+    made = allocate(binding.fqn, place.shape, filled.dtype, binding.device)
     copies.append(_copy(made, direct, place))
     return made
 

@@ -120,6 +120,24 @@ def test_quantized_weights_come_back_in_place_anew_and_as_ordinary_ones(config: 
     assert bytes_of(plain[0].weight) == bytes_of(weight.dequantize().bfloat16())
 
 
+def test_ordinary_numbers_are_not_rounded_into_quantized_weights() -> None:
+    saved = save({"model": nn.Sequential(nn.Linear(128, 64).bfloat16())})
+    with pytest.raises(MismatchError, match=r"is stored, and a torchao.*Int8Tensor tensor"):
+        saved.load({"model": quantized("Int8WeightOnly", 1)}, cast=True)
+
+
+def test_scales_that_are_equal_become_one() -> None:
+    """As ranks store a weight with one scale that they have split."""
+    whole = quantization.Float8Tensor.from_hp(torch.randn(8, 64), granularity=quantization.PerTensor())
+    stored = type(whole)(whole.qdata, whole.scale.repeat(2, 1), [4, 64], dtype=whole.dtype)
+    live = quantization.Float8Tensor.from_hp(torch.randn(8, 64), granularity=quantization.PerTensor())
+    save({"x": stored}).load({"x": live})
+    assert bits_of(live) == bits_of(whole)
+    other = type(whole)(whole.qdata, torch.tensor([[1.0], [2.0]]), [4, 64], dtype=whole.dtype)
+    save({"x": other}).load({"x": live})
+    assert bits_of(live) == bits_of(other)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_four_bit_parameters_come_back_in_place_and_anew(quant_type: str, nested: bool) -> None:
@@ -143,6 +161,18 @@ def test_four_bit_parameters_come_back_in_place_and_anew(quant_type: str, nested
     saved.load(made)
     assert type(made["weight"]) is bnb.nn.Params4bit
     assert four_bits(made["weight"]) == four_bits(one.weight)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_four_bit_parameters_become_ordinary_ones(*, nested: bool) -> None:
+    layer = bnb.nn.Linear4bit(64, 128, compress_statistics=nested, quant_type="nf4").to("cpu")
+    expected = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+    saved = save({"model": layer, "weight": layer.weight})
+    target = {"model": nn.Linear(64, 128), "weight": torch.zeros(128, 64)}
+    with pytest.raises(MismatchError, match="cast=True"):
+        saved.load(target)
+    saved.load(target, cast=True)
+    assert bytes_of(target["model"].weight) == bytes_of(target["weight"]) == bytes_of(expected)
 
 
 def test_a_4_bit_weight_of_another_shape_with_as_many_bytes_is_a_mismatch() -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from checkpointd.errors import StateError, UsageError
-from checkpointd_client.capture.tensor_kinds import four_bit
+from checkpointd_client.capture.tensor_kinds import four_bit, tiles
+from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS
 from checkpointd_client.capture.tensor_kinds.contexts import name_of
 from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind, swap
 from checkpointd_client.capture.tensor_kinds.nested import Jagged, StridedNested
@@ -36,6 +37,7 @@ class WrapperClass(TensorKind):
 
     def __init__(self, cls: Any) -> None:
         self.name, self._class = name_of(cls), cls
+        self.rounds = self.name in BLOCKS or self.name not in BUILT_IN  # torchao's weights do not
 
     def apart(self, tensor: Any) -> Apart:
         names, context = self._flattened(tensor)
@@ -64,6 +66,8 @@ class WrapperClass(TensorKind):
         return made.requires_grad_() if facts.requires_grad else made
 
     def refill(self, live: Any, made: torch.Tensor) -> None:
+        if self.name in tiles.TILED and tiles.filled(self.apart(live), self.apart(made)):
+            return
         swap(live, made)  # its copy_ might keep the context that `live` has
 
     def plain(self, tensor: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFact
 NAME = "bitsandbytes.nn.modules:Params4bit"
 _PLAIN = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
 _PACKED = ".quant_state.bitsandbytes__"
+_DERIVED = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _OF_STATE = ("blocksize", "quant_type", "dtype", "shape")
 
 
@@ -65,14 +66,20 @@ class FourBit(TensorKind):
 
     def plain(self, tensor: Any) -> torch.Tensor:
         functional = sys.modules["bitsandbytes.functional"]
-        dense: torch.Tensor = functional.dequantize_4bit(tensor.detach().as_subclass(torch.Tensor), tensor.quant_state)
-        return dense
+        dense: torch.Tensor = tensor.detach().as_subclass(torch.Tensor)
+        return dense if tensor.quant_state is None else functional.dequantize_4bit(dense, tensor.quant_state)
 
 
 def is_derived(key: str, tensors: Mapping[str, Any]) -> bool:
     """Whether the tensor at `key` of a module's state_dict is only made for it, from the numbers of a 4-bit parameter there."""
     name, found, _ = key.partition(_PACKED)
     return bool(found) and name_of(type(tensors.get(name))) == NAME
+
+
+def is_part(key: str, parameters: Container[str]) -> bool:
+    """Whether `key` of a stored module is one that its state_dict made for one of the 4-bit `parameters`."""
+    name, last = key.partition(_PACKED)[0], key.rpartition(".")[2]
+    return (name != key and name in parameters) or (last in _DERIVED and key.removesuffix(f".{last}") in parameters)
 
 
 def _numbers(state: Any) -> dict[str, Any]:

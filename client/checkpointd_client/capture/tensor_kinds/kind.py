@@ -45,6 +45,9 @@ class TensorKind(ABC):
     swaps: bool = False
     """Whether `refill` swaps, which torch refuses for a tensor that a weak reference refers to."""
 
+    rounds: bool = True
+    """Whether its `copy_` takes ordinary numbers and rounds them."""
+
     @abstractmethod
     def apart(self, tensor: Any) -> Apart:
         """Take `tensor` apart. Filling its inner tensors fills `tensor`. ValueError, with the reason, if it cannot be."""
@@ -71,10 +74,19 @@ class TensorKind(ABC):
         return dense
 
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def swap(live: torch.Tensor, made: torch.Tensor) -> None:
-    """Give the object `live` all that `made` is. It stays a parameter. RuntimeError or AttributeError if torch refuses."""
+    """Give the object `live` all that `made` is. It stays a parameter, and keeps its hooks. RuntimeError or AttributeError if
+    torch refuses.
+    """
+    hooks = {name: getattr(live, name) for name in _HOOKS}
     if isinstance(live, torch.nn.Parameter):
         made = torch.nn.Parameter(made.detach(), requires_grad=live.requires_grad)
     else:
         made = made.detach().requires_grad_(live.requires_grad)
     torch.utils.swap_tensors(live, made)
+    for name, found in hooks.items():
+        if found:
+            setattr(live, name, found)  # torch registers them with the new memory

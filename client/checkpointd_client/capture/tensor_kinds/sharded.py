@@ -4,6 +4,8 @@ Invariants
   SHARDEDKIND-1  Every rank of a mesh describes such a tensor alike, also a rank that keeps no part of it, or an ordinary
       tensor.
   SHARDEDKIND-2  What N ranks stored of it are the inner tensors that one rank would have stored, if all ranks keep one class.
+  SHARDEDKIND-3  If it is not known which part of the whole inner tensors a rank has, every rank stores its local tensor as it
+      is, and only a rank that holds the same part gets it back.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ import torch
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
-from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, Blocks, inner_held, range_of
+from checkpointd_client.capture.tensor_kinds import tiles
+from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, inner_held, range_of
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
-from checkpointd_client.capture.tensor_kinds.kind import TensorKind
+from checkpointd_client.capture.tensor_kinds.kind import Apart, TensorKind
 from checkpointd_client.capture.tensor_kinds.low_bit import RowSpan, spans
-from checkpointd_client.sharding.dtensor import LocalBox, LocalShard, ReplicaGroup, held_by, mesh_group
+from checkpointd_client.sharding.dtensor import LocalBox, LocalShard, ReplicaGroup, held_by, mesh_group, replicated
 
 ROWS = "rows"
 """The kind of a tensor whose rows are stored in several ways: its inner tensors have consecutive rows of it."""
+
+OWN_PART = "part"
+"""The kind of a tensor of which every rank has stored its own part, as it is: its only inner tensor, `LOCAL`."""
+LOCAL = "local"
 
 PLAIN = "plain"
 """The name of the only inner tensor of rows that are an ordinary tensor."""
@@ -52,6 +59,20 @@ class Part:
         return tree.Composite(self.kind.name, self.shape, str(self.dtype).removeprefix("torch."), inner, context)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnPart:
+    """This rank's part of a DTensor, to be stored as it is. `boxes`: what `boxes_of` says."""
+
+    local: torch.Tensor
+    kind: TensorKind
+    boxes: list[object]
+
+
+def boxes_of(held: LocalShard) -> list[object]:
+    """The part of the whole tensor that a rank holds, as plain values: the offsets and the sizes of its boxes."""
+    return [[list(part.box.offsets), list(part.box.sizes)] for part in held.parts]
+
+
 def joined(parts: Sequence[Part], nodes: Sequence[tree.Node], value: Any) -> tree.Node:
     """The node of the whole tensor `value`."""
     if len(parts) == 1:
@@ -60,7 +81,7 @@ def joined(parts: Sequence[Part], nodes: Sequence[tree.Node], value: Any) -> tre
     return tree.Composite(ROWS, tuple(value.shape), str(value.dtype).removeprefix("torch."), inner)
 
 
-def parts_of(value: Any, fqn: str, classes: TensorClasses, optimizer: Any, owner: Any) -> list[Part] | None:
+def parts_of(value: Any, fqn: str, classes: TensorClasses, optimizer: Any, owner: Any) -> list[Part] | OwnPart | None:
     """How a DTensor is stored; None if it is one ordinary tensor. StateError if it cannot be.
 
     `optimizer`: one of torchao's, in whose state it lies, or None. `owner`: the parameter whose state it is.
@@ -75,6 +96,8 @@ def parts_of(value: Any, fqn: str, classes: TensorClasses, optimizer: Any, owner
         if not of_optimizer:
             assert kind is not None
             group = mesh_group(value) or ReplicaGroup(0, 1)
+            if kind.name not in BLOCKS:
+                return _tiled(value, kind, held, group)
             return [_part("", RowSpan(0, held.shape[0] if held.shape else 1, kind, local), local, held, group)]
         found = spans(optimizer, owner, fqn.rpartition(".")[2], classes)
         if not any(span.kind for span in found):
@@ -84,6 +107,38 @@ def parts_of(value: Any, fqn: str, classes: TensorClasses, optimizer: Any, owner
     except ValueError as error:
         name = type(local).__name__
         raise StateError(f"{fqn}: this DTensor of {name} cannot be stored: {error}. Shard it by rows, with Shard(0)") from error
+
+
+def _tiled(value: Any, kind: TensorKind, held: LocalShard, group: ReplicaGroup) -> list[Part] | OwnPart:
+    """A DTensor whose class keeps no blocks of consecutive elements."""
+    apart = kind.apart(value._local_tensor)
+    found = _inner_parts(value, kind, apart, held, group)
+    if found is None:
+        return OwnPart(value._local_tensor, kind, boxes_of(held))
+    inner = {name: (apart.inner[name].detach(), part) for name, part in found.items()}
+    return [Part("", held.shape, value.dtype, kind, apart.context, inner)]
+
+
+def _inner_parts(
+    value: Any, kind: TensorKind, apart: Apart, held: LocalShard, group: ReplicaGroup
+) -> dict[str, LocalShard] | None:
+    """The part that this rank holds of each inner tensor of the whole tensor; None if that is not known, on all ranks."""
+    split: list[tuple[int, ...]] = [() for _ in held.shape]
+    for ranks, placement in zip(value._spec.mesh.shape, value._spec.placements, strict=True):
+        if ranks > 1 and not placement.is_replicate():
+            split[placement.dim] += (ranks,)
+    if not any(split):
+        return {name: replicated(tuple(one.shape), group) for name, one in apart.inner.items()}
+    if not tiles.is_tiled(kind.name, apart):
+        return dict.fromkeys(apart.inner, held) if is_elementwise(apart, value._local_tensor) else None
+    found = {name: tiles.items_held(held, split, tuple(one.shape)) for name, one in apart.inner.items()}
+    known = {name: part for name, part in found.items() if part is not None}
+    return known if len(known) == len(found) else None
+
+
+def is_elementwise(apart: Apart, tensor: torch.Tensor) -> bool:
+    """Whether all inner tensors have the shape of their tensor."""
+    return all(one.shape == tensor.shape for one in apart.inner.values())
 
 
 def _check_own(found: Sequence[RowSpan], held: LocalShard, kind: TensorKind | None) -> None:
@@ -130,12 +185,12 @@ def _part(name: str, span: RowSpan, local: Any, held: LocalShard, among: Replica
     """The rows of `span`, of which this rank keeps `local`, a composite tensor, or nothing."""
     assert span.kind is not None
     kind, blocks = span.kind, BLOCKS.get(span.kind.name)
+    if blocks is None:
+        raise ValueError(f"{kind.name} is no class of torchao's states")
     like = span.kind.apart(span.like)
     own = like.inner if local is None else kind.apart(local).inner
     count = span.like.numel()
     inner: dict[str, tuple[torch.Tensor, LocalShard]] = {}
-    if blocks is None:
-        blocks = elementwise(kind, like.inner, tuple(span.like.shape))
     for key, memory in own.items():
         one = like.inner[key]
         size = count // one.numel() if one.numel() else 0
@@ -145,14 +200,3 @@ def _part(name: str, span: RowSpan, local: Any, held: LocalShard, among: Replica
             memory, here = torch.empty(empty, dtype=one.dtype), LocalShard(here.shape, ())
         inner[key] = memory.detach(), here
     return Part(name, held.shape, span.like.dtype, kind, blocks.context(like.context, held.shape), inner)
-
-
-def elementwise(kind: TensorKind, inner: dict[str, torch.Tensor], shape: tuple[int, ...]) -> Blocks:
-    """For a class of the user's: all of its inner tensors must have its own shape."""
-    strange = [name for name, one in inner.items() if tuple(one.shape) != shape]
-    if strange:
-        raise ValueError(
-            f"{', '.join(strange)} of {kind.name} has another shape than the tensor, so it is not known which part of it "
-            "belongs to which rank"
-        )
-    return Blocks(frozenset(inner), frozenset())

@@ -21,12 +21,12 @@ import torch
 from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
-from checkpointd_client.capture.dtypes import ALL, DTYPES, empty, is_floating
-from checkpointd_client.capture.tensor_kinds import contexts
+from checkpointd_client.capture.dtypes import ALL, DTYPES, is_floating
+from checkpointd_client.capture.tensor_kinds import contexts, four_bit
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, Blocks
 from checkpointd_client.capture.tensor_kinds.kind import OuterFacts, TensorKind
 from checkpointd_client.capture.tensor_kinds.sharded import ROWS
-from checkpointd_client.restore.bind import Binding
+from checkpointd_client.restore.bind import Binding, allocate
 from checkpointd_client.restore.matching.context import Context
 from checkpointd_client.sharding.dtensor import LocalBox, LocalShard
 
@@ -59,10 +59,21 @@ def convert(match: Context, node: tree.Node, wanted: Range, fill: Callable[[torc
 
 
 def shape_of(match: Context, node: tree.Node) -> tuple[int, ...]:
-    """The shape of the stored tensor at `node`."""
+    """The shape of the stored tensor at `node`, before any packing."""
     if isinstance(node, tree.Composite):
-        return node.shape
+        return _unpacked(match, node) or node.shape
     return match.stored.place(node.fqn).shape if isinstance(node, tree.Tensor) else ()
+
+
+def _unpacked(match: Context, node: tree.Composite) -> tuple[int, ...] | None:
+    """The shape that a 4-bit parameter had before it was packed; None if it is not packed, or not known here."""
+    if node.kind != four_bit.NAME:
+        return None
+    try:
+        shape = match.classes.kind(node.kind).packed_shape(contexts.decode(node.context, match.classes.in_context))
+    except StateError:  # the match tells it
+        return None
+    return tuple(shape) if isinstance(shape, list) else None
 
 
 def _reads(match: Context, node: tree.Node, wanted: Range, fqn: str) -> list[Read]:
@@ -100,10 +111,12 @@ def _rows(match: Context, node: tree.Tensor, wanted: Range) -> Read:
     """Read the rows of a stored tensor that contain the range `wanted`."""
     place = match.stored.place(node.fqn)
     shape = place.shape or (1,)
+    if wanted[1] > math.prod(shape):
+        raise ValueError(f"{node.fqn} has {math.prod(shape)} elements, and it needs {wanted[1]}")
     row = math.prod(shape[1:])
     first, last = wanted[0] // row, -(-wanted[1] // row)
     sizes = (last - first, *shape[1:]) if place.shape else ()
-    memory = empty(sizes, DTYPES[place.dtype], torch.device("cpu"))
+    memory = allocate(node.fqn, sizes, DTYPES[place.dtype], torch.device("cpu"))
     held = None
     if sizes != place.shape:
         if not place.whole:
@@ -178,7 +191,7 @@ def _inner_rows(match: Context, stored: _Stored, blocks: Blocks, name: str, arou
 
 def _whole(match: Context, node: tree.Tensor) -> Read:
     place = match.stored.place(node.fqn)
-    memory = empty(place.shape, DTYPES[place.dtype], torch.device("cpu"))
+    memory = allocate(node.fqn, place.shape, DTYPES[place.dtype], torch.device("cpu"))
     binding = Binding(node, place, torch.device("cpu"), memory, memory)
     match.bindings.add(binding, again=node.fqn in match.bindings.by_fqn)
     return lambda: memory

@@ -6,6 +6,7 @@ Invariants
       its content.
   COMPOSITE-2  A composite tensor is loaded whole, or stays as it is and is reported.
   COMPOSITE-3  Filled inner tensors that contradict each other are an error, before anything uses them.
+  COMPOSITE-4  A part that a rank stored as it is, is loaded only by a rank that holds the same part of a DTensor.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
-from checkpointd_client.capture.dtypes import ALL
-from checkpointd_client.capture.tensor_kinds import contexts
+from checkpointd_client.capture.aliasing import address_of, extent, overlapping
+from checkpointd_client.capture.dtypes import ALL, DTYPES
+from checkpointd_client.capture.tensor_kinds import contexts, tiles
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, inner_held, range_of
 from checkpointd_client.capture.tensor_kinds.kind import Apart, Inner, OuterFacts, TensorKind, swap
-from checkpointd_client.capture.tensor_kinds.sharded import ROWS, elementwise, within
+from checkpointd_client.capture.tensor_kinds.sharded import LOCAL, OWN_PART, ROWS, boxes_of, is_elementwise, within
 from checkpointd_client.capture.tensors import PLAIN_TENSORS, is_meta
 from checkpointd_client.restore import building
-from checkpointd_client.restore.bind import Binding
+from checkpointd_client.restore.bind import Binding, allocate
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching import conversion
 from checkpointd_client.restore.matching.context import Context, StepOrder
@@ -41,6 +44,9 @@ def match_composite(match: Context, live: Any, node: tree.Node, fqn: str) -> Bui
         return match.note_kind(live, node, fqn)
     if is_dtensor(live):
         _match_sharded(match, live, node, fqn)
+        return None
+    if isinstance(node, tree.Composite) and node.kind == OWN_PART:
+        match.mismatched.append(_other_part(node, fqn))
         return None
     _, known = match.composites.setdefault(id(live), (live, node))
     if known is not node and not match.are_alike(known, node):
@@ -108,6 +114,27 @@ def _replace(match: Context, live: Any, node: tree.Composite, fqn: str, apply: C
     match.do(StepOrder.CONTAINERS, fresh(match, node, fqn, device), apply)
 
 
+def tied(match: Context) -> list[str]:
+    """A line for each tensor that shares memory now with an ordinary one that gets the values of a composite tensor."""
+    converted = [
+        live
+        for live, node in match.composites.values()
+        if isinstance(node, tree.Composite) and type(live) in PLAIN_TENSORS and match.classes.kind_of(live) is None
+    ]
+    if not converted:
+        return []
+    bound = [(binding.fqn, binding.live) for binding in match.bindings.by_fqn.values() if binding.live is not None]
+    tensors = [one for one in (*converted, *(live for _, live in bound)) if not is_meta(one)]
+    starts = [address_of(one) for one in tensors]
+    groups = overlapping(starts, [start + extent(one) for start, one in zip(starts, tensors, strict=True)])
+    shared = {id(tensors[i]) for group in groups if min(group) < len(converted) for i in group}
+    return [
+        f"{fqn}: this tensor shares memory now with one that gets the values of a composite tensor, and was stored apart"
+        for fqn, live in bound
+        if id(live) in shared
+    ]
+
+
 # --- DTensors -------------------------------------------------------------------------------------------------------
 
 
@@ -120,23 +147,52 @@ def _match_sharded(match: Context, live: Any, node: tree.Tensor | tree.Composite
     except StateError as error:
         match.mismatched.append(str(error))
         return
+    if isinstance(node, tree.Composite) and node.kind == OWN_PART:
+        _match_own_part(match, local, node, held, fqn)
+        return
+    if kind is not None and kind.name not in BLOCKS and held.is_whole:
+        match.tensor(local, node, fqn)  # as if it were no DTensor
+        return
     wanted = range_of(held)
-    if shape != tuple(live.shape) or wanted is None:
-        why = "" if wanted is not None else "; this rank holds other parts of it than consecutive whole rows"
-        match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now{why}")
+    if shape != tuple(live.shape) or is_meta(local):
+        match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now")
         return
-    part, inside = _containing(match, node, held, wanted)
-    targets = _sharded_targets(match, local, kind, part, inside)
-    if targets is None:
+    part, inside = (node, held) if wanted is None else _containing(match, node, held, wanted)
+    try:
+        targets = _sharded_targets(match, local, kind, part, inside, fqn)
+    except ValueError:  # the class cannot be taken apart, or its blocks do not fit into this part
+        targets = None
+    if targets is None and wanted is None:
+        match.mismatched.append(
+            f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now; this rank holds other parts of "
+            "it than consecutive whole rows"
+        )
+    elif targets is None and wanted is not None:
         _convert(match, node, local, wanted, tuple(local.shape), fqn)
-        return
-    for child, memory, inner_held_here in targets:
-        whole = inner_held_here is None or inner_held_here.is_whole
-        held_here = None if whole else inner_held_here
+    for child, memory, here in targets or ():
+        held_here = None if here is None or here.is_whole else here
         match.bindings.add(
             Binding(child, match.stored.place(child.fqn), memory.device, memory.detach(), memory, held=held_here),
             again=child.fqn in match.bindings.by_fqn,
         )
+
+
+def _match_own_part(match: Context, local: torch.Tensor, node: tree.Composite, held: LocalShard, fqn: str) -> None:
+    """Match a part that this rank stored as it is."""
+    inner = dict(node.inner).get(LOCAL)
+    if not isinstance(inner, tree.Composite):
+        raise FormatError(f"{fqn}: a {OWN_PART} tensor cannot have the inner tensors {', '.join(dict(node.inner))}", fqn=fqn)
+    if _context(match, node) == boxes_of(held):
+        match.tensor(local, inner, fqn)
+    else:
+        match.mismatched.append(_other_part(node, fqn))
+
+
+def _other_part(node: tree.Composite, fqn: str) -> str:
+    return (
+        f"{fqn}: {words(node)} is stored, of which every rank keeps its own part as it is: load it into a DTensor with the "
+        "mesh and the placements that it was saved with, on as many ranks"
+    )
 
 
 def _containing(match: Context, node: tree.Node, held: LocalShard, wanted: tuple[int, int]) -> tuple[tree.Node, LocalShard]:
@@ -157,7 +213,7 @@ Target = tuple[tree.Tensor, torch.Tensor, LocalShard | None]
 
 
 def _sharded_targets(
-    match: Context, local: torch.Tensor, kind: TensorKind | None, node: tree.Node, held: LocalShard
+    match: Context, local: torch.Tensor, kind: TensorKind | None, node: tree.Node, held: LocalShard, fqn: str
 ) -> list[Target] | None:
     """The memory of this rank that the stored inner tensors fill; None if they cannot fill it as they are."""
     if kind is None:
@@ -167,25 +223,66 @@ def _sharded_targets(
         return None
     apart, context = kind.apart(local), _context(match, node)
     blocks = BLOCKS.get(kind.name)
-    if blocks is None:
-        blocks = elementwise(kind, apart.inner, tuple(local.shape))
-    if not _alike(blocks.essence(apart.context), blocks.essence(context)):
+    essence = tiles.essence if blocks is None else blocks.essence
+    nodes = _inner(node, kind, kind.name)
+    inner = {name: child for name, child in nodes.items() if isinstance(child, tree.Tensor)}
+    if not _alike(essence(apart.context), essence(context)) or not nodes.keys() == inner.keys() == apart.inner.keys():
+        return None
+    if not held.parts:
+        return []
+    if blocks is None and tiles.is_tiled(kind.name, apart):
+        return _tiled_targets(match, apart, inner, held, fqn)
+    if blocks is None and not is_elementwise(apart, local):
         return None
     targets: list[Target] = []
-    nodes = _inner(node, kind, kind.name)
-    if nodes.keys() != apart.inner.keys():
-        return None
     for name, memory in apart.inner.items():
-        child = nodes[name]
-        if not isinstance(child, tree.Tensor):
+        here, is_part = held, True
+        if blocks is not None:
+            size = local.numel() // memory.numel() if memory.numel() else 0
+            here = inner_held(blocks, name, held, size, tuple(memory.shape), ReplicaGroup(0, 1))
+            is_part = name in blocks.elements | blocks.items
+        if not _is_stored_as(match, inner[name], here.shape, memory.dtype):
             return None
-        size = local.numel() // memory.numel() if memory.numel() else 0
-        here = inner_held(blocks, name, held, size, tuple(memory.shape), ReplicaGroup(0, 1))
-        place = match.stored.place(child.fqn)
-        if (place.shape, f"torch.{place.dtype}") != (here.shape, str(memory.dtype)):
-            return None
-        targets.append((child, memory, here if name in blocks.elements | blocks.items else None))
+        targets.append((inner[name], memory, here if is_part else None))
     return targets
+
+
+def _is_stored_as(match: Context, node: tree.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    place = match.stored.place(node.fqn)
+    return (place.shape, f"torch.{place.dtype}") == (shape, str(dtype))
+
+
+def _tiled_targets(
+    match: Context, apart: Apart, inner: dict[str, tree.Tensor], held: LocalShard, fqn: str
+) -> list[Target] | None:
+    """Like `_sharded_targets`, for a class with an item for each tile. Stored tiles may be smaller if their items are equal."""
+    targets: list[Target] = []
+    smaller: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, memory in apart.inner.items():
+        place = match.stored.place(inner[name].fqn)
+        here = tiles.items_wanted(held, place.shape, tuple(memory.shape))
+        if here is None or not _is_stored_as(match, inner[name], place.shape, memory.dtype):
+            return None
+        sizes, target = here.parts[0].box.sizes, memory
+        if sizes != tuple(memory.shape):
+            target = allocate(place.fqn, sizes, DTYPES[place.dtype], torch.device("cpu"))
+            smaller[name] = memory, target
+        targets.append((inner[name], target, here))
+    if smaller:
+        match.finally_do(partial(_fill_tiles, smaller, fqn))
+    return targets
+
+
+def _fill_tiles(smaller: dict[str, tuple[torch.Tensor, torch.Tensor]], fqn: str) -> None:
+    for name, (memory, stored) in smaller.items():
+        found = tiles.common(stored, memory.shape)
+        if found is None:
+            raise StateError(
+                f"{fqn}: the ranks that saved it had a {name} each, and these differ, so they do not become the one {name} of "
+                "a rank that holds more of it: load it on as many ranks, or on a multiple of them, or load it with cast=True "
+                "into an ordinary tensor. Some of the objects are loaded now"
+            )
+        memory.copy_(found)
 
 
 # --- conversions ----------------------------------------------------------------------------------------------------
@@ -206,6 +303,7 @@ def _convert(
     kind = match.classes.kind_of(live)
     has_numbers = live.is_floating_point() or live.is_quantized
     can = has_numbers and not live.is_nested and live.layout is torch.strided and not is_meta(live)
+    can = can and (kind is None or kind.rounds)
     alike = can and tuple(live.shape) == shape and wanted[1] - wanted[0] == math.prod(shape)
     if not alike or not (match.cast or match.low_bit):
         hint = " (load(..., cast=True) converts it)" if alike else ""
@@ -223,6 +321,9 @@ def _take(live: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None,
 
 def fresh(match: Context, node: tree.Composite, fqn: str, device: torch.device | None = None) -> Build:
     """Make a stored composite tensor anew, once its inner tensors are filled."""
+    if node.kind == OWN_PART:
+        match.mismatched.append(_other_part(node, fqn))
+        return building.given(None)
     facts = _facts(node, fqn)
     try:
         kind = match.classes.kind(node.kind)
@@ -343,6 +444,8 @@ def _words(match: Context, node: tree.Tensor | tree.Composite) -> str:
 
 def words(node: tree.Composite) -> str:
     """A stored composite tensor in words."""
+    if node.kind == OWN_PART and node.inner and isinstance(node.inner[0][1], tree.Composite):
+        return words(msgspec.structs.replace(node, kind=node.inner[0][1].kind))
     return f"a {node.kind} tensor of {node.dtype}{list(node.shape)}"
 
 

@@ -14,7 +14,7 @@ from checkpointd_client.capture import objects
 from checkpointd_client.capture.dtypes import is_floating
 from checkpointd_client.capture.modules import StateModule
 from checkpointd_client.capture.rng import RngState
-from checkpointd_client.capture.tensor_kinds.four_bit import is_derived
+from checkpointd_client.capture.tensor_kinds import four_bit
 from checkpointd_client.capture.tensors import is_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
@@ -95,15 +95,18 @@ def _module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -> boo
             else:
                 _note_absent(match, value, path)
             absent.add(live_key)
-        elif is_derived(live_key, live):
+        elif four_bit.is_derived(live_key, live):
             stored.pop(key)
         elif isinstance(value, torch.Tensor | FlatShard) and not live_key.endswith("_extra_state"):
             match.tensor(value, stored.pop(key), path)
         else:
             match.per_rank_left += match.left_below(path)
             extra[live_key] = match.fresh(stored.pop(key))
+    children = match.stored.children(node)
+    packed = {str(key) for key, one in children if isinstance(one, tree.Composite) and one.kind == four_bit.NAME}
     for left_over in stored:
-        match.note_unexpected(f"{fqn}.{left_over}")
+        if not four_bit.is_part(str(left_over), packed):
+            match.note_unexpected(f"{fqn}.{left_over}")
     if live and not extra and len(match.bindings.by_fqn) == filled_before:
         return True  # none of it is stored, or none of it fits
     if part.is_flat:

@@ -276,8 +276,9 @@ def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -
 
 def _name_of(node: tree.Composite) -> str:
     """The FQN of a composite tensor, from that of its first inner tensor."""
-    name = next(iter(tree.fqns(node)), "")
-    return name.removesuffix(f".{node.inner[0][0]}") if node.inner else name
+    name, first = node.inner[0] if node.inner else ("", None)
+    found = _name_of(first) if isinstance(first, tree.Composite) else next(iter(tree.fqns(first)), "")
+    return found.removesuffix(f".{name}")
 
 
 def _join(fqn: str, key: Hashable) -> str:

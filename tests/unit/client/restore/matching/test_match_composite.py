@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -169,6 +171,18 @@ def test_a_tensor_that_is_tied_now_is_not_filled_from_two_stored_ones_that_diffe
     equal = save({"a": made("sparse_coo"), "b": made("sparse_coo")})
     equal.load({"a": live, "b": live}, cast=True)
     assert torch.equal(live.to_dense(), made("sparse_coo").to_dense())
+
+
+@pytest.mark.parametrize("composite_first", [False, True])
+def test_a_tensor_that_is_tied_now_does_not_get_the_values_of_a_composite_and_of_an_ordinary_one(
+    *, composite_first: bool
+) -> None:
+    stored = {"a": torch.ones(4, 6), "b": made("sparse_coo")}
+    live = torch.zeros(4, 6)
+    target = dict.fromkeys(sorted(stored, reverse=composite_first), live)
+    with pytest.raises(MismatchError, match="a: this tensor shares memory now with one that gets the values of a composite"):
+        save(stored).load(target, cast=True)
+    assert not live.any()
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------
@@ -401,3 +415,15 @@ def test_a_tensor_that_contains_itself_is_refused() -> None:
     two.high = Halves(two, one.low, Recipe(8))  # type: ignore[arg-type]
     with pytest.raises(StateError, match="contains itself"):
         capture(OrderedDict(x=two), None, exclude_frozen_parameters=False, classes=ALLOWED)
+
+
+# --- sizes that no memory has -----------------------------------------------------------------------------------------
+
+
+def test_sizes_that_nobody_has_memory_for_end_in_an_error_before_they_are_allocated() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.client.restore.matching.hostile_sizes"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = [line.split("\t")[1] for line in done.stdout.splitlines()]
+    assert {"StateError", "FormatError", "MismatchError"} < set(outcomes)

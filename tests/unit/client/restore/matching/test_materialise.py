@@ -188,3 +188,20 @@ def test_a_parameter_on_the_meta_device_keeps_the_attributes_that_libraries_set_
     model.weight.is_parallel = True  # type: ignore[attr-defined]
     save({"model": nn.Linear(2, 2)}).load({"model": model})
     assert model.weight.is_parallel  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("wrap", [plain, sharded])
+def test_hooks_of_parameters_on_the_meta_device_run_after_the_load_and_can_be_removed(wrap: Wrap) -> None:
+    model = wrap(on_meta())
+    called: list[str] = []
+    weight: Any = model.frozen.requires_grad_()
+    on_grad = weight.register_hook(lambda _: called.append("gradient"))
+    after = weight.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    save({"m": Model()}).load({"m": model})
+    weight.sum().backward()
+    assert called == ["gradient", "accumulated"]
+    on_grad.remove()
+    after.remove()
+    weight.sum().backward()
+    assert called == ["gradient", "accumulated"]
