@@ -22,6 +22,9 @@ REFUSED = ("a_damaged_checkpoint_is_not_resumed_from", "what_cannot_be_pickled_e
 OWN = ("what_a_method_of_the_user_writes_is_there_when_its_call_returns", "a_push_to_the_hub_leaves_the_store_out")
 STATE = ("a_state_is_saved_and_loaded",)
 SHARDED = ("eight_sharded_steps_are_four_and_four_that_are_resumed", "a_sharded_state_is_saved_and_loaded")
+GATHERED = ("eight_gathered_steps_are_four_and_four_that_are_resumed", "a_gathered_state_is_saved_and_loaded")
+WITHOUT_DCP = ("shards_without_dcp_are_saved_and_loaded",)
+ON_TWO_RANKS = [TRAINER, REFUSED[:1], STATE, *((case,) for case in (*SHARDED, *GATHERED, *WITHOUT_DCP))]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
@@ -42,7 +45,9 @@ def test_one_process(tmp_path: Path, subtests: pytest.Subtests) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("cases", [TRAINER, REFUSED[:1], STATE, SHARDED[:1], SHARDED[1:]], ids=lambda cases: cases[0])
+@pytest.mark.parametrize(
+    "cases", [TRAINER, REFUSED[:1], STATE, *zip(SHARDED + GATHERED + WITHOUT_DCP)], ids=lambda cases: cases[0]
+)
 def test_two_ranks(tmp_path: Path, subtests: pytest.Subtests, cases: tuple[str, ...]) -> None:
     show_cases(subtests, tmp_path, ranks=2, output=said(run_ranks(SCRIPT, tmp_path, *cases, limit_s=450)))
 
@@ -58,6 +63,24 @@ def test_a_process_that_is_killed_in_the_middle_of_a_save_goes_on(
     names = {path.name for path in (tmp_path / "killed").iterdir()}
     assert names == {".checkpointd", "checkpoint-2", "checkpoint-4"}, "the one that was killed is not seen"
     show_cases(subtests, tmp_path, ranks=1, output=said(alone(tmp_path, "goes_on")))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_with_checkpointd_and_again_without_it(
+    tmp_path: Path, subtests: pytest.Subtests, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case, stock in (("stock_saves_four_steps", "1"), ("ours_goes_on_to_six", ""), ("stock_goes_on_to_eight", "1")):
+        monkeypatch.setenv("STOCK", stock)
+        done = alone(tmp_path, case) if ranks == 1 else run_ranks(SCRIPT, tmp_path, case, limit_s=450)
+        show_cases(subtests, tmp_path, ranks=ranks, output=said(done))
+
+
+@pytest.mark.nightly
+def test_gathered_adapters(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    pytest.importorskip("peft", reason="needs peft: make integrations installs it")
+    cases = ("gathered_adapters_have_the_shards_of_all_ranks",)
+    show_cases(subtests, tmp_path, ranks=2, output=said(run_ranks(SCRIPT, tmp_path, *cases, limit_s=450)))
 
 
 @pytest.mark.nightly

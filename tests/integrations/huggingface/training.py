@@ -1,10 +1,13 @@
 """A process that trains with Hugging Face's Trainer and with Accelerate, and saves through checkpointd; or one rank of two.
 
-training.py FOLDER CASE... runs the cases, each a function below, in a folder of its own, and notes what is wrong in them.
+training.py FOLDER CASE... runs the cases, each a function below, in a folder of its own, and notes what is wrong in them. With
+the variable STOCK, checkpointd is not installed.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import random
 import re
@@ -22,11 +25,13 @@ from checkpointd.errors import DamagedError, StateError
 from checkpointd.pipeline.write import persist
 from checkpointd.store.posix.plain import PlainFiles
 from checkpointd_client.integrations import huggingface
+from checkpointd_client.integrations.huggingface.replacing import instead
 from checkpointd_client.integrations.huggingface.saving import DirectorySaver
 from tests.e2e.rank_cases import CaseNotes
 
-INSTALLED: DirectorySaver = huggingface.install(commit_timeout_s=60, absence_s=0.1)
+INSTALLED: DirectorySaver | None = None if os.environ.get("STOCK") else huggingface.install(commit_timeout_s=60, absence_s=0.1)
 
+import accelerate.accelerator
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import ProjectConfiguration, set_seed
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -136,7 +141,28 @@ def flip_a_byte(path: Path) -> None:
 
 def phase() -> str | None:
     """Of the last save."""
-    return None if INSTALLED.handle is None else INSTALLED.handle.phase
+    return None if INSTALLED is None or INSTALLED.handle is None else INSTALLED.handle.phase
+
+
+def settle() -> None:
+    if INSTALLED is not None:
+        INSTALLED.settle()
+
+
+def bits(value: Any) -> bytes:
+    """A state in bytes; two are the same only if the states are, bit for bit."""
+    value = getattr(value, "_local_tensor", value)
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return torch.as_tensor(value).reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return b"".join(repr(key).encode() + bits(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return b"".join(map(bits, value))
+    return repr(value).encode()
+
+
+def fingerprint(state: Any) -> str:
+    return hashlib.sha256(bits(state)).hexdigest()
 
 
 def together() -> None:
@@ -169,10 +195,18 @@ def eight_steps_are_four_and_four_that_are_resumed(folder: Path) -> None:
 class ShardedTrainer(Trainer):
     """With FSDP2, which the Trainer and Accelerate choose on devices only."""
 
+    states = "SHARDED_STATE_DICT"
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        shard_on_cpu(self.accelerator)
+        shard_on_cpu(self.accelerator, self.states)
         self.is_fsdp_enabled = True
+
+
+class GatheringTrainer(ShardedTrainer):
+    """Its shards are gathered when they are saved."""
+
+    states = "FULL_STATE_DICT"
 
 
 def eight_sharded_steps_are_four_and_four_that_are_resumed(folder: Path) -> None:
@@ -192,6 +226,40 @@ def eight_sharded_steps_are_four_and_four_that_are_resumed(folder: Path) -> None
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         names = {path.name for path in (folder / "parts" / "checkpoint-8" / part).iterdir()}
         assert names == {".metadata", *(f"__{rank}_0.distcp" for rank in range(WORLD))}, names
+
+
+def eight_gathered_steps_are_four_and_four_that_are_resumed(folder: Path) -> None:
+    whole = trainer_of(folder / "whole", 8, kind=GatheringTrainer)
+    whole.train()
+    assert phase() == "committed"
+    trainer_of(folder / "parts", 4, kind=GatheringTrainer).train()
+    together()
+    resumed = trainer_of(folder / "parts", 8, kind=GatheringTrainer)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(state_of(whole), state_of(resumed))
+    names = {path.name for path in (folder / "parts" / "checkpoint-8").iterdir()}
+    assert names >= {"pytorch_model_fsdp.bin", "optimizer.bin", "model.safetensors"}, names
+
+
+def gathered_adapters_have_the_shards_of_all_ranks(folder: Path) -> None:
+    """Each rank's part of the adapters is in the file, and comes back on each rank."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(base: Any) -> Any:
+        return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+    whole = trainer_of(folder / "whole", 8, model=adapted, kind=GatheringTrainer)
+    whole.train()
+    trainer_of(folder / "parts", 4, model=adapted, kind=GatheringTrainer).train()
+    together()
+    resumed = trainer_of(folder / "parts", 8, model=adapted, kind=GatheringTrainer)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(state_of(whole), state_of(resumed))
+    gathered = torch.load(folder / "parts" / "checkpoint-8" / "pytorch_model_fsdp.bin", weights_only=True)
+    assert gathered.keys() == {key for key, value in resumed.model.named_parameters() if value.requires_grad}  # type: ignore[union-attr]  # a module
+    for key, parameter in resumed.model.named_parameters():  # type: ignore[union-attr]
+        if parameter.requires_grad:
+            assert same(gathered[key], parameter.full_tensor()), key
 
 
 def the_best_checkpoint_stays_and_is_loaded_in_the_end(folder: Path) -> None:
@@ -216,6 +284,7 @@ def a_damaged_checkpoint_is_not_resumed_from(folder: Path) -> None:
     if RANK == 0:
         flip_a_byte(folder / "checkpoint-4" / "model.safetensors")
     together()
+    assert INSTALLED is not None
     INSTALLED.close()
     begun: list[int] = []
     trainer = trainer_of(folder, 4, begun.append)
@@ -230,7 +299,7 @@ def what_cannot_be_pickled_ends_the_save_and_leaves_nothing(folder: Path) -> Non
     trainer.args.a_function = lambda: None  # type: ignore[attr-defined]  # of the user's
     with pytest.raises(StateError, match=r"training_args.bin cannot be saved as torch.save saves it: Can't pickle"):
         trainer.train()
-    INSTALLED.settle()
+    settle()
     assert phase() == "failed"
     assert shown(folder) == []
 
@@ -325,13 +394,16 @@ class Counter:
         self.n = state["n"]
 
 
-def accelerated(folder: Path, last: int, *, resume: bool = False, sharded: bool = False) -> list[Any]:
-    """Train until step `last`, saving every second; the state in the end."""
+def accelerated(folder: Path, last: int, *, first: int = 0, sharded: str = "") -> list[Any]:
+    """Train from step `first`, which the newest checkpoint has, until step `last`, saving every second; the state in the end.
+
+    `sharded`: with FSDP2, whose states are saved in this way.
+    """
     set_seed(0)
     naming = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=naming)
     if sharded:
-        shard_on_cpu(accelerator)
+        shard_on_cpu(accelerator, sharded)
     layers = [torch.nn.Linear(16, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4)]
     model: Any = torch.nn.Sequential(*layers)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -340,10 +412,10 @@ def accelerated(folder: Path, last: int, *, resume: bool = False, sharded: bool 
     model, optimizer, schedule, batches = accelerator.prepare(
         model, optimizer, schedule, torch.utils.data.DataLoader(data, batch_size=4)
     )
-    counter, first = Counter(), last // 2 if resume else 0
+    counter = Counter()
     accelerator.register_for_checkpointing(counter)
     for step, (x, y) in enumerate(batches):
-        if resume and step == first:
+        if first and step == first:
             accelerator.load_state()
             assert counter.n == first, counter.n
             naming.iteration = first // 2
@@ -358,7 +430,7 @@ def accelerated(folder: Path, last: int, *, resume: bool = False, sharded: bool 
         counter.n = step + 1
         if step % 2 == 1:
             accelerator.save_state()
-    INSTALLED.settle()
+    settle()
     together()
     weights = {key: getattr(value, "to_local", lambda v=value: v)() for key, value in model.state_dict().items()}
     moments = [getattr(v, "to_local", lambda v=v: v)() for state in optimizer.optimizer.state.values() for v in state.values()]
@@ -367,13 +439,13 @@ def accelerated(folder: Path, last: int, *, resume: bool = False, sharded: bool 
     return found
 
 
-def shard_on_cpu(accelerator: Accelerator) -> None:
+def shard_on_cpu(accelerator: Accelerator, states: str) -> None:
     """Accelerate itself chooses FSDP on devices only; everything below that choice runs on a CPU, too."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap"
+        fsdp_version=2, state_dict_type=states, cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap"
     )
     for shared in (AcceleratorState._shared_state, PartialState._shared_state):
         shared["distributed_type"] = DistributedType.FSDP
@@ -385,7 +457,7 @@ def a_state_is_saved_and_loaded(folder: Path) -> None:
     whole = accelerated(folder / "whole", 8)
     assert shown(folder / "whole" / "checkpoints") == [2, 3]
     accelerated(folder / "parts", 4)
-    resumed = accelerated(folder / "parts", 8, resume=True)
+    resumed = accelerated(folder / "parts", 8, first=4)
     assert same(whole, resumed)
     assert shown(folder / "parts" / "checkpoints") == [2, 3]
     names = {path.name for path in (folder / "parts" / "checkpoints" / "checkpoint_3").iterdir()}
@@ -393,19 +465,76 @@ def a_state_is_saved_and_loaded(folder: Path) -> None:
     assert names == {*states, "custom_checkpoint_0.pkl", "model.safetensors", "optimizer.bin", "scheduler.bin"}, names
 
 
+def checked_halves(folder: Path, sharded: str) -> set[str]:
+    """Eight steps, and four and four that are resumed; what the last checkpoint of these holds."""
+    whole = accelerated(folder / "whole", 8, sharded=sharded)
+    accelerated(folder / "parts", 4, sharded=sharded)
+    resumed = accelerated(folder / "parts", 8, first=4, sharded=sharded)
+    assert same(whole, resumed)
+    return {path.name for path in (folder / "parts" / "checkpoints" / "checkpoint_3").iterdir()}
+
+
+def a_gathered_state_is_saved_and_loaded(folder: Path) -> None:
+    names = checked_halves(folder, "FULL_STATE_DICT")
+    assert names >= {"pytorch_model_fsdp.bin", "optimizer.bin"}, names
+
+
+def shards_without_dcp_are_saved_and_loaded(folder: Path) -> None:
+    """Only functions of Accelerate's have that argument, not `save_state`."""
+    module: Any = accelerate.accelerator
+    kinds = ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
+    with instead(module, **{kind: functools.partial(getattr(module, kind), use_dcp=False) for kind in kinds}):
+        names = checked_halves(folder, "SHARDED_STATE_DICT")
+    parts = {f"{kind}_0_rank{rank}.bin" for kind in ("pytorch_model_fsdp", "optimizer") for rank in range(WORLD)}
+    assert names >= parts, names
+
+
 def a_sharded_state_is_saved_and_loaded(folder: Path) -> None:
     from accelerate.utils import merge_fsdp_weights
 
-    whole = accelerated(folder / "whole", 8, sharded=True)
-    accelerated(folder / "parts", 4, sharded=True)
-    resumed = accelerated(folder / "parts", 8, resume=True, sharded=True)
-    assert same(whole, resumed)
+    checked_halves(folder, "SHARDED_STATE_DICT")
     checkpoint = folder / "parts" / "checkpoints" / "checkpoint_3"
     for part in ("pytorch_model_fsdp_0", "optimizer_0"):
         names = {path.name for path in (checkpoint / part).iterdir()}
         assert names == {".metadata", *(f"__{rank}_0.distcp" for rank in range(WORLD))}, names
     merge_fsdp_weights(str(checkpoint / "pytorch_model_fsdp_0"), str(folder / "merged"))  # rank 0 does it, all ranks wait
     assert (folder / "merged" / "model.safetensors").is_file()
+
+
+# --- with and without checkpointd -----------------------------------------------------------------------------------
+
+# On two ranks with FSDP2: DCP's files are read by the libraries as well.
+KIND, SHARDED = (Trainer, "") if WORLD == 1 else (ShardedTrainer, "SHARDED_STATE_DICT")
+
+
+def stock_saves_four_steps(folder: Path) -> None:
+    assert INSTALLED is None
+    whole = trainer_of(folder / "whole", 8, kind=KIND)
+    whole.train()
+    ends = [state_of(whole), accelerated(folder / "accelerated", 8, sharded=SHARDED)]
+    (folder.parent / f"whole-{RANK}.txt").write_text("\n".join(map(fingerprint, ends)))
+    trainer_of(folder.parent / "trainer", 4, kind=KIND).train()
+    accelerated(folder.parent / "accelerate", 4, sharded=SHARDED)
+
+
+def ours_goes_on_to_six(folder: Path) -> None:
+    shared, begun = folder.parent, list[int]()
+    trainer_of(shared / "trainer", 6, begun.append, kind=KIND).train(resume_from_checkpoint=True)
+    assert (begun[0], phase()) == (5, "committed"), begun
+    accelerated(shared / "accelerate", 6, first=4, sharded=SHARDED)
+    assert phase() == "committed"
+    assert shown(shared / "trainer") == [2, 4, 6]
+    assert shown(shared / "accelerate" / "checkpoints") == [1, 2], "Accelerate keeps two"
+
+
+def stock_goes_on_to_eight(folder: Path) -> None:
+    assert INSTALLED is None
+    shared, begun = folder.parent, list[int]()
+    trainer = trainer_of(shared / "trainer", 8, begun.append, kind=KIND)
+    trainer.train(resume_from_checkpoint=True)
+    assert begun[0] == 7, begun
+    ends = [state_of(trainer), accelerated(shared / "accelerate", 8, first=6, sharded=SHARDED)]
+    assert list(map(fingerprint, ends)) == (shared / f"whole-{RANK}.txt").read_text().split("\n")
 
 
 # --- killed -------------------------------------------------------------------------------------------------------
@@ -460,7 +589,7 @@ def dies_showing(folder: Path) -> None:
 def _dies(point: str, folder: Path) -> None:
     """Every save but the one that kills has ended before the next begins."""
     die(point, 6)
-    trainer_of(folder.parent / "killed", 8, lambda _: INSTALLED.settle()).train()
+    trainer_of(folder.parent / "killed", 8, lambda _: settle()).train()
 
 
 def goes_on(folder: Path) -> None:
@@ -484,7 +613,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names:
         with notes.case(name):
             globals()[name](folder / name)
-            INSTALLED.settle()
+            settle()
             together()
     notes.finish()
 
