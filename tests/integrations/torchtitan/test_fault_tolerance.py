@@ -15,6 +15,8 @@ import torch.distributed as dist
 pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
 pytest.importorskip("torchft", reason="needs torchft: make integrations installs it")
 
+from checkpointd.errors import StoreError
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.torchtitan import TorchFTCheckpointdManager
 from tests.integrations.torchtitan.titan_job import Job, assert_equal
 
@@ -94,6 +96,24 @@ def test_a_group_that_becomes_the_first_takes_the_folder_over(tmp_path: Path) ->
     assert again.manager.load() is True
     assert_equal(again.job.everything(), {**second.job.everything(), "data": 0})  # it has no data loader's checkpoint yet
     again.manager.close()
+
+
+def test_a_group_that_hands_the_folder_over_trains_on_though_its_last_save_there_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise StoreError("no space is left on this disk")
+
+    group = replica(tmp_path, 0, rank=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStore, "open_writer", fails)
+        group.job.train(group.manager, 1)
+        group.manager.maybe_wait_for_saving()
+    group.ft.rank = 1
+    group.job.train(group.manager, 1)
+    group.manager.close()
+    assert not (tmp_path / "checkpoint" / "latest").exists()
+    assert (tmp_path / "checkpoint" / "ft-replicat-0" / "latest").read_text().strip() == "step-2"
 
 
 def test_the_state_for_other_groups_is_handed_to_torchft(tmp_path: Path) -> None:

@@ -315,13 +315,13 @@ class CheckpointdManager(CheckpointManager):
         for folder in list(self._roots):
             self._end(folder)
 
-    def _end(self, folder: str) -> None:
-        """Wait for the saves in flight at `folder`, and end there."""
+    def _end(self, folder: str, *, is_over: bool = True) -> None:
+        """Wait for the saves in flight at `folder`, and end there. `is_over`: the training ends, too (TITAN-3)."""
         is_failing = sys.exc_info()[0] is not None
         try:
             self._roots.pop(folder).close(ends_well=not is_failing)
         except CheckpointdError as error:
-            if not is_failing:
+            if is_over and not is_failing:
                 raise
             logger.error(f"The last save in {folder} failed: {error}")
 

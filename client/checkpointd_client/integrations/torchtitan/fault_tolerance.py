@@ -33,7 +33,7 @@ class TorchFTCheckpointdManager(TorchFTCheckpointManager, CheckpointdManager):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self.ft_manager and self.folder in self._roots and self.ft_manager.participating_rank() != 0:
-            self._end(self.folder)  # another group saves there now
+            self._end(self.folder, is_over=False)  # another group saves there now
         return bool(super()._save(curr_step, last_step))
 
     def _ft_folder(self) -> str:
