@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from checkpointd.bucket_urls import parse
-from checkpointd_client import Checkpointer
+from checkpointd_client import Checkpointer, SaveHandle
+from checkpointd_client.checkpointer import core_of
 from checkpointd_client.errors import LinkError, WaitTimeoutError
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import MIB, NEVER_S, Job, wait_until
@@ -348,6 +349,22 @@ def test_what_does_not_fit_into_the_sidecar_is_persisted_by_the_trainers(tmp_pat
             job.must_commit(step)
         assert "no room for" in job.ranks[0].logged("WARNING")
         job.must_load(3)
+
+
+def test_a_state_is_shown_as_an_empty_directory_at_the_commit(tmp_path: Path, slow: Daemon) -> None:
+    def save(step: int, name: str) -> SaveHandle:
+        state = {"weights": torch.full((2 * MIB,), float(step))}
+        return core_of(ckpt).save(step, state, tag=name, shown_at=name)
+
+    with Checkpointer(tmp_path / "run" / ".checkpointd", sidecar=slow.socket) as ckpt:
+        handle = save(1, "one.ckpt")
+        handle.wait("staged")
+        assert not (tmp_path / "run" / "one.ckpt").exists()
+        assert handle.wait().phase == "committed"
+        assert list((tmp_path / "run" / "one.ckpt").iterdir()) == []
+        save(2, "two.ckpt").wait("staged")
+        slow.kill()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".checkpointd", "one.ckpt", "two.ckpt"]
 
 
 def test_a_link_at_a_tag_fails_the_save_long_before_its_deadline(tmp_path: Path, daemon: Daemon) -> None:
