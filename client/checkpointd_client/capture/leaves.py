@@ -28,6 +28,20 @@ class Leaf:
     part: LocalBox | None = None
 
 
+_OUTER = "_checkpointd_outer"
+
+
+def note_outer(tensor: torch.Tensor, outer: torch.Tensor) -> None:
+    """Note the tensor that `tensor`, a leaf of its own, is a part of: torch counts changes that go through it only there."""
+    setattr(tensor, _OUTER, outer)
+
+
+def outer_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a leaf is noted to be a part of."""
+    found: torch.Tensor | None = getattr(tensor, _OUTER, None)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """All that leaves tell except their tensors, as `Leaf` has it, by the position of the leaf."""

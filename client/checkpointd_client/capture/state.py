@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -29,7 +30,7 @@ from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.aliasing import MemoryRegion, address_of, alias_of, extent, overlap_of, overlapping
 from checkpointd_client.capture.dtypes import NAMES, overlaps_itself
 from checkpointd_client.capture.flatten import Flattener
-from checkpointd_client.capture.leaves import Columns, Leaves
+from checkpointd_client.capture.leaves import Columns, Leaves, note_outer
 from checkpointd_client.capture.scalars import decode_key
 from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.capture.tensors import LIKELY_LOWEST_ADDRESS, refusal
@@ -130,6 +131,8 @@ def leaves_of(found: CheckedTensors, aliases: Aliases, optimizer_spans: set[tupl
         for part in (None,) if held is None else written_parts(fqn, held, tensor.itemsize):
             positions.append(i)
             tensors.append(tensor if part is None else part.of(tensor))
+            if i in found.outer:
+                note_outer(tensors[-1], found.outer[i][1])
             columns.fqns.append(fqn)
             columns.dtypes.append(dtype)
             columns.optimizer_only.append(by_steps)
@@ -187,11 +190,13 @@ class CheckedTensors:
     """By position, the local shards of distributed tensors."""
     tied: dict[int, int]
     """By position of a second name of a tensor, the position of the first, even if this rank holds no element of it."""
+    outer: dict[int, tuple[str, Any]]
+    """By position of an inner tensor, the composite tensor around it, with its FQN."""
 
 
 def inspected(walk: Flattener) -> CheckedTensors:
     """Check every tensor and note its addresses. One flat loop, because it runs for every tensor inside every save()."""
-    found = CheckedTensors(walk.fqns, walk.tensors, [], [], [], [], [], [], walk.held, walk.tied)
+    found = CheckedTensors(walk.fqns, walk.tensors, [], [], [], [], [], [], walk.held, walk.tied, walk.outer)
     for i, tensor in enumerate(walk.tensors):
         if tensor.layout is not torch.strided or tensor.is_nested:
             _refuse(tensor, walk.fqns[i])

@@ -34,7 +34,7 @@ from checkpointd.pipeline.pace import Pace
 from checkpointd.waits import Waiting
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import can_be_copied_together, copy_bits
-from checkpointd_client.capture.leaves import Leaves
+from checkpointd_client.capture.leaves import Leaves, outer_of
 from checkpointd_client.capture.state import Captured
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.block_sums import add_up
@@ -92,14 +92,19 @@ class StagingPlan:
     task_bytes: list[int]
     """The bytes of each task."""
     are_counted: bool
-    """Whether torch counts the changes of all background tensors: it counts none of an inference tensor."""
+    """Whether torch counts all changes of the background tensors with them: it counts none of an inference tensor, and those of
+    a composite tensor also there.
+    """
     devices: tuple[DevicePlan, ...]
     is_whole: bool
     """Whether each device had memory for the whole plan."""
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return None
+    outer = outer_of(tensor)
+    return tensor._version + (0 if outer is None or outer.is_inference() else outer._version)
 
 
 def _torn(fqn: str) -> StagingError:
@@ -461,7 +466,7 @@ class Stager:
             contiguous,
             tasks,
             [sum(sizes[one]) for one in tasks],
-            not any(leaves[i].tensor.is_inference() for i in lazy),
+            not any(of.tensors[i].is_inference() or outer_of(of.tensors[i]) is not None for i in lazy),
             tuple(plans),
             is_whole,
         )

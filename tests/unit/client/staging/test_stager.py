@@ -34,6 +34,7 @@ from checkpointd_client.staging.copies import Copies
 from checkpointd_client.staging.slot_layout import plan_slot
 from checkpointd_client.staging.stager import AT_ONCE_BYTES, Stager, Staging
 from checkpointd_client.staging.torn_check import Proof, Sample
+from tests.unit.client.composite_tensors import OWN, halves
 
 
 @pytest.fixture(autouse=True)
@@ -275,6 +276,20 @@ def test_the_state_of_an_optimizer_that_is_changed_by_hand_spoils_the_save(
         handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
         optimizer.state[net[3].bias]["exp_avg_sq"].data.mul_(0.5)
     with pytest.raises(AbortedError, match=r"optimizer\.state\.net\.3\.bias\.exp_avg_sq was changed"):
+        handle.wait()
+    ckpt.close()
+
+
+def test_a_change_that_goes_through_a_composite_tensor_spoils_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts it for the composite tensor, not for its inner ones. No sample shows it: the same bytes are written."""
+    net = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.state[net.weight]["average"] = halves()
+    ckpt = Checkpointer(tmp_path, tensor_classes=OWN)
+    with held_back_stager(monkeypatch):
+        handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
+        optimizer.state[net.weight]["average"].copy_(halves())
+    with pytest.raises(AbortedError, match=r"optimizer\.state\.net\.weight\.average\.(high|low) was changed"):
         handle.wait()
     ckpt.close()
 
