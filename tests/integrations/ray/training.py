@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def train_function(config: dict[str, Any]) -> None:
             if is_refused:
                 refused.touch()  # a file is where the directory of the report is to be
             ckpt.report(metrics, step, state, checkpoint_dir_name="refused" if is_refused else None)
+            if is_refused:
+                threading.Event().wait()  # Ray ends this worker
         ckpt.report(metrics)
     whole = get_model_state_dict(getattr(model, "module", model), options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
