@@ -93,7 +93,9 @@ def main() -> None:
     for checkpoint, metrics in result.best_checkpoints:
         with open_reported(checkpoint) as found:
             reported.append({"step": found.step, "metrics": metrics})
-    print("RESULT " + json.dumps({"reported": reported, "error": str(result.error or "")}))
+    with open_reported(result.checkpoint) as found:
+        newest = found.step
+    print("RESULT " + json.dumps({"reported": reported, "newest": newest, "error": str(result.error or "")}))
     ray.shutdown()
 
 
