@@ -9,10 +9,10 @@ import pytest
 from tests.integrations.tensor_kinds.jobs import run
 
 pytest.importorskip("torchao.quantization", reason="needs torchao: make integrations installs it")
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 JOB = Path(__file__).parent / "weights_job.py"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("saved", "loaded"), [(2, (2, 1, 4)), (1, (2,)), (4, (2,))])
 def test_weights_come_back_on_as_many_and_on_other_ranks(saved: int, loaded: tuple[int, ...], tmp_path: Path) -> None:
     run(JOB, saved, str(tmp_path), "save", str(saved))

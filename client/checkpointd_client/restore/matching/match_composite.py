@@ -280,7 +280,7 @@ def _fill_tiles(smaller: dict[str, tuple[torch.Tensor, torch.Tensor]], fqn: str)
             raise StateError(
                 f"{fqn}: the ranks that saved it had a {name} each, and these differ, so they do not become the one {name} of "
                 "a rank that holds more of it: load it on as many ranks, or on a multiple of them, or load it with cast=True "
-                "into an ordinary tensor. Some of the objects are loaded now"
+                "into an ordinary tensor"
             )
         memory.copy_(found)
 
@@ -307,6 +307,8 @@ def _convert(
     alike = can and tuple(live.shape) == shape and wanted[1] - wanted[0] == math.prod(shape)
     if not alike or not (match.cast or match.low_bit):
         hint = " (load(..., cast=True) converts it)" if alike else ""
+        if kind is not None and not kind.rounds and isinstance(node, tree.Composite):
+            hint = "; only a tensor of the stored shape takes it, or, with cast=True, an ordinary tensor"
         match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now{hint}")
         return
     if wanted[0] < wanted[1]:
