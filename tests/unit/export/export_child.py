@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from checkpointd.commit.machine import Phase
 from checkpointd.export.consolidate import Container, ExportRequest, Safetensors, consolidate
 from checkpointd.layout.boxes import Box
 from checkpointd.store.posix.store import PosixStore
@@ -38,7 +39,7 @@ def begin() -> int:
 
 async def save(root: str, mib: int) -> None:
     """Four float32 tensors that two ranks hold by columns: every row of the export comes from both."""
-    from tests.builders import Piece, save_checkpoint
+    from tests.builders import Piece, phases, save_checkpoint
 
     rows = mib * MIB // 4 // 4 // COLUMNS
     random = np.random.default_rng(0)
@@ -50,7 +51,8 @@ async def save(root: str, mib: int) -> None:
         return [*own, *(Piece.part(fqn, tensor, box) for fqn, tensor in tensors.items())]
 
     async with PosixStore(root) as store:
-        await save_checkpoint(store, tensors=lambda _: {}, pieces=pieces, chunk_bytes=4 * MIB)
+        saved = await save_checkpoint(store, tensors=lambda _: {}, pieces=pieces, chunk_bytes=4 * MIB, timeout_s=600.0)
+    assert set(phases(saved)) == {Phase.COMMITTED}
 
 
 async def export(root: str, out: str, options: dict[str, Any]) -> None:
