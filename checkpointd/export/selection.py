@@ -199,8 +199,9 @@ def of_masters(world: CheckpointView, selection: Selection) -> Selection:
 
 
 def is_of_module(world: CheckpointView, only: str | None) -> bool:
-    """Whether a module was saved as the part `only`. It is stored under the names of the bare model, without those that its
-    DistributedDataParallel adds, and its parameters require gradients. The tensors of a state dict do not.
+    """Whether the part `only` was saved as a module, and not as a state dict. A module is stored under the names of the bare
+    model, without what DistributedDataParallel adds. It is known by its parameters: they require gradients, and the tensors of
+    a state dict do not.
     """
     trees = (tree.decode(index.tree) for index in world.indexes.values() if tree.files_of(index.tree) is None)
     parts = (_part(root, ["state", *(only.split(".") if only else ())]) for root in trees)
@@ -219,7 +220,7 @@ def _part(node: tree.Node, path: Sequence[str]) -> tree.Dict | None:
 
 
 def check_ordinary(world: CheckpointView, selection: Selection) -> None:
-    """UsageError if parts of composite tensors are selected. Alone, they are not the values of any tensor."""
+    """UsageError if inner tensors of composite tensors are selected. Alone, they are not the values of any tensor."""
     exported = {tensor.fqn for tensor in selection.names}
     found: dict[str, str] = {}
     for data in {bytes(index.tree) for index in world.indexes.values()}:
@@ -231,15 +232,15 @@ def check_ordinary(world: CheckpointView, selection: Selection) -> None:
     if found:
         names = listed([f"{fqn} ({kind})" for fqn, kind in sorted(found.items())])
         raise UsageError(
-            f"{world.checkpoint.tag} has composite tensors, whose parts are not ordinary values: {names}. To export ordinary "
-            "values, load the checkpoint with cast=True into a model without such tensors, save that model, and export it. To "
-            "export only a part of the state, name it (such as only='model')"
+            f"{world.checkpoint.tag} has composite tensors, whose inner tensors are not ordinary values: {names}. To export "
+            "ordinary values, load the checkpoint with cast=True into a model without such tensors, save that model, and "
+            "export it. To export only a part of the state, name it (such as only='model')"
         )
 
 
 def with_plain_names(selection: Selection, *, is_of_module: bool = False) -> Selection:
     """The tensors under the names that they have in the bare model: without what torch.compile, FSDP, activation checkpointing
-    and DistributedDataParallel put into the names of a wrapped one. UsageError if two names become one. `is_of_module`: if so,
+    and DistributedDataParallel put into the names of a wrapped one. UsageError if two names become one. `is_of_module`: whether
     a `module` in front of all names is the model's own.
     """
     names = [".".join(part for part in tensor.name.split(".") if part not in _WRAPPERS) for tensor in selection.names]

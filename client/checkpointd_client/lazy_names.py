@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are used, since their modules need a library that may not be there."""
+"""Names of a package that are imported at their first use, because their modules need a library that may not be installed."""
 
 from __future__ import annotations
 

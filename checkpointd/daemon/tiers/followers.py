@@ -75,7 +75,7 @@ class Followers(ABC, Generic[Setting, Progress]):
             await asyncio.wait(tasks)  # unlike gather(), it ends at once when it is cancelled
         finally:
             if not await stopped(tasks, CLOSE_S):
-                log.warning("%s has not ended for %g s, and is not waited for", self.noun, CLOSE_S)
+                log.warning("%s has not ended within %g s; the daemon does not wait for it any longer", self.noun, CLOSE_S)
 
     async def _follow(self, number: int) -> None:
         setting = self._settings[number]

@@ -4,12 +4,12 @@ A process that exports a root by rule keeps a lease at the root while it runs: `
 It names the checkpoints that are being exported, and says which ones the rule wants. Retention leaves those (RETENTION-7).
 
 Invariants
-  EXPORTLEASE-1  A lease keeps at most two checkpoints: the one that is being exported, and one that waits. That is the newest
-      one which the rule wants and the exporter has not seen yet, or else the next one that it exports.
+  EXPORTLEASE-1  A lease keeps at most two checkpoints: the one that is being exported, and one that waits. The one that waits
+      is the newest that the rule wants and the exporter has not seen yet, or, if there is none, the next one to be exported.
   EXPORTLEASE-2  A lease keeps nothing once its holder is known to have ended, or once another process has seen the same bytes
       for the lease's length, on its own clock. So no checkpoint stays for long after its exporter was killed.
   EXPORTLEASE-3  A lease is never needed for a correct export, and never in the way of a save: on a full disk, retention does
-      not heed it, and one that cannot be read keeps nothing. Neither does a person who deletes a checkpoint heed it.
+      not heed it, and one that cannot be read keeps nothing. A deletion by name does not heed it either.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class HeldLease:
             await answered(self._remove(), ANSWER_S)
         except CheckpointdError as error:
             log.warning(
-                "%s cannot be removed (%s): processes on other machines count it for up to %g s",
+                "%s cannot be removed (%s): processes on other machines count its holder as running for up to %g s",
                 self.key,
                 error,
                 self.lease.length_s,

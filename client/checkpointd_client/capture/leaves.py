@@ -32,12 +32,12 @@ _OUTER = "_checkpointd_outer"
 
 
 def note_outer(tensor: torch.Tensor, outer: torch.Tensor) -> None:
-    """Note the tensor that `tensor`, a leaf of its own, is a part of: torch counts changes that go through it only there."""
+    """Note that `tensor` is an inner tensor of `outer`. torch counts a change that is made through `outer` only there."""
     setattr(tensor, _OUTER, outer)
 
 
 def outer_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a leaf is noted to be a part of."""
+    """The composite tensor that was noted for `tensor`; None if there is none."""
     found: torch.Tensor | None = getattr(tensor, _OUTER, None)
     return found
 

@@ -92,8 +92,8 @@ class StagingPlan:
     task_bytes: list[int]
     """The bytes of each task."""
     are_counted: bool
-    """Whether torch counts all changes of the background tensors with them: it counts none of an inference tensor, and those of
-    a composite tensor also there.
+    """Whether the counters of the background tensors show all changes. torch counts no changes of an inference tensor, and
+    counts those that are made through a composite tensor only there.
     """
     devices: tuple[DevicePlan, ...]
     is_whole: bool

@@ -46,7 +46,7 @@ class TensorKind(ABC):
     """Whether `refill` swaps, which torch refuses for a tensor that a weak reference refers to."""
 
     rounds: bool = True
-    """Whether its `copy_` takes ordinary numbers and rounds them."""
+    """Whether its `copy_` accepts ordinary numbers and rounds them."""
 
     @abstractmethod
     def apart(self, tensor: Any) -> Apart:

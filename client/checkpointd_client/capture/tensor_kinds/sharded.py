@@ -4,8 +4,8 @@ Invariants
   SHARDEDKIND-1  Every rank of a mesh describes such a tensor alike, also a rank that keeps no part of it, or an ordinary
       tensor.
   SHARDEDKIND-2  What N ranks stored of it are the inner tensors that one rank would have stored, if all ranks keep one class.
-  SHARDEDKIND-3  If it is not known which part of the whole inner tensors a rank has, every rank stores its local tensor as it
-      is, and only a rank that holds the same part gets it back.
+  SHARDEDKIND-3  If it is not known which parts of the whole inner tensors a rank holds, every rank stores its local tensor as
+      it is. Only a rank that holds the same part then gets it back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = "rows"
 """The kind of a tensor whose rows are stored in several ways: its inner tensors have consecutive rows of it."""
 
 OWN_PART = "part"
-"""The kind of a tensor of which every rank has stored its own part, as it is: its only inner tensor, `LOCAL`."""
+"""The kind of a tensor of which every rank has stored its own part as it is. Its only inner tensor is that part, `LOCAL`."""
 LOCAL = "local"
 
 PLAIN = "plain"
@@ -61,7 +61,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OwnPart:
-    """This rank's part of a DTensor, to be stored as it is. `boxes`: what `boxes_of` says."""
+    """This rank's part of a DTensor, to be stored as it is. `boxes`: the result of `boxes_of`."""
 
     local: torch.Tensor
     kind: TensorKind

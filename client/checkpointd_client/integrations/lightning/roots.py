@@ -57,7 +57,7 @@ class Roots:
         return folder in self._open
 
     def reaches(self, folder: str) -> bool:
-        """Whether this process may use the root in `folder` by itself: other ranks need not begin there with it."""
+        """Whether this process can use the root in `folder` now, without other ranks that begin there together with it."""
         return self._ranks is not None or self.is_open(folder)
 
     def remove(self, place: CheckpointPlace) -> bool:

@@ -25,7 +25,7 @@ log = logging.getLogger("checkpointd")
 
 
 class TrainingSaves:
-    """`root`, `options`, `ranks`: as of Roots."""
+    """All saves of one training. `root`, `options`, `ranks`: those of Roots."""
 
     def __init__(self, root: str | os.PathLike[str] | None, options: Mapping[str, Any], ranks: Ranks | None = None) -> None:
         if root is not None:

@@ -55,7 +55,7 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
 
     @property
     def saves(self) -> TrainingSaves:
-        """Those of the shards, or those of CheckpointdIO."""
+        """The saves of the shards; with `save_distributed_checkpoint=False`, those of CheckpointdIO."""
         own = self._checkpoint_io
         return own.saves if isinstance(own, CheckpointdIO) and not self._save_distributed_checkpoint else self._sharded
 

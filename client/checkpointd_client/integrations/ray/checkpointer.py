@@ -2,8 +2,8 @@
 
 Invariants
   RAY-1  Ray registers a save only when it has ended on all ranks, and what it registers can be loaded: the checkpoint, or, if
-      the save failed, the newest one before it. A save that fails does not end training. A report that Ray's storage does not
-      take ends it, as with Ray's own reports, and a restart loads the checkpoint.
+      the save failed, the newest one before it. A save that fails does not end training. If Ray's storage does not take a
+      report, that ends training, as with Ray's own reports. A restart then loads the checkpoint.
   RAY-2  A checkpoint whose reference Ray has removed is removed at the root once a newer one that stays was read back. At the
       run's own root, so is one that report() has saved and that has no reference, since a worker died. No other one is removed.
 """
@@ -36,8 +36,8 @@ from checkpointd_client.saves.handle import SaveHandle
 log = logging.getLogger("checkpointd")
 
 REPORTED = "ray_report"
-"""The metric by which a checkpoint says that report() has saved it. Nothing else of a checkpoint is left of that after a
-restart, and save() may have made others.
+"""The metric which shows that report() has saved a checkpoint. After a restart, nothing else tells these checkpoints from those
+of save().
 """
 REGISTER_S = 300.0
 """How long close() waits until Ray has registered a save that has ended."""
@@ -139,7 +139,8 @@ class RayCheckpointer(Checkpointer):
             handle.ended_within(None)
             if not Waiting(partial(_missing, handle)).until(done.wait, REGISTER_S):
                 words = (
-                    "%s is not registered with Ray %g s after its save has ended, and is not waited for: see whether %s answers"
+                    "%s is not registered with Ray %g s after its save has ended. close() does not wait any longer: check "
+                    "whether %s answers"
                 )
                 log.error(words, handle.tag, REGISTER_S, self._storage.experiment_fs_path)
                 return
@@ -177,7 +178,7 @@ class RayCheckpointer(Checkpointer):
             )
             raise StoreError(
                 f"Ray's storage does not take the report of {handle.tag}: {directory} cannot be written ({fault}). {there}. "
-                "Ray ends training when a report fails: see to its storage_path, and allow restarts, as by "
+                "Ray ends training when a report fails: repair its storage_path, and allow restarts, for example with "
                 "FailureConfig(max_failures=3)"
             ) from fault
         if error is None:

@@ -187,7 +187,7 @@ class CheckpointdManager(CheckpointManager):
             return found
 
     def _load_other(self, step: int) -> bool:
-        """Load a checkpoint of torchtitan's own manager in the folder, or what `initial_load_path` and the like name."""
+        """Load a checkpoint of torchtitan's own manager in the folder, or the one that the `initial_load_*` options name."""
         initial, folder = self.initial_load_path or "", self.folder
         if is_bucket_url(folder) and step != -1:
             raise FileNotFoundError(f"--checkpoint.load_step={step} not found in {folder}")
@@ -316,7 +316,7 @@ class CheckpointdManager(CheckpointManager):
             self._end(folder)
 
     def _end(self, folder: str, *, is_over: bool = True) -> None:
-        """Wait for the saves in flight at `folder`, and end there. `is_over`: the training ends, too (TITAN-3)."""
+        """Wait for the saves in flight at `folder`, and end there. `is_over`: whether the training ends, too (TITAN-3)."""
         is_failing = sys.exc_info()[0] is not None
         try:
             self._roots.pop(folder).close(ends_well=not is_failing)

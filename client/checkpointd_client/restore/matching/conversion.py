@@ -59,7 +59,7 @@ def convert(match: Context, node: tree.Node, wanted: Range, fill: Callable[[torc
 
 
 def shape_of(match: Context, node: tree.Node) -> tuple[int, ...]:
-    """The shape of the stored tensor at `node`, before any packing."""
+    """The shape of the stored tensor at `node`; of a 4-bit parameter, the shape that it had before it was packed."""
     if isinstance(node, tree.Composite):
         return _unpacked(match, node) or node.shape
     return match.stored.place(node.fqn).shape if isinstance(node, tree.Tensor) else ()

@@ -6,7 +6,7 @@ Invariants
       its content.
   COMPOSITE-2  A composite tensor is loaded whole, or stays as it is and is reported.
   COMPOSITE-3  Filled inner tensors that contradict each other are an error, before anything uses them.
-  COMPOSITE-4  A part that a rank stored as it is, is loaded only by a rank that holds the same part of a DTensor.
+  COMPOSITE-4  If a rank stored its part of a DTensor as it is, only a rank that holds the same part loads it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def tied(match: Context) -> list[str]:
     groups = overlapping(starts, [start + extent(one) for start, one in zip(starts, tensors, strict=True)])
     shared = {id(tensors[i]) for group in groups if min(group) < len(converted) for i in group}
     return [
-        f"{fqn}: this tensor shares memory now with one that gets the values of a composite tensor, and was stored apart"
+        f"{fqn}: this tensor shares memory now with one that gets the values of a composite tensor, but was stored by itself"
         for fqn, live in bound
         if id(live) in shared
     ]
@@ -190,8 +190,8 @@ def _match_own_part(match: Context, local: torch.Tensor, node: tree.Composite, h
 
 def _other_part(node: tree.Composite, fqn: str) -> str:
     return (
-        f"{fqn}: {words(node)} is stored, of which every rank keeps its own part as it is: load it into a DTensor with the "
-        "mesh and the placements that it was saved with, on as many ranks"
+        f"{fqn}: {words(node)} is stored, of which every rank keeps its own part as it is: load it with as many ranks as "
+        "saved it, into a DTensor with the mesh and the placements that it was saved with"
     )
 
 
@@ -278,9 +278,9 @@ def _fill_tiles(smaller: dict[str, tuple[torch.Tensor, torch.Tensor]], fqn: str)
         found = tiles.common(stored, memory.shape)
         if found is None:
             raise StateError(
-                f"{fqn}: the ranks that saved it had a {name} each, and these differ, so they do not become the one {name} of "
-                "a rank that holds more of it: load it on as many ranks, or on a multiple of them, or load it with cast=True "
-                "into an ordinary tensor"
+                f"{fqn}: the ranks that saved it had a {name} each, and these differ. A rank that now holds more of the tensor "
+                f"has only one {name} for all of it. Load it with as many ranks as saved it, or a multiple of that number, or "
+                "load it with cast=True into an ordinary tensor"
             )
         memory.copy_(found)
 
@@ -308,7 +308,7 @@ def _convert(
     if not alike or not (match.cast or match.low_bit):
         hint = " (load(..., cast=True) converts it)" if alike else ""
         if kind is not None and not kind.rounds and isinstance(node, tree.Composite):
-            hint = "; only a tensor of the stored shape takes it, or, with cast=True, an ordinary tensor"
+            hint = "; load it into a tensor of the stored shape, or, with cast=True, an ordinary tensor"
         match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now{hint}")
         return
     if wanted[0] < wanted[1]:
