@@ -255,6 +255,21 @@ def test_bad_options_are_refused_in_the_config() -> None:
         CheckpointdManager.Config(keep_latest_k=1)
 
 
+def test_hugging_faces_format_in_a_bucket_is_refused() -> None:
+    """By torchtitan itself. A load would otherwise look there for a checkpoint of ours."""
+    with pytest.raises(ValueError, match=r"initial_load_in_hf is not supported .*: s3://bucket/llama"):
+        CheckpointdManager.Config(enable=True, initial_load_path="s3://bucket/llama", initial_load_in_hf=True)
+    with pytest.raises(ValueError, match=r"last_save_in_hf is not supported .*: s3://bucket/run1"):
+        CheckpointdManager.Config(enable=True, folder="s3://bucket/run1", last_save_in_hf=True)
+
+
+def test_hugging_faces_format_in_a_bucket_is_refused_if_a_config_function_sets_it_later(tmp_path: Path) -> None:
+    config = CheckpointdManager.Config(enable=True, initial_load_in_hf=True)
+    config.initial_load_path = "s3://bucket/llama"
+    with pytest.raises(ValueError, match=r"initial_load_in_hf is not supported .*: s3://bucket/llama"):
+        CheckpointdManager(config, base_folder=str(tmp_path))
+
+
 def test_it_is_chosen_by_its_config() -> None:
     config = CheckpointdManager.Config(enable=False)
     assert dataclasses.is_dataclass(config)
