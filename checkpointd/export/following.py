@@ -134,8 +134,10 @@ class Exporter:
 
     async def close(self) -> None:
         """Give up the place, and the lease at the root. Raises nothing."""
-        if self._hold.is_held and self._lease is not None:
-            await self._lease.release()
+        if self._lease is not None:
+            with suppress(StoreError):
+                await self._hold.check()
+                await self._lease.release()
         self._leave_lease()
         await self._hold.release()
 
@@ -179,7 +181,7 @@ class Exporter:
             self.progress.state, self.progress.holder, self.progress.problem = "waiting", who, None
             return False
         self.progress.holder = ""
-        self._lease = OwnExportLease(self._root, self._config.to, self._config.every_steps, self._sight)
+        self._lease = OwnExportLease(self._root, self._config.to, self._config.every_steps, self._sight, self._hold.check)
         await self._target.clean()
         self._looked_at = float("-inf")
         return True

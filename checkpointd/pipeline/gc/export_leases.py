@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -63,9 +63,18 @@ def is_wanted(step: int, every_steps: int | None) -> bool:
 
 
 class OwnExportLease:
-    """The lease of this process, which exports `root` to the place `to`."""
+    """The lease of this process, which exports `root` to the place `to`. `check` raises StoreError if another process may do
+    so by now: its lease has the same key.
+    """
 
-    def __init__(self, root: Store, to: str, every_steps: int | None, sight: Sight) -> None:
+    def __init__(
+        self,
+        root: Store,
+        to: str,
+        every_steps: int | None,
+        sight: Sight,
+        check: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         async def counts() -> bool:
             return await epochs.newest(root) > 0  # else the root is gone, and nothing is put where it was
 
@@ -73,7 +82,7 @@ class OwnExportLease:
             process=sight.process, count=0, length_s=sight.length_s, writer=writer(), to=to, every_steps=every_steps
         )
         self._root, self._content = root, lease
-        self._held = HeldLease(root, f"{LEASES_OF_EXPORTS}/{digest(to.encode())}", lease, counts)
+        self._held = HeldLease(root, f"{LEASES_OF_EXPORTS}/{digest(to.encode())}", lease, counts, check)
         self._said = ""
 
     async def keep(self, keeps: Iterable[str], seen: Order) -> None:

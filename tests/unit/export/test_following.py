@@ -23,6 +23,7 @@ from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
+from tests.lease_builders import simulated
 from tests.unit.daemon.conftest import until
 from tests.unit.export.exported_roots import CONFIG, check_exported, save, tags_at, to_bucket, to_directory
 
@@ -270,6 +271,29 @@ async def test_export_5_a_process_that_lost_the_place_leaves_the_lease_to_the_ot
     assert b'"process": "two' in await root.get((await leases_at(root))[0])
     await ended(two)
     assert await leases_at(root) == []
+
+
+def test_export_5_a_process_that_stalls_does_not_touch_the_lease_of_the_one_that_takes_the_place() -> None:
+    """Neither when it renews its own lease, nor when it ends."""
+
+    async def main() -> None:
+        root, to = MemoryStore("root"), MemoryStore("to")
+        await save(root, 1)
+        one, two = (to_bucket(root, to, every_steps=2, sight=elsewhere(name)) for name in ("one", "two"))
+        await one.round()
+        assert one._hold._renewing is not None
+        one._hold._renewing.cancel()  # what a stall does to it; nobody asks yet whether the place is still held
+        while not await two.round():
+            await asyncio.sleep(1)
+        (lease,) = await leases_at(root)
+        for _ in range(60):
+            await asyncio.sleep(1)
+            assert b'"process": "two' in await root.get(lease)
+        await one.close()
+        assert await leases_at(root) == [lease]
+        await ended(two)
+
+    simulated(main)
 
 
 async def leases_at(root: Store) -> list[str]:
