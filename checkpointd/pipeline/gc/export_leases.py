@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 
 import msgspec
 
@@ -121,7 +120,8 @@ class ExportLeases:
         self._root, self._life = root, (sight or Sight()).life
         self._since: dict[str, tuple[bytes, float]] = {}
         """The bytes of each lease, and since when they are the same (seconds of the loop's clock)."""
-        self._said = ""
+        self._said = set[str]()
+        """What the look before could not read."""
 
     async def kept(self, views: Iterable[AttemptView]) -> frozenset[str]:
         """The checkpoints among `views` that exports keep now, by prefix."""
@@ -141,25 +141,33 @@ class ExportLeases:
 
     async def _look(self) -> list[ExportLease]:
         """The leases that count."""
-        now, found = asyncio.get_running_loop().time(), dict[str, tuple[bytes, float]]()
-        for key, data in (await self._read()).items():
+        loop, found = asyncio.get_running_loop(), dict[str, tuple[bytes, float]]()
+        began = loop.time()
+        read = await self._read()
+        ended = loop.time()  # a read may be slow: the bytes were the same from the end of one read to the start of another
+        for key, data in read.items():
             before = self._since.get(key)
-            found[key] = before if before is not None and before[0] == data else (data, now)
+            found[key] = before if before is not None and before[0] == data else (data, ended)
         self._since = found
         leases = ((_understood(data, key), since) for key, (data, since) in found.items())
-        return [lease for lease, since in leases if lease is not None and not self._has_ended(lease, now - since)]
+        return [lease for lease, since in leases if lease is not None and not self._has_ended(lease, began - since)]
 
     async def _read(self) -> dict[str, bytes]:
-        found = {}
+        found, faults = dict[str, bytes](), set[str]()
         try:
             for entry in await self._root.list(LEASES_OF_EXPORTS):
                 key = f"{LEASES_OF_EXPORTS}/{entry.name}"
-                with suppress(NotFoundError):
+                try:
                     found[key] = await self._root.get(key)
+                except NotFoundError:
+                    continue
+                except StoreError as error:
+                    faults.add(f"what an export of {self._root.url} still needs is not known, so nothing stays for it: {error}")
         except StoreError as error:
-            if str(error) != self._said:
-                log.warning("what exports of %s still need is not known, so nothing stays for them: %s", self._root.url, error)
-            self._said = str(error)
+            faults.add(f"what exports of {self._root.url} still need is not known, so nothing stays for them: {error}")
+        for fault in sorted(faults - self._said):
+            log.warning("%s", fault)
+        self._said = faults
         return found
 
     def _has_ended(self, lease: ExportLease, idle_s: float) -> bool:
@@ -177,4 +185,8 @@ def _understood(data: bytes, key: str) -> ExportLease | None:
 
 
 def _fault(lease: ExportLease) -> str | None:
-    return None if 0 < lease.length_s <= LEASE_S_MAX else f"is a lease of {lease.length_s:g} seconds, which cannot be"
+    if not 0 < lease.length_s <= LEASE_S_MAX:
+        return f"is a lease of {lease.length_s:g} seconds, which cannot be"
+    if lease.every_steps is not None and lease.every_steps < 1:
+        return f"is for an export every {lease.every_steps} steps, which cannot be"
+    return None

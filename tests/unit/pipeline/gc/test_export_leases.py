@@ -256,8 +256,65 @@ async def test_exportlease_3_a_lease_that_cannot_be_read_keeps_nothing_and_is_na
     for _ in range(3):
         assert await kept(leases, root) == []
     assert [record.getMessage() for record in caplog.records] == [
-        "what exports of memory://root still need is not known, so nothing stays for them: permission denied"
+        "what an export of memory://root still needs is not known, so nothing stays for it: permission denied"
     ]
+    await lease.release()
+
+
+def test_exportlease_3_a_lease_that_cannot_be_read_hides_no_other() -> None:
+    class OneUnreadable(MemoryStore):
+        async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
+            if key == f"{LEASES_OF_EXPORTS}/0":
+                raise StoreError("permission denied")
+            return await super().get(key, size_max=size_max)
+
+    async def main() -> None:
+        root = OneUnreadable("root")
+        await save(root, 1, 2)
+        await root.put(f"{LEASES_OF_EXPORTS}/0", b"of another user")  # the first one in the listing
+        lease, leases = own(root), watching(root)
+        await lease.keep(await prefixes(root, 1), await newest(root))
+        for _ in range(3):
+            assert await kept(leases, root) == [1]
+        await lease.release()
+
+    simulated(main)
+
+
+def test_exportlease_2_the_time_that_a_read_takes_is_not_idle_time() -> None:
+    class Slow(MemoryStore):
+        takes_s = 0.0
+
+        async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
+            if not key.startswith(LEASES_OF_EXPORTS):
+                return await super().get(key, size_max=size_max)
+            await asyncio.sleep(self.takes_s / 2)
+            data = await super().get(key, size_max=size_max)
+            await asyncio.sleep(self.takes_s / 2)
+            return data
+
+    async def main() -> None:
+        root = Slow("root")
+        await save(root, 1, 2)
+        lease, leases = own(root), watching(root)
+        await lease.keep(await prefixes(root, 1), await newest(root))
+        await kill(lease)
+        root.takes_s = 2 * LENGTH_S
+        assert await kept(leases, root) == [1]
+        assert await kept(leases, root) == [1]  # the bytes may have been new a moment ago, for all that this process knows
+        root.takes_s = 0.0
+        assert await kept(leases, root) == []
+
+    simulated(main)
+
+
+@pytest.mark.parametrize("every_steps", [0, -1])
+async def test_a_lease_for_an_impossible_rule_keeps_nothing(every_steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    root = await root_of(1, 2)
+    lease = own(root, every_steps)
+    await lease.keep(await prefixes(root, 1), (0, 0))
+    assert await kept(watching(root), root) == []
+    assert f"is for an export every {every_steps} steps, which cannot be; it keeps no checkpoint" in caplog.text
     await lease.release()
 
 
