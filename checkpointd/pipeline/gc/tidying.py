@@ -552,6 +552,8 @@ class Tidier:
             self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
         if scope and not done.is_complete:
             self._due_again({scope})
+        if not self._sees_all:
+            self._due_again({facts.tag for facts in done.choice.exporting})
         self._say(done)
 
     @property

@@ -26,10 +26,12 @@ from checkpointd.layout.keys import (
 from checkpointd.layout.manifest import Vote, encode
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.gc import tidying
+from checkpointd.pipeline.gc.export_leases import OwnExportLease
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
@@ -394,6 +396,26 @@ def test_without_rules_a_tag_of_which_nothing_could_be_removed_is_due_again_with
         disk.fails = False
         await job.run(2, tag="last", first=2)
         assert len(disk.occupied) == 2
+
+    run(0, main)
+
+
+def test_without_rules_a_tag_of_which_something_stays_for_an_export_is_due_again_with_the_next_save() -> None:
+    async def main(rng: random.Random) -> None:
+        disk = Disk(rng)
+        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        await job.run(1, tag="best")
+        (first,) = await catalog.checkpoints(disk)
+        lease = OwnExportLease(disk, "/models/run1", None, Sight())
+        await lease.keep([first.prefix], first.outcome.order)
+        await job.run(1, tag="best", first=1)
+        await job.run(1, tag="last", first=2)
+        assert len(disk.occupied) == 3
+        await lease.keep([], first.outcome.order)  # its export has ended
+        await job.run(1, tag="last", first=3)
+        assert first.prefix not in disk.occupied
+        assert len(disk.occupied) == 2
+        await lease.release()
 
     run(0, main)
 
