@@ -115,6 +115,8 @@ def test_bucketout_1_a_kill_at_every_effect(files: str, shards: tuple[int, int],
 
 LOOK_S = 600.0
 """Between two removals: a job removes after its saves."""
+OLDEST = {"removed": 1}
+"""Of three checkpoints that are due, two stay for the export, and one goes before its turn."""
 
 
 class Retiring:
@@ -138,8 +140,8 @@ class Retiring:
         return [checkpoint.tag for checkpoint in await catalog.checkpoints(self.store)]
 
 
-def exporting_beside(job: Retiring, place: SimBucket, process: Process, files: str) -> asyncio.Task[None]:
-    """A daemon that exports all that is due, while the job removes before every batch."""
+def exporting_beside(job: Retiring, place: SimBucket, process: Process, files: str, left: dict[str, int]) -> asyncio.Task[None]:
+    """A daemon that exports all that is due, while the job removes before every batch. `left`: what it then cannot export."""
     sight = Sight(process=process.name, life=lambda other: "running" if other == process.name else "ended")
     root, to = (ObjectStore(SimClient(bucket, process)) for bucket in (job.bucket, place))
     one = to_bucket(root, to, sight=sight, files=files)
@@ -150,7 +152,7 @@ def exporting_beside(job: Retiring, place: SimBucket, process: Process, files: s
     async def run() -> None:
         one._turn = turn
         assert await one.round()
-        assert one.progress.left == {}
+        assert one.progress.left == left
         await one.close()
 
     return process.spawn(run())
@@ -164,12 +166,12 @@ def struck_beside_retention(files: str, *, at_root: bool) -> Scenario:
         job = Retiring(root)
         await job.saves(1, 2, 3)
         struck = root if at_root else to
-        was_struck = await crash.strikes(struck, [exporting_beside(job, to, struck.process("first").process, files)])
+        was_struck = await crash.strikes(struck, [exporting_beside(job, to, struck.process("first").process, files, OLDEST)])
         root.after = to.after = lambda *_: None
         await job.removes()
         await asyncio.sleep(LOOK_S)
         assert await job.removes() == ["global_step3"], "the lease of a killed exporter keeps a checkpoint for ever"
-        await exporting_beside(job, to, struck.process("second").process, files)
+        await exporting_beside(job, to, struck.process("second").process, files, {})
         client = to.process("reader")
         store = ObjectStore(client)
         await client.process.spawn(check_exported(store, 3))
