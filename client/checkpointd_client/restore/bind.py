@@ -75,6 +75,8 @@ class Binding:
     """The dtype of a new tensor, if not the stored one."""
     stride: tuple[int, ...] | None = None
     """The strides of a new tensor that is neither sharded nor contiguous."""
+    scratch: bool = False
+    """Whether `live` is memory that was allocated for this load, and that only `Context.checks` use."""
 
     @property
     def fqn(self) -> str:
@@ -133,8 +135,8 @@ class Bindings:
         yield from (binding for binding in self._again if binding.fqn in self.by_fqn)
 
     def live(self) -> tuple[torch.Tensor, ...]:
-        """The existing memory of all bindings."""
-        return tuple(binding.live for binding in self._all() if binding.live is not None)
+        """The memory of the user's objects in all bindings."""
+        return tuple(binding.live for binding in self._all() if binding.live is not None and not binding.scratch)
 
     def _self_overlaps(self, live: Sequence[Binding]) -> Iterator[tuple[str, str]]:
         for binding in live:

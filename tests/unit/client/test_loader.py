@@ -203,6 +203,20 @@ def test_load_7_an_older_checkpoint_that_lacks_a_value_does_not_hide_the_damage(
     assert torch.equal(target["strided"], state_of(9)["strided"])
 
 
+def test_load_7_the_older_checkpoint_loads_after_damage_where_a_tensor_is_converted(tmp_path: Path) -> None:
+    states = [{"w": torch.full((6,), float(step)), "q": torch.full((4, 6), float(step)).to_sparse()} for step in (1, 2)]
+    with Checkpointer(tmp_path, compression="none", dedup=False) as ckpt:
+        for step, state in enumerate(states, 1):
+            ckpt.save(step, state).wait()
+        damage(chunks_of(tmp_path, 2), 0.0)
+        target = {"w": torch.zeros(6), "q": torch.zeros(4, 6)}
+        loaded = ckpt.load(target, cast=True)
+    assert loaded is not None
+    assert (loaded.step, len(loaded.fell_back_from)) == (1, 1)
+    assert torch.equal(target["w"], states[0]["w"])
+    assert torch.equal(target["q"], states[0]["q"].to_dense())
+
+
 def test_afresh_verifies_first_so_that_a_job_may_go_on_with_its_own_values(root: Path) -> None:
     for step in (1, 2):
         damage(chunks_of(root, step), 0.5)

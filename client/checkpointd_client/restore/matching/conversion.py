@@ -123,7 +123,7 @@ def _rows(match: Context, node: tree.Tensor, wanted: Range) -> Read:
             raise ValueError("it was a view of another tensor when it was saved")
         part = LocalBox(place.shape, Box((first, *(0 for _ in shape[1:])), sizes), tuple(0 for _ in shape))
         held = LocalShard(place.shape, (part,))
-    binding = Binding(node, place, torch.device("cpu"), memory, memory, held=held)
+    binding = Binding(node, place, torch.device("cpu"), memory, memory, held=held, scratch=True)
     match.bindings.add(binding, again=node.fqn in match.bindings.by_fqn)
     return lambda: memory.reshape(-1)[wanted[0] - first * row : wanted[1] - first * row]
 
@@ -192,7 +192,7 @@ def _inner_rows(match: Context, stored: _Stored, blocks: Blocks, name: str, arou
 def _whole(match: Context, node: tree.Tensor) -> Read:
     place = match.stored.place(node.fqn)
     memory = allocate(node.fqn, place.shape, DTYPES[place.dtype], torch.device("cpu"))
-    binding = Binding(node, place, torch.device("cpu"), memory, memory)
+    binding = Binding(node, place, torch.device("cpu"), memory, memory, scratch=True)
     match.bindings.add(binding, again=node.fqn in match.bindings.by_fqn)
     return lambda: memory
 

@@ -169,10 +169,10 @@ def _match_sharded(match: Context, live: Any, node: tree.Tensor | tree.Composite
         )
     elif targets is None and wanted is not None:
         _convert(match, node, local, wanted, tuple(local.shape), fqn)
-    for child, memory, here in targets or ():
-        held_here = None if here is None or here.is_whole else here
+    for child, memory, here, scratch in targets or ():
+        place, held_here = match.stored.place(child.fqn), None if here is None or here.is_whole else here
         match.bindings.add(
-            Binding(child, match.stored.place(child.fqn), memory.device, memory.detach(), memory, held=held_here),
+            Binding(child, place, memory.device, memory.detach(), memory, held=held_here, scratch=scratch),
             again=child.fqn in match.bindings.by_fqn,
         )
 
@@ -208,8 +208,8 @@ def _containing(match: Context, node: tree.Node, held: LocalShard, wanted: tuple
     return node, held
 
 
-Target = tuple[tree.Tensor, torch.Tensor, LocalShard | None]
-"""An inner tensor that is stored, this rank's memory, and the part that it is; None for all of it."""
+Target = tuple[tree.Tensor, torch.Tensor, LocalShard | None, bool]
+"""An inner tensor that is stored, this rank's memory, the part that it is (None for all of it), and whether it is scratch."""
 
 
 def _sharded_targets(
@@ -218,7 +218,7 @@ def _sharded_targets(
     """The memory of this rank that the stored inner tensors fill; None if they cannot fill it as they are."""
     if kind is None:
         same = isinstance(node, tree.Tensor) and match.stored.place(node.fqn).dtype == str(local.dtype).removeprefix("torch.")
-        return [(node, local, held)] if same and isinstance(node, tree.Tensor) else None
+        return [(node, local, held, False)] if same and isinstance(node, tree.Tensor) else None
     if not isinstance(node, tree.Composite) or node.kind != kind.name:
         return None
     apart, context = kind.apart(local), _context(match, node)
@@ -243,7 +243,7 @@ def _sharded_targets(
             is_part = name in blocks.elements | blocks.items
         if not _is_stored_as(match, inner[name], here.shape, memory.dtype):
             return None
-        targets.append((inner[name], memory, here if is_part else None))
+        targets.append((inner[name], memory, here if is_part else None, False))
     return targets
 
 
@@ -267,7 +267,7 @@ def _tiled_targets(
         if sizes != tuple(memory.shape):
             target = allocate(place.fqn, sizes, DTYPES[place.dtype], torch.device("cpu"))
             smaller[name] = memory, target
-        targets.append((inner[name], target, here))
+        targets.append((inner[name], target, here, target is not memory))
     if smaller:
         match.finally_do(partial(_fill_tiles, smaller, fqn))
     return targets
