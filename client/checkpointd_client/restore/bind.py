@@ -134,9 +134,9 @@ class Bindings:
         yield from self.by_fqn.values()
         yield from (binding for binding in self._again if binding.fqn in self.by_fqn)
 
-    def live(self) -> tuple[torch.Tensor, ...]:
-        """The memory of the user's objects in all bindings."""
-        return tuple(binding.live for binding in self._all() if binding.live is not None and not binding.scratch)
+    def filled(self) -> list[tuple[str, torch.Tensor]]:
+        """The memory of the user's objects, with the FQNs of the stored tensors that fill it."""
+        return [(one.fqn, one.live) for one in self._all() if one.live is not None and not one.scratch]
 
     def _self_overlaps(self, live: Sequence[Binding]) -> Iterator[tuple[str, str]]:
         for binding in live:

@@ -196,7 +196,7 @@ def _prepare(
         match.unexpected = []
     if options.strict and (found := _differences(match, state)):
         raise mismatches.error(found)
-    live = match.bindings.live()
+    live = tuple(memory for _, memory in match.bindings.filled())
     targets, copies = match.bindings.bind(stored.entries)
     steps = [(step.apply, step.build) for step in sorted(match.steps, key=attrgetter("turn"))]
     # All values are made here, so that those that cannot be made are found before anything is changed.
@@ -217,7 +217,7 @@ def _prepare(
         strangers=strangers,
         _missing_told=_missing(match, state),
         _tree=stored.state,
-        _copies=[*copies, *match.checks, match.note_filled],
+        _copies=[*copies, *match.checks, *(one.fill for one in match.converted), match.note_filled],
         _steps=steps,
         _client_state=(lambda: unpacked(client(), allowed=options.unpickle)) if match.has_late else building.given(unpickled),
         live=live,

@@ -49,6 +49,16 @@ class Step:
     apply: Callable[[Any], object]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversion:
+    """A tensor of the user's that gets the values of the tensor stored at `node`, which is of another class, by `fill`."""
+
+    fqn: str
+    live: torch.Tensor
+    node: tree.Node
+    fill: Callable[[], None]
+
+
 class Context(ABC):
     """The stored content, the changes that the load would make, and everything that does not fit."""
 
@@ -75,6 +85,8 @@ class Context(ABC):
         """Whether the state of a low-bit optimizer is matched, whose tensors may be converted."""
         self.checks: list[Callable[[], None]] = []
         """Run once every tensor is filled, before the steps."""
+        self.converted: list[Conversion] = []
+        """Filled after the checks."""
         self.inner: dict[object, torch.Tensor] = {}
         """New inner tensors of composite tensors, by their stored tensor and device."""
         self.has_late = False

@@ -27,7 +27,7 @@ from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, Blocks
 from checkpointd_client.capture.tensor_kinds.kind import OuterFacts, TensorKind
 from checkpointd_client.capture.tensor_kinds.sharded import ROWS
 from checkpointd_client.restore.bind import Binding, allocate
-from checkpointd_client.restore.matching.context import Context
+from checkpointd_client.restore.matching.context import Context, Conversion
 from checkpointd_client.sharding.dtensor import LocalBox, LocalShard
 
 Range = tuple[int, int]
@@ -36,15 +36,18 @@ Read = Callable[[], torch.Tensor]
 """The elements of a range as a row of ordinary numbers, once everything is filled."""
 
 
-def convert(match: Context, node: tree.Node, wanted: Range, fill: Callable[[torch.Tensor], object], fqn: str) -> bool:
-    """Read the range `wanted` of the tensor stored at `node`, and pass its elements to `fill`. False, with a note, if it cannot
-    be converted.
+def convert(
+    match: Context, node: tree.Node, live: torch.Tensor, wanted: Range, fill: Callable[[torch.Tensor], object], fqn: str
+) -> None:
+    """Read the range `wanted` of the tensor stored at `node`, and pass its elements to `fill`, which sets those of `live`.
+
+    Notes a mismatch if it cannot be converted.
     """
     try:
         reads = _reads(match, node, wanted, fqn)
     except (StateError, ValueError) as error:
         match.mismatched.append(f"{fqn}: it cannot be converted: {error}")
-        return False
+        return
 
     def run() -> None:
         rows = [read() for read in reads]
@@ -54,8 +57,7 @@ def convert(match: Context, node: tree.Node, wanted: Range, fill: Callable[[torc
         except Exception as error:  # of the user's class
             raise StateError(f"{fqn}: it cannot be filled from the stored values: {type(error).__name__}: {error}") from error
 
-    match.finally_do(run)
-    return True
+    match.converted.append(Conversion(fqn, live, node, run))
 
 
 def shape_of(match: Context, node: tree.Node) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import torch
 
 from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
-from checkpointd_client.capture.aliasing import address_of, extent, overlapping
+from checkpointd_client.capture.aliasing import MemoryRegion, overlapping_pairs
 from checkpointd_client.capture.dtypes import ALL, DTYPES
 from checkpointd_client.capture.tensor_kinds import contexts, tiles
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, inner_held, range_of
@@ -115,24 +115,21 @@ def _replace(match: Context, live: Any, node: tree.Composite, fqn: str, apply: C
 
 
 def tied(match: Context) -> list[str]:
-    """A line for each tensor that shares memory now with an ordinary one that gets the values of a composite tensor."""
-    converted = [
-        live
-        for live, node in match.composites.values()
-        if isinstance(node, tree.Composite) and type(live) in PLAIN_TENSORS and match.classes.kind_of(live) is None
-    ]
-    if not converted:
+    """A line for every two tensors that share memory now, if one is ordinary and gets the values of a composite tensor, and
+    the other gets other values.
+    """
+    plain = [one for one in match.converted if type(one.live) in PLAIN_TENSORS and match.classes.kind_of(one.live) is None]
+    if not plain:
         return []
-    bound = [(binding.fqn, binding.live) for binding in match.bindings.by_fqn.values() if binding.live is not None]
-    tensors = [one for one in (*converted, *(live for _, live in bound)) if not is_meta(one)]
-    starts = [address_of(one) for one in tensors]
-    groups = overlapping(starts, [start + extent(one) for start, one in zip(starts, tensors, strict=True)])
-    shared = {id(tensors[i]) for group in groups if min(group) < len(converted) for i in group}
-    return [
-        f"{fqn}: this tensor shares memory now with one that gets the values of a composite tensor, but was stored by itself"
-        for fqn, live in bound
-        if id(live) in shared
-    ]
+    bound = [(fqn, live) for fqn, live in match.bindings.filled() if not is_meta(live)]
+    fqns = [*(one.fqn for one in plain), *(fqn for fqn, _ in bound)]
+    regions = [MemoryRegion.of(live) for live in (*(one.live for one in plain), *(live for _, live in bound))]
+    lines: list[str] = []
+    for i, j in map(sorted, overlapping_pairs(regions)):
+        both = i < j < len(plain) and regions[i].equals(regions[j]) and match.are_alike(plain[i].node, plain[j].node)
+        if i < len(plain) and not both:
+            lines.append(f"{fqns[i]} and {fqns[j]} share memory now, and were stored as different tensors")
+    return lines
 
 
 # --- DTensors -------------------------------------------------------------------------------------------------------
@@ -314,7 +311,7 @@ def _convert(
     if wanted[0] < wanted[1]:
         # Classes round float32 to their blocks; many take no float64.
         fill = partial(_take, live, shape, None if kind is None else torch.float32)
-        conversion.convert(match, node, wanted, fill, fqn)
+        conversion.convert(match, node, live, wanted, fill, fqn)
 
 
 def _take(live: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, row: torch.Tensor) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from checkpointd.errors import FormatError, MismatchError, StateError
 from checkpointd.layout import tree
@@ -180,9 +183,32 @@ def test_a_tensor_that_is_tied_now_does_not_get_the_values_of_a_composite_and_of
     stored = {"a": torch.ones(4, 6), "b": made("sparse_coo")}
     live = torch.zeros(4, 6)
     target = dict.fromkeys(sorted(stored, reverse=composite_first), live)
-    with pytest.raises(MismatchError, match="a: this tensor shares memory now with one that gets the values of a composite"):
+    with pytest.raises(MismatchError, match="b and a share memory now, and were stored as different tensors"):
         save(stored).load(target, cast=True)
     assert not live.any()
+
+
+def test_two_views_of_one_memory_do_not_get_the_values_of_two_composite_tensors() -> None:
+    saved = save({"a": made("sparse_coo"), "b": made("sparse_coo", 2)})
+    live = torch.zeros(24)
+    with pytest.raises(MismatchError, match="a and b share memory now, and were stored as different tensors"):
+        saved.load({"a": live.view(4, 6), "b": live.view(4, 6)}, cast=True)
+    assert not live.any()
+    equal = save({"a": made("sparse_coo"), "b": made("sparse_coo")})
+    equal.load({"a": live.view(4, 6), "b": live.view(4, 6)}, cast=True)
+    assert torch.equal(live.view(4, 6), made("sparse_coo").to_dense())
+
+
+def test_tied_dtensors_do_not_get_the_values_of_a_composite_and_of_an_ordinary_one() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        live = torch.zeros(4, 6)
+        tied = distribute_tensor(live, DeviceMesh("cpu", [0]), [Shard(0)])
+        with pytest.raises(MismatchError, match="head and embedding share memory now"):
+            save({"embedding": torch.ones(4, 6), "head": made("sparse_coo")}).load({"embedding": tied, "head": tied}, cast=True)
+        assert not tied.to_local().any()
+    finally:
+        dist.destroy_process_group()
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------
