@@ -127,7 +127,11 @@ class Bindings:
         for fqn, words in [*self._self_overlaps(live), *self._shared(live, equal)]:
             dropped.add(fqn)
             yield words
-        for fqn in dropped:
+        self.drop(dropped)
+
+    def drop(self, fqns: Iterable[str]) -> None:
+        """Forget the bindings of `fqns`."""
+        for fqn in fqns:
             self.by_fqn.pop(fqn, None)
 
     def _all(self) -> Iterator[Binding]:

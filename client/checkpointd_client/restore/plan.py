@@ -29,7 +29,7 @@ from checkpointd_client.restore import building
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.bind import Equal, Target
 from checkpointd_client.restore.content import RankContent
-from checkpointd_client.restore.matching.match_composite import tied
+from checkpointd_client.restore.matching.match_composite import conflicts
 from checkpointd_client.restore.matching.matcher import Matcher, with_weights
 from checkpointd_client.restore.stored import Stored
 from checkpointd_client.restore.target_chooser import TargetChooser, described
@@ -190,7 +190,7 @@ def _prepare(
         raise strangers
     match.per_rank_left += match.left_below("client_state")
     client = match.fresh(stored.client_state or tree.Dict("dict", ()))
-    match.mismatched.extend(dict.fromkeys((*match.bindings.conflicts(equal), *tied(match))))
+    match.mismatched.extend(dict.fromkeys((*match.bindings.conflicts(equal), *conflicts(match))))
     unplaced = (*match.unexpected, *match.elsewhere)
     if content.among_many:
         match.unexpected = []

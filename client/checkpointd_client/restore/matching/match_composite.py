@@ -114,9 +114,9 @@ def _replace(match: Context, live: Any, node: tree.Composite, fqn: str, apply: C
     match.do(StepOrder.CONTAINERS, fresh(match, node, fqn, device), apply)
 
 
-def tied(match: Context) -> list[str]:
+def conflicts(match: Context) -> list[str]:
     """A line for every two tensors that share memory now, if one is ordinary and gets the values of a composite tensor, and
-    the other gets other values.
+    the other gets other values. Drops the matches of both.
     """
     plain = [one for one in match.converted if type(one.live) in PLAIN_TENSORS and match.classes.kind_of(one.live) is None]
     if not plain:
@@ -125,10 +125,14 @@ def tied(match: Context) -> list[str]:
     fqns = [*(one.fqn for one in plain), *(fqn for fqn, _ in bound)]
     regions = [MemoryRegion.of(live) for live in (*(one.live for one in plain), *(live for _, live in bound))]
     lines: list[str] = []
+    dropped: set[str] = set()
     for i, j in map(sorted, overlapping_pairs(regions)):
         both = i < j < len(plain) and regions[i].equals(regions[j]) and match.are_alike(plain[i].node, plain[j].node)
         if i < len(plain) and not both:
             lines.append(f"{fqns[i]} and {fqns[j]} share memory now, and were stored as different tensors")
+            dropped |= {fqns[i], fqns[j]}
+    match.bindings.drop(dropped)
+    match.converted = [one for one in match.converted if one.fqn not in dropped]
     return lines
 
 

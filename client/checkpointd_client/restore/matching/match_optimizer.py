@@ -281,10 +281,12 @@ class Trial:
 
     match: Context
     _bindings: int = field(init=False)
+    _converted: int = field(init=False)
     _told: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._bindings, self._told = len(self.match.bindings.by_fqn), len(self.match.mismatched)
+        self._bindings, self._converted = len(self.match.bindings.by_fqn), len(self.match.converted)
+        self._told = len(self.match.mismatched)
 
     @property
     def failed(self) -> bool:
@@ -296,6 +298,7 @@ class Trial:
         if not self.failed:
             return True
         self.match.bindings.drop_after(self._bindings)
+        del self.match.converted[self._converted :]
         told = self.match.mismatched
         if not told[-1].startswith(f"{fqn}: "):
             told[-1] += f" (so all that is stored at {fqn} is left out)"

@@ -199,6 +199,31 @@ def test_two_views_of_one_memory_do_not_get_the_values_of_two_composite_tensors(
     assert torch.equal(live.view(4, 6), made("sparse_coo").to_dense())
 
 
+def test_what_shares_memory_and_is_reported_is_left_as_it_is_without_strict() -> None:
+    live = torch.zeros(4, 6)
+    target = {"a": live, "b": live, "c": torch.zeros(4, 6)}
+    saved = save({"a": torch.ones(4, 6), "b": made("sparse_coo"), "c": made("sparse_coo", 2)})
+    restoration = saved.prepare(target, strict=False, cast=True)
+    saved.fill(restoration, cast=True)
+    restoration.finish()
+    assert restoration.mismatched == ("b and a share memory now, and were stored as different tensors",)
+    assert not live.any()
+    assert torch.equal(target["c"], made("sparse_coo", 2).to_dense())
+
+
+def test_without_strict_the_state_of_a_parameter_that_fits_in_part_is_not_converted() -> None:
+    def optimizer_of(state: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+        parameter = nn.Parameter(torch.zeros(4, 6))
+        optimizer = torch.optim.SGD([parameter])
+        optimizer.state[parameter] = state
+        return optimizer
+
+    live = torch.zeros(4, 6)
+    saved = save({"o": optimizer_of({"a": made("sparse_coo"), "b": torch.ones(3)}), "x": torch.ones(1)})
+    saved.load({"o": optimizer_of({"a": live, "b": torch.zeros(5)}), "x": torch.zeros(1)}, strict=False, cast=True)
+    assert not live.any()
+
+
 def test_tied_dtensors_do_not_get_the_values_of_a_composite_and_of_an_ordinary_one() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
