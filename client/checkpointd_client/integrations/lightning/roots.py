@@ -56,9 +56,14 @@ class Roots:
         """Whether this process has a Checkpointer for the root in `folder`."""
         return folder in self._open
 
+    @property
+    def of_one_rank(self) -> bool:
+        """Whether this process saves by itself, so that it opens and closes them alone."""
+        return self._ranks is not None
+
     def reaches(self, folder: str) -> bool:
         """Whether this process can use the root in `folder` now, without other ranks that begin there together with it."""
-        return self._ranks is not None or self.is_open(folder)
+        return self.of_one_rank or self.is_open(folder)
 
     def remove(self, place: CheckpointPlace) -> bool:
         """Remove the checkpoint at `place`, in favour of others. Returns whether it is gone, or will never go."""

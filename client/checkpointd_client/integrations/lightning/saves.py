@@ -55,7 +55,8 @@ class TrainingSaves:
     def remove(self, path: str) -> None:
         """Remove the checkpoint at `path` once a newer one has committed."""
         self.pending.remove(path)
-        self._close_without_teardown()
+        if self.roots.of_one_rank:  # roots of all ranks are closed on all of them, and rank 0 alone removes
+            self._close_without_teardown()
 
     def close(self) -> None:
         """Wait for the saves in flight and end the background threads. Raises the error of the last save if it failed, unless
