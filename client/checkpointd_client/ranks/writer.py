@@ -44,10 +44,13 @@ class WriterThread:
         abandoned = asyncio.all_tasks(loop)
         for task in abandoned:
             task.cancel()
+        left: set[asyncio.Task[Any]] = set()
         if abandoned:
-            loop.run_until_complete(asyncio.wait(abandoned, timeout=ABANDON_S))
+            _, left = loop.run_until_complete(asyncio.wait(abandoned, timeout=ABANDON_S))
+        if left:
+            log.error("the writer ends without waiting for a call of the storage or of a worker that does not return")
         loop.close()
-        self._workers.shutdown(cancel_futures=True)
+        self._workers.shutdown(wait=not left, cancel_futures=True)  # what is left may wait for a worker that hangs
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start `work` on the loop; the future gets its result or error."""
@@ -101,7 +104,7 @@ class WriterThread:
             return
         self._thread.join(2 * ABANDON_S)
         if self._thread.is_alive():
-            log.error("the writer's thread does not end: the storage does not answer")
+            log.error("the writer's thread does not end: a call on it, or on one of its workers, does not return")
 
 
 def _given_up(future: Future[Any], seconds: float) -> StoreError:
