@@ -42,6 +42,14 @@ def outer_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return found
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How many changes torch has counted of a leaf, also through the tensor that it is a part of; None if it counts none."""
+    if tensor.is_inference():
+        return None
+    outer = outer_of(tensor)
+    return tensor._version + (0 if outer is None or outer.is_inference() else outer._version)
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """All that leaves tell except their tensors, as `Leaf` has it, by the position of the leaf."""

@@ -18,7 +18,7 @@ import torch
 from checkpointd.pipeline.shard import aligned
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import carrier_of
-from checkpointd_client.capture.leaves import Leaves
+from checkpointd_client.capture.leaves import Leaves, outer_of
 from checkpointd_client.staging.block_sums import Row, strided
 from checkpointd_client.staging.slot_layout import SlotLayout
 
@@ -100,6 +100,8 @@ class DevicePlan:
     """How many sums there are."""
     counted: tuple[int, ...]
     """Tensors whose changes torch counts, and that only optimizer steps may change."""
+    have_outer: bool
+    """Whether some of these are parts of composite tensors, with which torch counts changes as well."""
     is_whole: bool
     """Whether the device had the memory that the plan needs."""
 
@@ -128,6 +130,7 @@ def plan_device(device: torch.device, leaves: Leaves, layout: SlotLayout, *, sti
 class _Planner:
     def __init__(self, device: torch.device, leaves: Leaves, layout: SlotLayout, still: bool, checksums: bool | None) -> None:
         self._device, self._leaves, self._parts, self._checksums = device, tuple(leaves), layout.parts, checksums
+        self._tensors = leaves.tensors
         self._here = [i for i, leaf in enumerate(self._leaves) if leaf.tensor.numel() and leaf.tensor.device == device]
         self._stable = {i for i in self._here if still or self._leaves[i].optimizer_only}
         self._still = still
@@ -144,6 +147,7 @@ class _Planner:
         # Zeros, so that the gaps between tensors hold nothing of the device's earlier memory.
         scratch = torch.zeros(nbytes, dtype=torch.uint8, device=self._device) if nbytes else None
         pieces = tuple((run.slot, run.nbytes) for run in runs)
+        counted = self._counted()
         return DevicePlan(
             self._device,
             scratch,
@@ -154,7 +158,8 @@ class _Planner:
             tuple(self._dense(some, scratch) for some in together if scratch is not None),
             tuple((direct[i], self._row_of(i)) for i in alone),
             self._sums,
-            self._counted(),
+            counted,
+            any(outer_of(self._tensors[i]) is not None for i in counted),
             is_whole=bool(scratch_bytes),
         )
 

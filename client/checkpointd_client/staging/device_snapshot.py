@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -25,6 +25,7 @@ from checkpointd.errors import StagingError
 from checkpointd.waits import Waiting
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import bits
+from checkpointd_client.capture.leaves import version_of
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.block_sums import sums_of_slot
 from checkpointd_client.staging.device_plan import DevicePlan, taking
@@ -47,7 +48,8 @@ class DeviceSnapshot:
         self._urgent: list[bool] = []
         """For each tensor that may change: whether save() waits for its copy, because there was no room for a clone."""
         self._counted: Sequence[torch.Tensor] = ()
-        self._versions: list[int] = []
+        self._version: Callable[[torch.Tensor], int | None] = _VERSION
+        self._versions: list[int | None] = []
         self._sums: torch.Tensor | None = None
         self._saved: torch.Event | None = None
         self._safe: torch.Event | None = None
@@ -69,7 +71,8 @@ class DeviceSnapshot:
         with torch.no_grad():
             # No Python code runs for a single tensor here, except for large ones that are cloned or summed alone.
             self._counted = taking(plan.counted)(tensors)
-            self._versions = list(map(_VERSION, self._counted))
+            self._version = version_of if plan.have_outer else _VERSION
+            self._versions = list(map(self._version, self._counted))
             clones, self._urgent = cloned(taking(plan.moving)(tensors))
             self._sources = [*clones, *taking(plan.stable)(tensors)]
             with self._without_sums_if_full():
@@ -194,10 +197,10 @@ class DeviceSnapshot:
 
     def changed(self) -> int | None:
         """The position of the first leaf of which torch has counted a change since save(); None if there is none."""
-        if list(map(_VERSION, self._counted)) == self._versions:
+        if list(map(self._version, self._counted)) == self._versions:
             return None
         versions = zip(self._plan.counted, self._counted, self._versions, strict=True)
-        return next((i for i, tensor, version in versions if tensor._version != version), None)
+        return next((i for i, tensor, version in versions if self._version(tensor) != version), None)
 
     # --- at the end ----------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from checkpointd.pipeline.pace import Pace
 from checkpointd.waits import Waiting
 from checkpointd_client import devices
 from checkpointd_client.capture.dtypes import can_be_copied_together, copy_bits
-from checkpointd_client.capture.leaves import Leaves, outer_of
+from checkpointd_client.capture.leaves import Leaves, note_outer, outer_of, version_of
 from checkpointd_client.capture.state import Captured
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.block_sums import add_up
@@ -98,13 +98,6 @@ class StagingPlan:
     devices: tuple[DevicePlan, ...]
     is_whole: bool
     """Whether each device had memory for the whole plan."""
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    if tensor.is_inference():
-        return None
-    outer = outer_of(tensor)
-    return tensor._version + (0 if outer is None or outer.is_inference() else outer._version)
 
 
 def _torn(fqn: str) -> StagingError:
@@ -364,6 +357,10 @@ class Stager:
         plan = staging._plan = self._plan_of(captured, layout)
         if plan.devices:
             tensors = list(map(torch.Tensor.detach, captured.leaves.tensors))
+            if any(one.have_outer for one in plan.devices):
+                for tensor, leaf in zip(tensors, captured.leaves.tensors, strict=True):
+                    if (outer := outer_of(leaf)) is not None:
+                        note_outer(tensor, outer)
             targets = staging.slot.views(layout.parts)
             for device_plan in plan.devices:
                 self._save_device(staging, device_plan, tensors, targets)
@@ -401,7 +398,7 @@ class Stager:
         lazy, count, key = plan.lazy, plan.contiguous, (leaves.columns, plan)
         tensors, targets = lazy.of(leaves.tensors), staging.slot.views(lazy.parts)
         storages, bent = storages_of(tensors[:count]), list(map(torch.Tensor.detach, tensors[count:]))
-        version = _VERSION if plan.are_counted else _version
+        version = _VERSION if plan.are_counted else version_of
         versions = list(map(version, tensors))
         sample = Sample.take(self._samples.of(tensors, lazy.offsets, key), staging.slot.buffer)
         staging._proofs.append((sample, lazy.fqns))

@@ -21,8 +21,10 @@ from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.block_sums import Row
 from checkpointd_client.staging.device_snapshot import DeviceSnapshot
 from checkpointd_client.staging.stager import Staging
+from tests.accelerator.simulated.schedules import main_stream
 from tests.accelerator.simulated.small_nets import Net, loaded
 from tests.interruptions import Interruption
+from tests.unit.client.composite_tensors import OWN, Halves, halves
 
 
 def trained(device: torch.device, side: int = 64) -> tuple[Net, dict[str, Any]]:
@@ -219,6 +221,26 @@ def test_an_error_that_shows_once_while_save_waits_spoils_the_snapshot(
             handle = ckpt.save(1, state)
             with pytest.raises(AbortedError, match="the copy from sim:0 failed"):
                 handle.wait()
+
+
+def on(device: torch.device, one: Halves) -> Halves:
+    return Halves(one.high.to(device), one.low.to(device), one.recipe)
+
+
+def test_without_sums_a_change_that_goes_through_a_composite_tensor_spoils_the_save(
+    sim: ModuleType, tmp_path: Path, device: torch.device
+) -> None:
+    """torch counts it for the composite tensor, not for its inner ones."""
+    net, state = trained(device)
+    average = state["optimizer"].state[net.weight]["average"] = on(device, halves())
+    with Checkpointer(tmp_path, device_checksums=False, tensor_classes=OWN) as ckpt:
+        ckpt.save(0, state).wait()
+        with sim.only(main_stream(device)):
+            handle = ckpt.save(1, state)
+            average.copy_(on(device, halves(1)))
+            ckpt.fence()
+        with pytest.raises(AbortedError, match=r"average.* was changed while its snapshot was taken"):
+            handle.wait()
 
 
 def test_the_stager_takes_the_next_snapshot_after_an_error(
