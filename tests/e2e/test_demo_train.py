@@ -71,7 +71,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     """The demo, and its folder."""
     folder = tmp_path_factory.mktemp("shown") / "demo"
     command = [sys.executable, EXAMPLES / "demo.py", "--folder", str(folder), "--keep", *DEMO]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280), folder
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=700), folder
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def undisturbed(shown: tuple[subprocess.CompletedProcess[str], Path]) -> Path:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_a_run_that_was_killed_whole_ends_where_the_undisturbed_run_ends(tmp_path: Path, undisturbed: Path) -> None:
     written = kill_all_when_committed(tmp_path)
     assert 3 <= written < STEPS, f"the kill came after {written} of {STEPS} steps: nothing was interrupted"
@@ -99,7 +99,7 @@ def test_a_run_that_was_killed_whole_ends_where_the_undisturbed_run_ends(tmp_pat
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_the_comparison_sees_one_changed_bit(tmp_path: Path, undisturbed: Path) -> None:
     for name, kind in {"losses-1.jsonl": "losses", "final-0.json": "model", "final-1.json": "optimizer"}.items():
         changed = tmp_path / kind
@@ -126,7 +126,7 @@ def tamper(path: Path, kind: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_the_demo_kills_a_rank_in_the_middle_of_a_save_and_ends_equal(
     shown: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
@@ -142,7 +142,7 @@ def test_the_demo_kills_a_rank_in_the_middle_of_a_save_and_ends_equal(
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(800)
 def test_the_demo_against_a_bucket_shows_the_same_and_counts_requests(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,7 +183,7 @@ def main_of_the_demo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(800)
 def test_the_demo_fails_at_a_server_that_ignores_conditions(
     tmp_path: Path, moto_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
