@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
 
@@ -20,16 +18,10 @@ from checkpointd_client.integrations.torchtitan import CheckpointdManager
 from tests.integrations.torchtitan.titan_job import Job, assert_equal
 
 pytestmark = [
+    pytest.mark.usefixtures("group"),
     pytest.mark.xdist_group("torchtitan"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
 pytest.importorskip("torchft", reason="needs torchft: make integrations installs it")
@@ -21,6 +20,7 @@ from checkpointd_client.integrations.torchtitan import TorchFTCheckpointdManager
 from tests.integrations.torchtitan.titan_job import Job, assert_equal
 
 pytestmark = [
+    pytest.mark.usefixtures("group"),
     pytest.mark.xdist_group("torchtitan"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
@@ -53,13 +53,6 @@ def replica(dump: Path, number: int, rank: int, **options: Any) -> Group:
     job, ft = Job(seed=number), Scripted(rank)
     of_titan = SimpleNamespace(enabled=True, manager=ft, replica_id=number)
     return Group(job, job.manager(dump, TorchFTCheckpointdManager, parts={"ft_manager": of_titan}, **options), ft)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_only_the_first_group_saves_the_model_and_each_saves_its_data_loader(tmp_path: Path) -> None:

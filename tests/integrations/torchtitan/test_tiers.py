@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
 
@@ -18,16 +16,10 @@ from tests.integrations.torchtitan.titan_job import Job, assert_equal
 from tests.servers.fixtures import Place, root_at
 
 pytestmark = [
+    pytest.mark.usefixtures("group"),
     pytest.mark.xdist_group("torchtitan"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_the_sidecar_persists_the_saves_and_keeps_the_newest_in_memory(tmp_path: Path) -> None:
