@@ -38,8 +38,9 @@ def tags(ckpt: Checkpointer) -> list[str]:
 
 def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
     rules = Retention(keep_last=1, best=1, metric="accuracy", mode="max")
-    with Checkpointer(tmp_path, retention=rules) as ckpt:
-        for step, accuracy in enumerate((0.1, 0.9, 0.5, 0.2)):
+    for step, accuracy in enumerate((0.1, 0.9, 0.5, 0.2)):
+        with Checkpointer(tmp_path, retention=rules, read_back=False) as ckpt:  # its end waits until what may go is gone
+            ckpt.load(state(-1.0))
             ckpt.save(step, state(step), metrics={"accuracy": accuracy}).wait()
     with Checkpointer(tmp_path) as ckpt:
         assert tags(ckpt) == ["global_step3", "global_step1"]

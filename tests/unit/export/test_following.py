@@ -253,7 +253,7 @@ async def test_export_3_what_was_due_and_is_removed_before_its_turn_is_named(
     assert exporter.progress.left == {"removed": 2}
     assert sorted(os.listdir(tmp_path / "to"))[1:] == ["global_step3", "global_step4"]
     words = "was removed before its export had ended: keep more checkpoints at memory://root, or export fewer (every_steps)"
-    assert [record.getMessage() for record in caplog.records if "removed" in record.getMessage()] == [
+    assert [record.getMessage() for record in caplog.records if "was removed" in record.getMessage()] == [
         f"global_step{step} {words}" for step in (2, 1)
     ]
     await ended(exporter)
