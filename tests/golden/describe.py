@@ -21,6 +21,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Described = None | bool | int | str | list["Described"] | dict[str, "Described"]
 
@@ -57,7 +58,9 @@ def describe(value: object) -> Described:
     if isinstance(value, torch.optim.Optimizer):
         return describe(value.state_dict())
     if isinstance(value, torch.Tensor):
-        return tensor(value.full_tensor() if isinstance(value, DTensor) else value)
+        if isinstance(value, DTensor):
+            return own_part(value) if hasattr(value._local_tensor, "__tensor_flatten__") else tensor(value.full_tensor())
+        return tensor(value)
     if isinstance(value, np.ndarray):
         return {"array": value.dtype.str, "shape": [*value.shape], "hex": value.tobytes().hex()}
     if isinstance(value, np.generic):
@@ -113,6 +116,19 @@ def tensor(value: Any) -> Described:
     bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex() if value.numel() else ""
     dtype = str(value.dtype).removeprefix("torch.")
     return {"tensor": dtype, "shape": [*value.shape], "requires_grad": value.requires_grad, "hex": bits}
+
+
+def own_part(value: DTensor) -> Described:
+    """A sharded tensor of which every rank stores its own part."""
+    sizes, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return {
+        "composite": "part",
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": [*value.shape],
+        "requires_grad": value.requires_grad,
+        "inner": [["local", tensor(value._local_tensor)]],
+        "context": describe([[[*offsets], [*sizes]]]),
+    }
 
 
 _COMPRESSED = {

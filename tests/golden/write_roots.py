@@ -212,7 +212,17 @@ def write_as_rank(folder: Path, rank: int) -> None:
         del thawed["frozen.weight"], thawed["frozen.bias"]
         last = {**state, "model": thawed, "optimizer": named(model, optimizer)}
         keep(folder, f"two-ranks-global_step3-{rank}", last, {"rank": rank})
+    write_own_part(folder, rank)
     torch.distributed.destroy_process_group()
+
+
+def write_own_part(folder: Path, rank: int) -> None:
+    """A tensor of a user's class on two ranks, each of which stores its own part of it, of 3 and of 2 rows."""
+    state: dict[str, object] = {"weight": composite_tensors.per_row(rank)}
+    keep(folder, f"own-parts-{rank}", state, None)
+    options = {"compression": "none", "read_back": False, "tensor_classes": composite_tensors.OWN}
+    with Checkpointer(folder / "own-parts", **options) as ckpt:  # type: ignore[arg-type]
+        ckpt.save(1, state).wait()
 
 
 def write_references(folder: Path) -> None:

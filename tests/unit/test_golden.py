@@ -53,6 +53,7 @@ SHARDS = [
     ("references", "global_step3", 0, "references"),
     ("placed", "global_step1", 0, "placed"),
     ("tensor-kinds", "global_step1", 0, "tensor-kinds"),
+    *(("own-parts", "global_step1", rank, f"own-parts-{rank}") for rank in range(2)),
     *(("two-ranks", tag, rank, f"two-ranks-{tag}-{rank}") for tag in ("best", "global_step3") for rank in range(2)),
 ]
 KINDS: dict[str, type[SmallObject]] = {
@@ -166,7 +167,7 @@ def test_records_of_every_usual_kind_are_among_them() -> None:
 # --- by this release ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", "tensor-kinds", FILES])
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", "tensor-kinds", "own-parts", FILES])
 async def test_every_checkpoint_is_whole(root: str) -> None:
     async with PosixStore(GOLDEN / root) as store:
         for checkpoint in await catalog.checkpoints(store):
@@ -258,26 +259,35 @@ def test_tensors_of_every_kind_load_into_the_same_kind(tmp_path: Path) -> None:
     assert describe(state) == expected("tensor-kinds")["state"]
 
 
-@pytest.mark.e2e
-def test_two_ranks_load_what_each_of_them_saved(tmp_path: Path) -> None:
-    root = copy("two-ranks", tmp_path)
+def on_two_ranks(root: Path, tmp_path: Path) -> list[Any]:
+    """What each of two ranks loads from `root`."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "OMP_NUM_THREADS": "1"}
     program: list[str | Path] = [sys.executable, Path(__file__).with_name("golden_rank.py"), root]
     outs = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     ranks = [subprocess.Popen([*program, str(rank), out], env=environment) for rank, out in enumerate(outs)]
     assert [rank.wait() for rank in ranks] == [0, 0]
-    for rank, out in enumerate(outs):
-        found = json.loads(out.read_text())
+    return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.mark.e2e
+def test_two_ranks_load_what_each_of_them_saved(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_two_ranks(copy("two-ranks", tmp_path), tmp_path)):
         assert found["None"] == {"tag": "global_step3", **expected(f"two-ranks-global_step3-{rank}")}
         best = expected(f"two-ranks-best-{rank}")
         assert found["best"]["state"] == best["state"]
         assert "00000001-0 is aborted" in found["global_step2"]
 
 
+@pytest.mark.e2e
+def test_two_ranks_load_their_own_parts_of_a_tensor_of_a_users_class(tmp_path: Path) -> None:
+    found = on_two_ranks(copy("own-parts", tmp_path), tmp_path)
+    assert [one["state"] for one in found] == [expected(f"own-parts-{rank}")["state"] for rank in range(2)]
+
+
 # --- by a reader made from the page ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", "tensor-kinds", FILES])
+@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", "tensor-kinds", "own-parts", FILES])
 async def test_a_reader_made_from_the_page_finds_the_same_attempts_in_the_catalog(root: str) -> None:
     words = {"in-doubt": "open", "committed": "commit", "aborted": "abort", "deleted": "removed"}
     async with PosixStore(GOLDEN / root) as store:

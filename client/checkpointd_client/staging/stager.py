@@ -103,7 +103,7 @@ class StagingPlan:
 def _torn(fqn: str) -> StagingError:
     return StagingError(
         f"{fqn} was changed while its snapshot was taken, outside an optimizer step; the snapshot was thrown away. "
-        "Call ckpt.fence() before you change parameters by hand, or use Checkpointer(..., staging='eager')"
+        "Call ckpt.fence() before you change parameters by hand, or set staging='eager': save() then copies all first"
     )
 
 
@@ -313,7 +313,7 @@ def _differs(plan: StagingPlan, place: tuple[int, int], device: torch.device) ->
     return StagingError(
         f"{where} differs from what it was on {device} at save(); the snapshot was thrown away. Either it was changed in a way "
         "that torch does not count, as through .data, by a custom kernel or by the replay of a graph: call ckpt.fence() before "
-        "such a change, or use Checkpointer(..., staging='eager'). Or the copy from the device went wrong: "
+        "such a change, or set staging='eager'. Or the copy from the device went wrong: "
         f"{command('doctor', '--device')} tests such copies"
     )
 

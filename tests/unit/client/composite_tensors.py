@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.unit.client.capture_and_fill import bytes_of
 
@@ -142,8 +144,31 @@ class Halves(torch.Tensor):
         return function(*plain, **(kwargs or {}))
 
 
-OWN = (Halves, Recipe, Rounding)
+class PerRow(Halves):
+    """A class with a number for each row: it is not known which ranks have which of its numbers."""
+
+    @classmethod
+    def of(cls, plain: torch.Tensor, recipe: Any = None) -> PerRow:
+        largest = plain.abs().amax(1, keepdim=True)
+        return cls(plain / largest, largest, recipe)
+
+    def dequantize(self) -> torch.Tensor:
+        return self.high * self.low
+
+
+OWN = (Halves, PerRow, Recipe, Rounding)
 
 
 def halves(seed: int = 0, shape: tuple[int, ...] = (3, 5), recipe: Any = Recipe(8)) -> Halves:  # it is frozen
     return Halves.of(torch.randn(shape, generator=torch.Generator().manual_seed(seed)), recipe)
+
+
+def per_row(rank: int, at: float = 0.0) -> Any:
+    """A tensor of 5 x 3 as a DTensor of `PerRow` on this rank, one of two."""
+    plain = torch.arange(15.0).reshape(5, 3) / 7 + 1 + at
+    mesh = init_device_mesh("cpu", (2,))
+    made: Any = DTensor.from_local(
+        plain.chunk(2)[rank], mesh, [Shard(0)], run_check=False, shape=plain.shape, stride=plain.stride()
+    )
+    made._local_tensor = PerRow.of(plain.chunk(2)[rank])
+    return made

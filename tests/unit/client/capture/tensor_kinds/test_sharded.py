@@ -15,25 +15,13 @@ from checkpointd.layout import tree
 from checkpointd_client.capture.state import Captured, capture
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from tests.unit.client.capture_and_fill import Saved, bytes_of, write
-from tests.unit.client.composite_tensors import OWN, Halves
+from tests.unit.client.composite_tensors import OWN, Halves, PerRow
 from tests.unit.client.simulated_ranks import rank_of
 
 ROWS = torch.arange(16.0).reshape(4, 4) / 3
 
 
-class PerRow(Halves):
-    """A class with a number for each row: it is not known which ranks have which of its numbers."""
-
-    @classmethod
-    def of(cls, plain: torch.Tensor, recipe: Any = None) -> PerRow:
-        largest = plain.abs().amax(1, keepdim=True)
-        return cls(plain / largest, largest, recipe)
-
-    def dequantize(self) -> torch.Tensor:
-        return self.high * self.low
-
-
-CLASSES = TensorClasses.of([PerRow, *OWN])
+CLASSES = TensorClasses.of(OWN)
 
 
 def distributed(cls: type[Halves], rank: int, placements: Sequence[Placement] = (Shard(0),), at: int = 0) -> Any:
