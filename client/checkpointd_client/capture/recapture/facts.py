@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from checkpointd_client.capture import objects
+from checkpointd_client.capture.tensor_kinds.classes import kind_of_torch
 from checkpointd_client.capture.tensors import PLAIN_TENSORS
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import group_of, is_dtensor
@@ -243,7 +244,7 @@ class ValueFacts:
         memory, dtensors = self._memory(values), self._sharded(values)
         self._empty = picker([k for k in range(len(plain), len(memory)) if not memory[k].numel()])
         are_lazy = any(tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()) for tensor in memory)
-        if are_lazy or not PLAIN_TENSORS.issuperset(map(type, memory)):
+        if are_lazy:
             raise Unfit
         self._ids = list(map(id, self._noted(values)))
         self._guards = _guards(memory)
@@ -284,8 +285,11 @@ class ValueFacts:
 
 
 def _is_known(value: Any, *, in_module: bool) -> bool:
-    is_scalar = value is None if in_module else type(value) in SCALARS
-    return is_scalar or type(value) in PLAIN_TENSORS or is_dtensor(value)
+    if value is None if in_module else type(value) in SCALARS:
+        return True
+    memory = _LOCAL(value) if is_dtensor(value) else value
+    # torch's guards end the process if they meet a sparse or a nested tensor.
+    return type(memory) in PLAIN_TENSORS and kind_of_torch(memory) is None
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Any:

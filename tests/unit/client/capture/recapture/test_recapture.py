@@ -28,6 +28,7 @@ from checkpointd_client.capture.recapture.capturer import Capturer
 from checkpointd_client.capture.recapture.plan import CapturePlan
 from checkpointd_client.capture.state import Captured, capture, walked
 from tests.unit.client.capture.recapture.recaptured_states import CHANGES, Job
+from tests.unit.client.composite_tensors import KINDS, made
 from tests.unit.client.simulated_ranks import rank_of
 
 
@@ -115,6 +116,22 @@ def storages_of(value: Any) -> set[int]:
     if isinstance(value, torch.Tensor):
         return {(value._local_tensor if isinstance(value, DTensor) else value).untyped_storage()._cdata}
     return set()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore:Sparse .* tensor support:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["module", "optimizer"])
+def test_a_composite_tensor_in_a_module_or_an_optimizer_is_captured_again(kind: str, place: str) -> None:
+    """RECAPTURE-1: torch's guards, which a plan uses, end the process if they meet some of these."""
+    capturer, job = Capturer(), Job()
+    if place == "module":
+        job.model.register_buffer("composite", made(kind))
+    else:
+        job.optimizer.state[job.model.a.linear.weight]["composite"] = made(kind)
+    for _ in range(3):
+        found = captured(capturer, job.state())
+        whole = capture(job.state(), None, exclude_frozen_parameters=False)
+        assert (found.leaves.columns.fqns, found.tree) == (whole.leaves.columns.fqns, whole.tree)
 
 
 def outcome(capture_one: Callable[..., Captured], job: Any) -> list[Any] | str:
