@@ -54,12 +54,10 @@ class ExportHold:
         if self._held is not None:
             return True
         await self._watch.look()
-        if self._is_ours():  # a renewal that seemed to fail had its effect
-            self._held = self._watch.data
-        if self._watch.data is not None and self._held is None and not self._watch.is_abandoned():
+        # It is this process's own lease if a put that seemed to fail had its effect.
+        if self._watch.data is not None and not self._is_ours() and not self._watch.is_abandoned():
             return False
         if not await self._put(self._watch.data):
-            self._held = None
             return False
         self._renewing = asyncio.create_task(self._renew())
         return True

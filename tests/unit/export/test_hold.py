@@ -132,3 +132,22 @@ def test_a_renewal_whose_answer_is_lost_is_its_own(at_first: bool) -> None:
         assert await store.stat(HOLD) is None
 
     simloop.run(0, lose())
+
+
+def test_a_take_that_fails_after_its_answer_was_lost_is_tried_again() -> None:
+    async def lose_and_fail() -> None:
+        store = Failing(MemoryStore("to"))
+        hold = ExportHold(store, "/root", sight("one", {}))
+        store.after = 1
+        with pytest.raises(StoreError, match="the answer is lost"):
+            await hold.take()
+        store.before = 1
+        with pytest.raises(StoreError, match="away"):
+            await hold.take()
+        assert not hold.is_held
+        assert await hold.take()
+        await asyncio.sleep(3 * LENGTH_S)
+        await hold.check()  # it is renewed
+        await hold.release()
+
+    simloop.run(0, lose_and_fail())
