@@ -106,6 +106,8 @@ class Bindings:
     def __init__(self) -> None:
         self.by_fqn: dict[str, Binding] = {}
         self._again: list[Binding] = []
+        self._wholes: dict[str, frozenset[str]] = {}
+        """By FQN, the FQNs that are filled together or not at all."""
 
     def add(self, binding: Binding, *, again: bool = False) -> None:
         if again:
@@ -120,6 +122,11 @@ class Bindings:
         for fqn in list(self.by_fqn)[count:]:
             del self.by_fqn[fqn]
 
+    def join_after(self, count: int) -> None:
+        """Fill all bindings but the first `count` together, or none of them."""
+        whole = frozenset(list(self.by_fqn)[count:])
+        self._wholes.update(dict.fromkeys(whole, whole))
+
     def conflicts(self, equal: Equal) -> Iterator[str]:
         """The reasons why live memory cannot hold the stored tensors, as sentences; drops the bindings concerned."""
         dropped: set[str] = set()
@@ -130,9 +137,10 @@ class Bindings:
         self.drop(dropped)
 
     def drop(self, fqns: Iterable[str]) -> None:
-        """Forget the bindings of `fqns`."""
+        """Forget the bindings of `fqns`, and those that are filled together with them."""
         for fqn in fqns:
-            self.by_fqn.pop(fqn, None)
+            for one in self._wholes.get(fqn, (fqn,)):
+                self.by_fqn.pop(one, None)
 
     def _all(self) -> Iterator[Binding]:
         yield from self.by_fqn.values()

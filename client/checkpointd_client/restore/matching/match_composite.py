@@ -91,6 +91,7 @@ def _match_alike(match: Context, live: torch.Tensor, node: tree.Composite, kind:
         for name, one in apart.inner.items():
             match.tensor(one, inner[name], f"{fqn}.{name}")
         if trial.fits(fqn):
+            trial.join()
             match.finally_do(partial(_checked, kind, facts, apart.inner, context, fqn))
         return None
     if kind.name in BLOCKS:
@@ -170,12 +171,14 @@ def _match_sharded(match: Context, live: Any, node: tree.Tensor | tree.Composite
         )
     elif targets is None and wanted is not None:
         _convert(match, node, local, wanted, tuple(local.shape), fqn)
+    trial = Trial(match)
     for child, memory, here, scratch in targets or ():
         place, held_here = match.stored.place(child.fqn), None if here is None or here.is_whole else here
         match.bindings.add(
             Binding(child, place, memory.device, memory.detach(), memory, held=held_here, scratch=scratch),
             again=child.fqn in match.bindings.by_fqn,
         )
+    trial.join()
 
 
 def _match_own_part(match: Context, local: torch.Tensor, node: tree.Composite, held: LocalShard, fqn: str) -> None:

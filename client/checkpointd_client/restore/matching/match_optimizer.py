@@ -281,12 +281,12 @@ class Trial:
 
     match: Context
     _bindings: int = field(init=False)
-    _converted: int = field(init=False)
+    _later: tuple[int, int, int] = field(init=False)
     _told: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._bindings, self._converted = len(self.match.bindings.by_fqn), len(self.match.converted)
-        self._told = len(self.match.mismatched)
+        self._bindings, self._told = len(self.match.bindings.by_fqn), len(self.match.mismatched)
+        self._later = len(self.match.converted), len(self.match.checks), len(self.match.steps)
 
     @property
     def failed(self) -> bool:
@@ -298,11 +298,16 @@ class Trial:
         if not self.failed:
             return True
         self.match.bindings.drop_after(self._bindings)
-        del self.match.converted[self._converted :]
+        converted, checks, steps = self._later
+        del self.match.converted[converted:], self.match.checks[checks:], self.match.steps[steps:]
         told = self.match.mismatched
         if not told[-1].startswith(f"{fqn}: "):
             told[-1] += f" (so all that is stored at {fqn} is left out)"
         return False
+
+    def join(self) -> None:
+        """Have the tensors that it has matched filled together or not at all, also if one of them turns out to share memory."""
+        self.match.bindings.join_after(self._bindings)
 
 
 def _entries(
