@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import get_args
+from typing import Any, Self, get_args
 
 from checkpointd import arguments
 from checkpointd.codec import Compression
@@ -92,6 +93,16 @@ class Options:
             raise UsageError("with a sidecar, the spool is the sidecar's: start that one with a spool, and give no spool= here")
         check_export(self.export, has_sidecar=self.sidecar is not None)
         check_job(self.job)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """The options that the user of an integration has given, by name. UsageError if there is no such option."""
+        names = [field.name for field in fields(cls)]
+        for name in given.keys() - set(names):
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(names)}"
+            raise UsageError(f"checkpointd has no option {name!r}: {hint}")
+        return cls(**given)
 
     @property
     def graces(self) -> dict[signal.Signals, float]:

@@ -197,7 +197,7 @@ class Rank(Findings):
             if dist.get_rank() == 0 and step == 20:
                 shutil.rmtree(root / "checkpoint-10")
             dist.barrier()
-        with self.raises(UsageError, "does not lie at or below", "a save_dir outside"):
+        with self.raises(UsageError, "does not lie in", "a save_dir outside"):
             engine.save_checkpoint(str(self.folder / "elsewhere"))
         plug.detach()
         dist.barrier()  # rank 0 has tidied up

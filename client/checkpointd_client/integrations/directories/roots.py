@@ -41,7 +41,7 @@ def borrow(root: str, options: dict[str, Any]) -> Core:
     with _lock:
         shared = _open.get(key)
         if shared is None:
-            shared = _open[key] = _Shared(Core(root, Options(**options)), dict(options), 0)
+            shared = _open[key] = _Shared(Core(root, Options.of(options)), dict(options), 0)
         elif shared.options != options:
             raise UsageError(
                 f"another user in this process uses {root} with {shared.options}, and this one asks for {options}: "
@@ -70,9 +70,10 @@ log = logging.getLogger("checkpointd")
 
 
 class OpenRoots:
-    """The roots of one user. `store_of`: the store of a root. `options`: those of Checkpointer."""
+    """The roots of one user. `store_of`: the store of a root. `options`: those of Checkpointer. UsageError for a bad one."""
 
     def __init__(self, store_of: Callable[[str], str], options: dict[str, Any]) -> None:
+        Options.of(options)  # raises here, and not at the first save, which may be hours away
         self._store_of, self._options = store_of, options
         self.checkpointers: dict[str, Core] = {}
         self.went_on_from: str | None = None

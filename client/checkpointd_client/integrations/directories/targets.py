@@ -35,7 +35,9 @@ class SaveTarget:
         base = own_root(folder) if root is None else os.path.abspath(root)
         below = os.path.relpath(folder, base)
         if below.split(os.sep)[0] == os.pardir:
-            raise UsageError(f"save_dir {folder} does not lie at or below {base}, the root that this engine was attached with")
+            raise UsageError(
+                f"{folder} does not lie in {base}, which was given as root: give a directory above everything that you save"
+            )
         parts = [*([] if below == os.curdir else below.split(os.sep)), check_tag(tag)]
         return SaveTarget(base, check_tag(_joined(parts)), check_place("/".join(parts)))
 

@@ -103,6 +103,8 @@ class DirectorySaver:
         if fault is not None:
             raise UsageError(f"{above} cannot be made, so nothing can be saved there: {fault}")
         checkpointer = self._roots.to_save(target.root)
+        if self._options.get("retention") is None:
+            checkpointer.take_up()  # the library's limit decides what stays, whether this job has loaded from there or not
         given = checkpointer.fill(target.at, whole=True)
         taking = Taking(given.path, stepped(wanted.optimizers))
         save = functools.partial(self._save, checkpointer, target, wanted.step, taking)

@@ -31,7 +31,7 @@ class Roots:
             )
         # A path that is saved again is the user's choice, whether this job has loaded from there or not.
         self.options = {"afresh": True, **options}
-        Options(**self.options)  # raises for a bad value before the training begins
+        Options.of(self.options)  # raises for a bad value before the training begins
         self.timeout_s = float(options.get("commit_timeout_s", CommitConfig().timeout_s))
         self._root = None if root is None else os.path.realpath(root)
         self._ranks = ranks
@@ -49,7 +49,7 @@ class Roots:
         """The Checkpointer of the root in `folder`, made if there is none."""
         found = self._open.get(folder)
         if found is None:
-            found = self._open[folder] = Core(CheckpointPlace(folder, "any").root, Options(**self.options), self._ranks)
+            found = self._open[folder] = Core(CheckpointPlace(folder, "any").root, Options.of(self.options), self._ranks)
         return found
 
     def is_open(self, folder: str) -> bool:
