@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,17 @@ def _fields(value: Any) -> dict[str, object] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {name: getattr(value, name) for name in value._fields}
     return None
+
+
+def has_fractions(value: object) -> bool:
+    """Whether a context holds a number that is no integer, such as a scale, which a class computes from its elements."""
+    if isinstance(value, dict):
+        return any(map(has_fractions, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(has_fractions, value))
+    if dataclasses.is_dataclass(value):
+        return any(map(has_fractions, (_fields(value) or {}).values()))
+    return isinstance(value, numbers.Complex) and not isinstance(value, numbers.Integral)
 
 
 def decode(node: tree.Node, find: Callable[[str], type]) -> Any:

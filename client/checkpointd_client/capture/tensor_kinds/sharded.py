@@ -24,6 +24,7 @@ from checkpointd.layout.boxes import Box
 from checkpointd_client.capture.tensor_kinds import tiles
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS, inner_held, range_of
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
+from checkpointd_client.capture.tensor_kinds.contexts import has_fractions
 from checkpointd_client.capture.tensor_kinds.kind import Apart, TensorKind
 from checkpointd_client.capture.tensor_kinds.low_bit import RowSpan, spans
 from checkpointd_client.sharding.dtensor import LocalBox, LocalShard, ReplicaGroup, held_by, mesh_group, replicated
@@ -130,7 +131,9 @@ def _inner_parts(
     if not any(split):
         return {name: replicated(tuple(one.shape), group) for name, one in apart.inner.items()}
     if not tiles.is_tiled(kind.name, apart):
-        return dict.fromkeys(apart.inner, held) if is_elementwise(apart, value._local_tensor) else None
+        # A rank that gets elements of other ranks has no other context than its own.
+        are_parts = is_elementwise(apart, value._local_tensor) and not has_fractions(apart.context)
+        return dict.fromkeys(apart.inner, held) if are_parts else None
     found = {name: tiles.items_held(held, split, tuple(one.shape)) for name, one in apart.inner.items()}
     known = {name: part for name, part in found.items() if part is not None}
     return known if len(known) == len(found) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +16,7 @@ from checkpointd.layout import tree
 from checkpointd_client.capture.state import Captured, capture
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from tests.unit.client.capture_and_fill import Saved, bytes_of, write
-from tests.unit.client.composite_tensors import OWN, Halves, PerRow
+from tests.unit.client.composite_tensors import OWN, Halves, PerRow, Recipe
 from tests.unit.client.simulated_ranks import rank_of
 
 ROWS = torch.arange(16.0).reshape(4, 4) / 3
@@ -79,6 +80,18 @@ def test_a_part_that_is_stored_as_it_is_comes_back_to_the_rank_that_holds_it(ran
         expected = distributed(PerRow, rank)
     for name in ("high", "low"):
         assert bytes_of(getattr(target["x"]._local_tensor, name)) == bytes_of(getattr(expected._local_tensor, name))
+
+
+@pytest.mark.parametrize("scale", [0.5, {"scales": [np.float32(2)]}, Recipe(8, 0.5)])  # type: ignore[arg-type]  # a scale
+def test_a_part_with_numbers_of_its_own_rank_in_its_context_is_stored_as_it_is(scale: Any) -> None:
+    """SHARDEDKIND-3: with its own scale, a rank would misread the elements of another."""
+    for placement, kind in ((Shard(0), "part"), (Replicate(), f"{Halves.__module__}:Halves")):
+        with rank_of(1, 2):
+            target = distributed(Halves, 1, [placement])
+            target._local_tensor.recipe = scale
+            found = capture({"x": target}, None, exclude_frozen_parameters=False, classes=CLASSES)
+        assert isinstance(found.tree, tree.Dict)
+        assert dict(dict(found.tree.items)["state"].items)["x"].kind == kind  # type: ignore[index, union-attr]  # of a state
 
 
 def test_a_part_becomes_an_ordinary_one_if_asked() -> None:
