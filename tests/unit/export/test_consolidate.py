@@ -191,10 +191,10 @@ async def test_output_3_an_interruption_between_two_renames_leaves_the_old_expor
     await exported(tmp_path / "root", out)
     before, rename = out.stat().st_ino, os.rename
 
-    def interrupted(source: str, target: str) -> None:
+    def interrupted(source: str, target: str, **options: Any) -> None:
         if target == str(out) and not source.endswith(".replaced"):
             raise KeyboardInterrupt
-        rename(source, target)
+        rename(source, target, **options)
 
     monkeypatch.setattr(os, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -3,7 +3,9 @@
 Invariants
   ROTATE-1  Nothing is removed before the save that asked for it, or a later one, has committed. A directory without the files
       of an engine, if one takes part, or of the library is not a checkpoint: it is neither counted nor removed.
-  ROTATE-2  The newest commit and the best checkpoint stay. The age of a checkpoint is that of its files, not of its directory.
+  ROTATE-2  The newest commit and the best checkpoint stay. The checkpoints of this process have the order of its saves, whose
+      files are written in the background, and may be written in another order. They are newer than all others, whose age is
+      that of their files, not of their directories.
   ROTATE-3  A directory is first moved to a hidden place and then removed: half removed, other programs could take it for a
       checkpoint. So could the rotation of another rank, since on CPUs each rank counts itself as the first of its node.
 """
@@ -17,6 +19,7 @@ import re
 import shutil
 import threading
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +53,8 @@ class Saves:
     def __init__(self) -> None:
         self._handles: dict[str, SaveHandle] = {}
         self._limits: dict[str, Limit] = {}
-        self._newest: dict[str, tuple[int, str]] = {}
-        """The newest committed directory and the number of its save, by the directory above it."""
+        self._committed: dict[str, int] = {}
+        """The committed directories, each with the number of its last save. Those that a rotation has removed are not in it."""
         self._due: set[str] = set()
         self._bests: dict[str, str] = {}
         self._in_flight: dict[SaveHandle, int] = {}
@@ -129,17 +132,20 @@ class Saves:
         with self._alone:
             number = self._in_flight.pop(handle, None)
             if number is not None and handle.phase == Phase.COMMITTED:
-                self._newest[folder] = max((number, directory), self._newest.get(folder, (-1, "")))
+                self._committed[directory] = max(number, self._committed.get(directory, -1))
                 self._due |= {folder} & self._limits.keys()
 
     def _rotate(self) -> None:
         with self._removing:
-            for folder, limit, staying in self._decided():
-                rotate(folder, limit, staying)
+            for folder, limit, best, committed in self._decided():
+                removed = rotate(folder, limit, best, committed)
+                with self._alone:
+                    for path in removed:
+                        self._committed.pop(path, None)
 
-    def _decided(self) -> list[tuple[str, Limit, set[str | None]]]:
-        """The rotations that are due and possible now."""
-        found: list[tuple[str, Limit, set[str | None]]] = []
+    def _decided(self) -> list[tuple[str, Limit, str | None, dict[str, int]]]:
+        """The rotations that are due and possible now, each with the arguments of `rotate`."""
+        found: list[tuple[str, Limit, str | None, dict[str, int]]] = []
         with self._alone:
             for folder in sorted(self._due):
                 limit = self._limits[folder]
@@ -149,19 +155,24 @@ class Saves:
                 if best and not os.path.isdir(best):
                     best = self._bests.get(folder)
                 self._due.discard(folder)
-                _, newest = self._newest.get(folder, (-1, None))
-                found.append((folder, limit, {best, newest}))
+                committed = {path: number for path, number in self._committed.items() if os.path.dirname(path) == folder}
+                found.append((folder, limit, best, committed))
         return found
 
 
-def rotate(folder: str, limit: Limit, staying: set[str | None]) -> None:
-    """Remove the oldest checkpoints in `folder`, except those `staying`, until the limit holds."""
+def rotate(folder: str, limit: Limit, best: str | None, committed: Mapping[str, int]) -> list[str]:
+    """Remove the oldest checkpoints in `folder`, except the `best`, until the limit holds. Returns what was to be removed.
+
+    `committed`: the directories that this process has saved, each with the number of its save (ROTATE-2).
+    """
     ages = {str(path): age for path in Path(folder).glob("*") if (age := _age(path, limit)) is not None}
-    oldest_first = sorted(ages, key=lambda path: (ages[path], _numbers_of(path)))
-    staying = {*staying, *oldest_first[-1:]} & ages.keys()
+    oldest_first = sorted(ages, key=lambda path: (committed.get(path, -1), ages[path], _numbers_of(path)))
+    staying = {best, *oldest_first[-1:]} & ages.keys()
     spare = len(ages) - max(limit.keep, len(staying))
-    for path in [path for path in oldest_first if path not in staying][: max(0, spare)]:
+    going = [path for path in oldest_first if path not in staying][: max(0, spare)]
+    for path in going:
         _remove(path, limit.out_of_sight)
+    return going
 
 
 def _numbers_of(path: str) -> list[int]:

@@ -52,6 +52,17 @@ def test_the_newest_is_that_of_the_last_save_in_whatever_order_their_ends_are_no
     assert run.settled() == ["checkpoint-2", "checkpoint-3"]
 
 
+def test_the_order_of_the_saves_counts_and_not_that_in_which_their_files_were_written(run: Run) -> None:
+    """Two saves in flight are written at one time, and the clock of another machine may have been ahead."""
+    for number in (3, 2, 1, 99):
+        run.whole(number)
+    run.ask(2)
+    with run.saves._removing:  # the rotation comes after all three
+        for number in (1, 2, 3):
+            run.save(number)(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-2", "checkpoint-3"]
+
+
 def test_of_files_that_were_written_at_one_time_the_number_tells_which_are_older(run: Run) -> None:
     for number in (9, 10, 11):
         checkpoint = run.whole(number)
@@ -117,11 +128,11 @@ def test_a_rotation_that_is_cut_off_or_done_twice_takes_no_newer_one(run: Run, m
     [limit] = run.saves._limits.values()
     monkeypatch.setattr(shutil, "rmtree", half)
     for _ in range(2):
-        rotate(str(run.folder), limit, set())
+        rotate(str(run.folder), limit, None, {})
         assert run.settled() == ["checkpoint-1", "checkpoint-2"]
     monkeypatch.setattr(os, "rename", gone)  # to another rank that was faster
     run.whole(3)
-    rotate(str(run.folder), limit, set())
+    rotate(str(run.folder), limit, None, {})
     assert run.settled() == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
@@ -159,5 +170,5 @@ def test_the_age_is_that_of_an_engines_files_if_one_takes_part(run: Run, engines
     os.utime(old / "trainer_state.json", (10, 10))
     run.ask(1, engines=engines)
     [limit] = run.saves._limits.values()
-    rotate(str(run.folder), limit, set())
+    rotate(str(run.folder), limit, None, {})
     assert run.settled() == [old.name if engines is None else new.name]
