@@ -5,7 +5,7 @@ Invariants
   ATTEMPT-2  The phase `committed` is reported only after a commit outcome was read back or put durably.
   ATTEMPT-3  The attempt does not use the snapshot's memory after it has called `on_free`, once, before `run` returns.
   ATTEMPT-4  A rank that has voted no waits NO_S for the coordinator's abort, which names all failed ranks. Then it puts the
-      abort itself, since the coordinator may have died.
+      abort itself, since the coordinator may have died. It tries that until the deadline if there are other ranks to tell.
   ATTEMPT-5  If an attempt may have other writers (`AttemptInfo.may_be_taken_over`), a yes of any writer counts as this rank's.
       Losing the race for the vote is not an error, and a commit that counts another writer's vote ends this attempt as
       committed.
@@ -121,10 +121,8 @@ class Attempt:
         """The abort that follows from this rank's no, and the time at which this rank puts it itself (ATTEMPT-4)."""
         self._own_vote_stands, self._bases_forgotten = False, 0
         self._stands: Outcome | None = None  # as this rank's put has found it; others may forget an abort before the next look
-        self._unseen = ""
-        """The error of the last look that failed."""
-        self._index: Index | None = None
-        """The durable index of this rank's shard."""
+        self._unseen = ""  # the error of the last look that failed
+        self._index: Index | None = None  # the durable index of this rank's shard
         self._missing, self._stirred = Awaited(info, self.progress), asyncio.Event()
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
@@ -351,8 +349,7 @@ class Attempt:
         if self._is_decided():
             return  # so this failure does not matter
         self.own_error = error
-        phase = self.phase
-        if phase in FINAL:
+        if (phase := self.phase) in FINAL:
             return
         self._fire(event)
         report = ErrorReport.of(error, str(phase), decisions.shortened(str(error) or repr(error)))
@@ -456,11 +453,12 @@ class Attempt:
             return None
 
     async def _look(self) -> Outcome | None:
+        no = self._no if self._no is not None and asyncio.get_running_loop().time() >= self._no[1] else None
         try:
             if self._doubted is not None:
                 return await self._put(self._doubted)
-            if self._no is not None and asyncio.get_running_loop().time() >= self._no[1]:
-                return await self._put(self._no[0])
+            if no is not None:
+                return await self._put(no[0])
             if self.info.rank == COORDINATOR:
                 return await self._coordinate()
             return await self._seen()
@@ -469,6 +467,8 @@ class Attempt:
             if (cause := str(error)) != self._unseen:  # else the look before has logged it
                 log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
             self._unseen = cause
+            if no is not None and self.info.world_size == 1:
+                self._hopeless = error
             return None
 
     async def _seen(self) -> Outcome | None:

@@ -25,7 +25,8 @@ def lost_error(info: AttemptInfo, own: BaseException | None, error: Exception) -
     if own is error or is_out_of_reach(own):
         message = f"{info.prefix} failed: {own}"
     elif own is not None:
-        message = f"{info.prefix} failed: {own}; the failure could not be stored for the other ranks ({error})"
+        audience = "" if info.world_size == 1 else " for the other ranks"
+        message = f"{info.prefix} failed: {own}; the failure could not be stored{audience} ({error})"
     else:
         message = f"{info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
     lost = (type(own) if isinstance(own, FencedError | LinkError | RootGoneError) else StoreError)(message)

@@ -13,7 +13,7 @@ import pytest
 
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
-from checkpointd.errors import AbortedError, LinkError, SkippedError, StagingError
+from checkpointd.errors import AbortedError, LinkError, SkippedError, StagingError, StoreFullError
 from checkpointd.layout.keys import AttemptId, vote_name
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline import attempt
@@ -76,6 +76,36 @@ def test_a_coordinator_that_is_there_decides_at_once() -> None:
     assert seconds < attempt.NO_S
     assert [a.phase for a in ended] == [Phase.ABORTED, Phase.FAILED, Phase.ABORTED]
     assert all(a.outcome is not None and a.outcome.decided_by == 0 for a in ended)
+
+
+class HasNoRoom(MemoryStore):
+    """Has room for a vote, and none for an outcome, until `until`, in seconds."""
+
+    until = DEADLINE_S * 2
+
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        if key.endswith("/outcome") and asyncio.get_running_loop().time() < self.until:
+            raise StoreFullError("No space left on device")
+        return await super().put_if_absent(key, data, durable=durable)
+
+
+class HasRoomSoon(HasNoRoom):
+    until = attempt.NO_S / 2
+
+
+def test_the_only_rank_does_not_wait_for_room_for_its_abort() -> None:
+    (failed,), seconds = saved_by({0: StagingError("the copy was torn")}, 1, HasNoRoom)
+    assert (failed.phase, seconds < attempt.NO_S + 2.0) == (Phase.FAILED, True)
+    assert "failed: the copy was torn; the failure could not be stored (No space left on device)" in str(failed.error)
+    (failed,), seconds = saved_by({0: StagingError("the copy was torn")}, 1, HasRoomSoon)
+    assert isinstance(failed.error, AbortedError)
+    assert seconds < attempt.NO_S
+
+
+def test_where_other_ranks_wait_for_it_there_may_be_room_before_the_deadline() -> None:
+    ended, seconds = saved_by({0: StagingError("the copy was torn"), 1: None}, 2, HasNoRoom)
+    assert ([a.phase for a in ended], seconds >= DEADLINE_S) == ([Phase.FAILED] * 2, True)
+    assert "could not be stored for the other ranks" in str(ended[0].error)
 
 
 def test_a_coordinator_whose_vote_is_the_last_decides_at_once_however_rarely_it_looks() -> None:
