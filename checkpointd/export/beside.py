@@ -17,6 +17,12 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
+def check_beside(directory: str | None) -> None:
+    """NotFoundError if `directory` is not there; None is no directory, from which nothing is copied."""
+    if directory is not None and not os.path.isdir(directory):
+        raise _missing(os.path.abspath(directory))
+
+
 def read_beside(directory: str | os.PathLike[str] | None, dtype: str = "keep") -> dict[str, bytes]:
     """The files directly in `directory`, by name, without weights and hidden files; none if it is None.
 
@@ -39,12 +45,16 @@ def read_beside(directory: str | os.PathLike[str] | None, dtype: str = "keep") -
             with open(entry.path, "rb") as file:
                 found[entry.name] = file.read()
     except FileNotFoundError as error:
-        raise NotFoundError(f"there is no directory {place} to copy configuration and tokenizer from: make it first") from error
+        raise _missing(place) from error
     except OSError as error:
         raise StoreError(f"the files in {place} cannot be read: {error.strerror or error}") from error
     if CONFIG in found and dtype in _DTYPES:
         found[CONFIG] = _with_dtype(found[CONFIG], _DTYPES[dtype], os.path.join(place, CONFIG))
     return found
+
+
+def _missing(place: str) -> NotFoundError:
+    return NotFoundError(f"there is no directory {place} to copy configuration and tokenizer from: make it first")
 
 
 def _with_dtype(data: bytes, dtype: str, path: str) -> bytes:

@@ -24,7 +24,7 @@ from typing import Literal
 
 from checkpointd.config import ABSENCE_S, ExportConfig
 from checkpointd.errors import CheckpointdError, DamagedError, StoreError, UsageError
-from checkpointd.export.beside import read_beside
+from checkpointd.export.beside import check_beside, read_beside
 from checkpointd.export.consolidate import Consolidation, ExportRequest, Safetensors, check_outside, export_checkpoint
 from checkpointd.export.hold import ExportHold
 from checkpointd.export.output import on_thread
@@ -155,6 +155,7 @@ class Exporter:
         now = asyncio.get_running_loop().time()
         await self._log.refresh()
         if again or now - self._looked_at >= self.pace.look_s:
+            await on_thread(lambda: check_beside(self._config.files))  # told before the first export is due
             self._tried = {prefix: why for prefix, why in self._tried.items() if why == "damaged"}
             self._there = await records_at(self._target.store)
             self._looked_at = now

@@ -19,6 +19,7 @@ from dataclasses import replace
 from checkpointd.bucket_urls import one_spelling
 from checkpointd.config import ExportConfig
 from checkpointd.errors import CheckpointdError, UsageError
+from checkpointd.export.beside import check_beside
 from checkpointd.export.consolidate import check_outside
 from checkpointd.export.following import Exporter
 from checkpointd.export.progress import ExportProgress
@@ -39,12 +40,13 @@ _NICE = 19
 class OwnExports:
     """The export of the root at `root`, from now on. `is_saving` tells whether a save is in flight; any thread may call it.
 
-    Raises UsageError if the rule cannot work.
+    Raises UsageError if the rule cannot work, NotFoundError if its `files` are not there.
     """
 
     def __init__(self, root: str, config: ExportConfig, is_saving: Callable[[], bool]) -> None:
         files = None if config.files is None else os.path.abspath(config.files)
         self._config = replace(config, to=one_spelling(config.to), files=files)
+        check_beside(files)
         self._is_saving = is_saving
         open_store(root, read_only=True)  # refuses a root that exists only in the job's own store
         self._root = open_store(root)

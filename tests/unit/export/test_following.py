@@ -364,16 +364,17 @@ async def test_a_part_that_is_not_there_is_named_with_those_that_are(root: Store
     await ended(exporter)
 
 
-async def test_files_that_are_not_there_are_named_and_awaited(root: Store, tmp_path: Path) -> None:
-    await save(root, 1)
+async def test_files_that_are_not_there_are_named_before_anything_is_due_and_awaited(root: Store, tmp_path: Path) -> None:
     exporter = to_directory(root, tmp_path / "to", files=str(tmp_path / "files"))
-    await exporter.round()
+    task = asyncio.create_task(exporter.run())
+    await until(lambda: exporter.progress.state == "failing")
     assert exporter.progress.problem is not None
     assert f"there is no directory {tmp_path}/files" in exporter.progress.problem.message
+    await save(root, 1)
     (tmp_path / "files").mkdir()
-    await exporter.round(again=True)
-    assert exporter.progress.state == "up to date"
-    await ended(exporter)
+    exporter.finish()
+    await task
+    assert (exporter.progress.state, exporter.progress.exported) == ("up to date", 1)
 
 
 async def test_a_failing_storage_is_tried_again(root: Store, tmp_path: Path, files: str) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from checkpointd.config import ExportConfig
-from checkpointd.errors import UsageError
+from checkpointd.errors import NotFoundError, UsageError
 from checkpointd_client import Checkpointer
 from checkpointd_client.saves.exports import OwnExports
 
@@ -109,6 +109,8 @@ def test_rules_that_cannot_be_are_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "root", export=rule, sidecar=tmp_path / "socket")
     with pytest.raises(UsageError, match="lies inside the root"):
         Checkpointer(tmp_path / "root", export=ExportConfig(to=str(tmp_path / "root" / "models")))
+    with pytest.raises(NotFoundError, match=f"there is no directory {tmp_path}/base to copy configuration and tokenizer from"):
+        Checkpointer(tmp_path / "root", export=ExportConfig(to=str(tmp_path / "models"), files=str(tmp_path / "base")))
     with Checkpointer(tmp_path / "root"):
         pass  # the one that was refused has let go of the root
 
