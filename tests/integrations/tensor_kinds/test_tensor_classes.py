@@ -84,6 +84,25 @@ def test_states_become_ordinary_tensors_and_back(name: str) -> None:
     assert bits_of(back["x"]) == bits_of(expected)
 
 
+def test_an_ordinary_optimizer_without_state_gets_ordinary_tensors_of_low_bit_ones() -> None:
+    """Its first step makes its state, so at a load there is no tensor yet that has a class."""
+    model, optimizer = job("AdamW8bit")
+    stepped(model, optimizer, 1, 2)
+    saved = save({"model": model, "optimizer": optimizer})
+    for is_on_meta in (False, True):
+        with torch.device("meta" if is_on_meta else "cpu"):
+            again, _ = job("AdamW8bit")
+        other = torch.optim.AdamW(again.parameters(), lr=1e-2)
+        with pytest.raises(MismatchError, match=r"OptimState8bit tensor .* is stored, and a tensor of float32.*cast=True"):
+            saved.load({"model": again, "optimizer": other})
+        saved.load({"model": again, "optimizer": other}, cast=True)
+        for one, two in zip(model.parameters(), again.parameters(), strict=True):
+            for key, value in optimizer.state[one].items():
+                expected = value.dequantize() if hasattr(value, "dequantize") and type(value) is not torch.Tensor else value
+                assert bits_of(other.state[two][key]) == bits_of(expected)
+        stepped(again, other, 3)
+
+
 WEIGHTS: dict[str, Callable[[], Any]] = {
     "Float8WeightOnly": lambda: quantization.Float8WeightOnlyConfig(),
     "Int8WeightOnly": lambda: quantization.Int8WeightOnlyConfig(),

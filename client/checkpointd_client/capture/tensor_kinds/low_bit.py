@@ -42,9 +42,19 @@ def is_low_bit(optimizer: object) -> bool:
     return of_torchao and callable(getattr(optimizer, "_new_buffer", None))
 
 
+def is_ordinary(optimizer: object) -> bool:
+    """Whether `optimizer` is one of torch's, or a subclass of one. They keep ordinary tensors, and cannot step with others."""
+    modules = {cls.__module__ for cls in type(optimizer).__mro__} - {torch.optim.Optimizer.__module__}
+    return any(module.startswith("torch.optim.") for module in modules)
+
+
 def state_like(optimizer: Any, parameter: Any, key: object) -> Any:
-    """The state that `optimizer` makes at its first step for `parameter`, a tensor or a DTensor: zeros, on its device."""
+    """The state that `optimizer` makes at its first step for `parameter`, a tensor or a DTensor, on its device. Its content is
+    zeros, or undefined for an optimizer of torch's.
+    """
     with torch.no_grad():
+        if is_ordinary(optimizer):
+            return torch.empty_like(parameter.detach())
         return optimizer._new_buffer(parameter.detach(), key == _SIGNED)
 
 

@@ -25,7 +25,9 @@ import torch
 from checkpointd.layout import tree
 from checkpointd_client.capture import objects, optimizer_layout, optimizers
 from checkpointd_client.capture.plain.containers import NAMESPACES
-from checkpointd_client.capture.tensor_kinds.low_bit import is_low_bit, state_like
+from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS
+from checkpointd_client.capture.tensor_kinds.low_bit import is_low_bit, is_ordinary, state_like
+from checkpointd_client.capture.tensor_kinds.sharded import ROWS
 from checkpointd_client.capture.tensors import is_meta, refuse_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
@@ -428,7 +430,8 @@ def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: S
     match.low_bit = is_low_bit(live.optimizer)
     for key, child in match.stored.children(node):
         value = _item(there, key)
-        if value is None and match.low_bit and key != "step" and shape_of(match, child) == tuple(parameter.shape):
+        asks = match.low_bit or (_is_low_bit_state(child) and is_ordinary(live.optimizer))
+        if value is None and asks and key != "step" and shape_of(match, child) == tuple(parameter.shape):
             value = _state_like(match, live.optimizer, parameter, child, key)  # the class depends on what this rank holds
         like = made.below(key)
         if key == "step" and (steps_stay or not isinstance(child, tree.MeshTensor)):
@@ -438,8 +441,12 @@ def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: S
     return building.dict_of(node.kind, parts)
 
 
+def _is_low_bit_state(node: tree.Node) -> bool:
+    return isinstance(node, tree.Composite) and (node.kind in BLOCKS or node.kind == ROWS)
+
+
 def _state_like(match: Context, optimizer: Any, parameter: Any, node: tree.Node, key: Hashable) -> Any:
-    """The state that a low-bit optimizer makes for `parameter`, which may be on the meta device still."""
+    """The state that `optimizer` makes for `parameter`, which may be on the meta device still."""
     if is_meta(parameter):
         device = match.device_of(
             next((one.device for one in (node, *tree.children(node)) if isinstance(one, tree.Tensor)), "cpu")
