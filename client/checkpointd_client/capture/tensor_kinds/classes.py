@@ -182,6 +182,12 @@ class TensorClasses:
         module, _, path = name.partition(":")
         if name not in built_in:
             last = path.rpartition(".")[2]
+            moved = next((ours for ours in self.own if ours.rpartition(".")[2].rpartition(":")[2] == last), None)
+            if moved is not None:
+                raise StateError(
+                    f"it is of the class {name!r:.200}, and tensor_classes has {moved!r:.200}: if that is the same class in "
+                    f"another module, set its __module__ to {module!r:.200} and its __qualname__ to {path!r:.80} first"
+                )
             raise StateError(
                 f"it is of the class {name!r:.200}, which is not allowed: if you trust it, pass tensor_classes=[{last:.80}]"
             )

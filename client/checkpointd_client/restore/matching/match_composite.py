@@ -313,12 +313,24 @@ def _convert(
         hint = " (load(..., cast=True) converts it)" if alike else ""
         if kind is not None and not kind.rounds and isinstance(node, tree.Composite):
             hint = "; load it into a tensor of the stored shape, or, with cast=True, an ordinary tensor"
+        hint = _unknown(match, node) or hint
         match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now{hint}")
         return
     if wanted[0] < wanted[1]:
         # Classes round float32 to their blocks; many take no float64.
         fill = partial(_take, live, shape, None if kind is None else torch.float32)
         conversion.convert(match, node, live, wanted, fill, fqn)
+
+
+def _unknown(match: Context, node: tree.Node) -> str:
+    """What to do if tensors of the stored class cannot be made here; "" if they can."""
+    if not isinstance(node, tree.Composite) or node.kind in (ROWS, OWN_PART):
+        return ""
+    try:
+        match.classes.kind(node.kind)
+    except StateError as error:
+        return f". The stored one cannot be made: {error}"
+    return ""
 
 
 def _take(live: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None, row: torch.Tensor) -> None:
@@ -458,5 +470,6 @@ def words(node: tree.Composite) -> str:
 def words_of(live: Any, kind: TensorKind | None) -> str:
     """A live tensor in words."""
     facts = OuterFacts.of(live)
-    name = "" if kind is None else f"{kind.name} "
+    is_plain = type(live) in PLAIN_TENSORS or is_dtensor(live)
+    name = f"{kind.name} " if kind is not None else "" if is_plain else f"{contexts.name_of(type(live))} "
     return f"a {name}tensor of {str(facts.dtype).removeprefix('torch.')}{list(facts.shape)}"

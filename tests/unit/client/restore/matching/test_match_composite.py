@@ -325,6 +325,28 @@ def test_a_class_that_is_not_allowed_is_refused_at_the_save_and_at_the_load() ->
         saved.load({}, classes=TensorClasses.of([Halves]))
 
 
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_live_tensor_does_not_hide_that_the_stored_class_is_not_allowed(*, is_plain: bool) -> None:
+    live = torch.zeros(4, 6) if is_plain else halves(1)
+    words = "tensor" if is_plain else r"tests\S*:Halves tensor"
+    with pytest.raises(MismatchError, match=rf"and a {words} of .* is there now.*tensor_classes=\[Halves\]"):
+        save({"x": halves()}, classes=ALLOWED).load({"x": live})
+
+
+def test_a_class_that_was_moved_is_named_with_its_old_and_new_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = Halves.__module__, "job.tensors"
+    saved = save({"x": halves()}, classes=ALLOWED)
+    monkeypatch.setattr(Halves, "__module__", new)
+    with pytest.raises(
+        MismatchError, match=rf"class '{old}:Halves', and tensor_classes has '{new}:Halves'.*__module__ to '{old}'"
+    ):
+        saved.load({"x": halves(1)}, classes=TensorClasses.of(OWN))
+    monkeypatch.setattr(Halves, "__module__", old)
+    live = halves(1)
+    saved.load({"x": live}, classes=TensorClasses.of(OWN))
+    assert of_class(live) == of_class(halves())
+
+
 # --- trees that no save makes ---------------------------------------------------------------------------------------
 
 
