@@ -103,12 +103,13 @@ def watch(engine: Any, plug: Adapter) -> None:
         if filling is not None and filling.takes(save_dir):
             filling.call = args, kwargs  # begins when all of it is filled
             return True
-        try:
-            return save(save_dir, *args, **kwargs)
-        finally:
-            handle = engine.checkpoint_handle()
-            if handle is not None:
-                SAVES.add(save_dir, handle)
+        with SAVES.beginning(save_dir):
+            try:
+                return save(save_dir, *args, **kwargs)
+            finally:
+                handle = engine.checkpoint_handle()
+                if handle is not None:
+                    SAVES.add(save_dir, handle)
 
     @functools.wraps(load)
     def load_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> Any:

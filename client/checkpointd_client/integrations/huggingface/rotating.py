@@ -5,7 +5,8 @@ Invariants
       of an engine, if one takes part, or of the library is not a checkpoint: it is neither counted nor removed.
   ROTATE-2  The newest commit and the best checkpoint stay. The checkpoints of this process have the order of its saves, whose
       files are written in the background, and may be written in another order. They are newer than all others, whose age is
-      that of their files, not of their directories.
+      that of their files, not of their directories. A directory whose save is in flight is neither counted nor removed: it may
+      appear before the end of its save is noted.
   ROTATE-3  A directory is first moved to a hidden place and then removed: half removed, other programs could take it for a
       checkpoint. So could the rotation of another rank, since on CPUs each rank counts itself as the first of its node.
 """
@@ -19,8 +20,8 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,17 @@ class Limit:
     engines: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What this process knows of its saves (ROTATE-2).
+
+    `committed`: the directories that it has saved, each with the number of its last save. `in_flight`: those that it is saving.
+    """
+
+    committed: Mapping[str, int]
+    in_flight: Collection[str]
+
+
 class Saves:
     """The directories that were saved to, each with its last save, and the limits of the directories above them."""
 
@@ -57,8 +69,10 @@ class Saves:
         """The committed directories, each with the number of its last save. Those that a rotation has removed are not in it."""
         self._due: set[str] = set()
         self._bests: dict[str, str] = {}
-        self._in_flight: dict[SaveHandle, int] = {}
-        """The saves whose end was not noted yet, each with its number. Their ends may be noted in another order."""
+        self._in_flight: dict[SaveHandle, tuple[int, str]] = {}
+        """The saves whose end was not noted yet, each with its number and directory. Ends may be noted in another order."""
+        self._beginning: list[str] = []
+        """The directories whose saves are being begun."""
         self._count = itertools.count()
         self._alone = threading.Lock()
         """Never held for long: the writer's thread waits for it."""
@@ -72,6 +86,18 @@ class Saves:
             self._due.clear()
             self._bests.clear()
 
+    @contextmanager
+    def beginning(self, directory: str) -> Iterator[None]:
+        """A save to `directory` begins within the block, which calls `add`. It may commit before that call."""
+        directory = os.path.abspath(directory)
+        with self._alone:
+            self._beginning.append(directory)
+        try:
+            yield
+        finally:
+            with self._alone:
+                self._beginning.remove(directory)
+
     def add(self, directory: str, handle: SaveHandle) -> None:
         """A save to `directory` has begun."""
         directory = os.path.abspath(directory)
@@ -80,7 +106,7 @@ class Saves:
                 if older.done() and older.phase == Phase.COMMITTED:
                     self._handles.pop(known, None)
             self._handles[directory] = handle
-            self._in_flight[handle] = next(self._count)
+            self._in_flight[handle] = next(self._count), directory
         handle.when_done(lambda: self._ended(directory, handle))
 
     def limit(self, folder: str, limit: Limit | None) -> None:
@@ -119,6 +145,9 @@ class Saves:
                 self._note(directory, handle)
             else:
                 handle.staged_within(None)
+        for handle, (_, directory) in list(self._in_flight.items()):
+            if handle.done():  # an earlier save to the same directory
+                self._note(directory, handle)
         self._rotate()
 
     def _ended(self, directory: str, handle: SaveHandle) -> None:
@@ -130,22 +159,26 @@ class Saves:
     def _note(self, directory: str, handle: SaveHandle) -> None:
         folder = os.path.dirname(directory)
         with self._alone:
-            number = self._in_flight.pop(handle, None)
-            if number is not None and handle.phase == Phase.COMMITTED:
-                self._committed[directory] = max(number, self._committed.get(directory, -1))
+            noted = self._in_flight.pop(handle, None)
+            if noted is not None and handle.phase == Phase.COMMITTED:
+                self._committed[directory] = max(noted[0], self._committed.get(directory, -1))
                 self._due |= {folder} & self._limits.keys()
 
     def _rotate(self) -> None:
         with self._removing:
-            for folder, limit, best, committed in self._decided():
-                removed = rotate(folder, limit, best, committed)
+            for folder, limit, best in self._decided():
+                removed = rotate(folder, limit, best, self._known)
                 with self._alone:
                     for path in removed:
                         self._committed.pop(path, None)
 
-    def _decided(self) -> list[tuple[str, Limit, str | None, dict[str, int]]]:
+    def _known(self) -> Known:
+        with self._alone:
+            return Known(dict(self._committed), {*self._beginning, *(path for _, path in self._in_flight.values())})
+
+    def _decided(self) -> list[tuple[str, Limit, str | None]]:
         """The rotations that are due and possible now, each with the arguments of `rotate`."""
-        found: list[tuple[str, Limit, str | None, dict[str, int]]] = []
+        found: list[tuple[str, Limit, str | None]] = []
         with self._alone:
             for folder in sorted(self._due):
                 limit = self._limits[folder]
@@ -155,18 +188,16 @@ class Saves:
                 if best and not os.path.isdir(best):
                     best = self._bests.get(folder)
                 self._due.discard(folder)
-                committed = {path: number for path, number in self._committed.items() if os.path.dirname(path) == folder}
-                found.append((folder, limit, best, committed))
+                found.append((folder, limit, best))
         return found
 
 
-def rotate(folder: str, limit: Limit, best: str | None, committed: Mapping[str, int]) -> list[str]:
-    """Remove the oldest checkpoints in `folder`, except the `best`, until the limit holds. Returns what was to be removed.
-
-    `committed`: the directories that this process has saved, each with the number of its save (ROTATE-2).
-    """
-    ages = {str(path): age for path in Path(folder).glob("*") if (age := _age(path, limit)) is not None}
-    oldest_first = sorted(ages, key=lambda path: (committed.get(path, -1), ages[path], _numbers_of(path)))
+def rotate(folder: str, limit: Limit, best: str | None, ask: Callable[[], Known]) -> list[str]:
+    """Remove the oldest checkpoints in `folder`, except the `best`, until the limit holds. Returns what was to be removed."""
+    found = {str(path): age for path in Path(folder).glob("*") if (age := _age(path, limit)) is not None}
+    known = ask()  # after the look at the folder: what appears later was not seen
+    ages = {path: age for path, age in found.items() if path not in known.in_flight}
+    oldest_first = sorted(ages, key=lambda path: (known.committed.get(path, -1), ages[path], _numbers_of(path)))
     staying = {best, *oldest_first[-1:]} & ages.keys()
     spare = len(ages) - max(limit.keep, len(staying))
     going = [path for path in oldest_first if path not in staying][: max(0, spare)]

@@ -123,6 +123,14 @@ class DirectorySaver:
         self, checkpointer: Core, target: SaveTarget, step: int, taking: Taking, filling: Filling, usual: tuple[str, ...]
     ) -> SaveHandle:
         del usual  # of engines
+        with SAVES.beginning(filling.directory):
+            handle = self._begun(checkpointer, target, step, taking, filling)
+        if self._synchronous:
+            handle.wait()
+            SAVES.settle()  # old checkpoints have gone, too
+        return handle
+
+    def _begun(self, checkpointer: Core, target: SaveTarget, step: int, taking: Taking, filling: Filling) -> SaveHandle:
         name = filling.filled.name
         fault = filling.filled.fault or mount_fault(store_of(target.root), os.path.dirname(filling.directory))
         if fault is not None:
@@ -136,9 +144,6 @@ class DirectorySaver:
             handle = checkpointer.save_files(step, files, tag=target.tag, at=target.at, unfinished=name)
         self.handle = handle
         SAVES.add(filling.directory, handle)
-        if self._synchronous:
-            handle.wait()
-            SAVES.settle()  # old checkpoints have gone, too
         return handle
 
     def _refused(self, checkpointer: Core, target: SaveTarget, step: int, unfinished: str, error: BaseException) -> None:

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from checkpointd_client.integrations.huggingface import rotating
-from checkpointd_client.integrations.huggingface.rotating import rotate
+from checkpointd_client.integrations.huggingface.rotating import Known, rotate
 from checkpointd_client.saves.handle import Phase
 from tests.unit.client.integrations.huggingface.saving_run import Run
+
+
+def nothing() -> Known:
+    return Known({}, set())
 
 
 @pytest.fixture
@@ -61,6 +65,24 @@ def test_the_order_of_the_saves_counts_and_not_that_in_which_their_files_were_wr
         for number in (1, 2, 3):
             run.save(number)(Phase.COMMITTED)
     assert run.settled() == ["checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_checkpoint_that_appears_before_the_end_of_its_save_is_noted_stays(run: Run, is_added: bool) -> None:
+    """ROTATE-2. Its directory appears at the commit, and its handle ends after that."""
+    run.whole(1)
+    run.ask(2)
+    run.save(2)(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-1", "checkpoint-2"]
+    with run.saves.beginning(str(run.folder / "checkpoint-4")):
+        end = run.save(4) if is_added else None
+        run.whole(4)
+        run.save(3)(Phase.COMMITTED)
+        run.saves._rotate()
+        assert sorted(path.name for path in run.folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+        end = end or run.save(4)
+    end(Phase.COMMITTED)
+    assert run.settled() == ["checkpoint-3", "checkpoint-4"]
 
 
 def test_of_files_that_were_written_at_one_time_the_number_tells_which_are_older(run: Run) -> None:
@@ -128,11 +150,11 @@ def test_a_rotation_that_is_cut_off_or_done_twice_takes_no_newer_one(run: Run, m
     [limit] = run.saves._limits.values()
     monkeypatch.setattr(shutil, "rmtree", half)
     for _ in range(2):
-        rotate(str(run.folder), limit, None, {})
+        rotate(str(run.folder), limit, None, nothing)
         assert run.settled() == ["checkpoint-1", "checkpoint-2"]
     monkeypatch.setattr(os, "rename", gone)  # to another rank that was faster
     run.whole(3)
-    rotate(str(run.folder), limit, None, {})
+    rotate(str(run.folder), limit, None, nothing)
     assert run.settled() == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
 
 
@@ -170,5 +192,5 @@ def test_the_age_is_that_of_an_engines_files_if_one_takes_part(run: Run, engines
     os.utime(old / "trainer_state.json", (10, 10))
     run.ask(1, engines=engines)
     [limit] = run.saves._limits.values()
-    rotate(str(run.folder), limit, None, {})
+    rotate(str(run.folder), limit, None, nothing)
     assert run.settled() == [old.name if engines is None else new.name]
