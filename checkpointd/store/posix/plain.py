@@ -89,7 +89,9 @@ class PlainFiles:
         return self._root.locked()
 
     async def is_there(self, at: str) -> bool:
-        """Whether the directory or the lone file `at` exists."""
+        """Whether the directory or the lone file `at` exists. So does a symbolic link of that name, wherever it leads: a
+        user may have moved the directory and left a link to it.
+        """
         target = f"{self._beside}/{at}"
         async with self._root.guard("looking at", at, reads=True):
             try:
@@ -98,6 +100,9 @@ class PlainFiles:
                 return False
             except NotADirectoryError:
                 return await self._status(target) is not None
+            except LinkMet as met:
+                if met.filename != target:
+                    raise
         return True
 
     async def show(self, at: str, files: Mapping[str, str], leftover: Callable[[str], bool]) -> None:

@@ -241,6 +241,17 @@ def test_nothing_is_removed_where_everything_is_gone_for_a_moment(ckpt: Checkpoi
     assert ckpt._core._writer.call(tag_directories.abandoned(ckpt._core._store), 60) == set()
 
 
+def test_a_link_in_the_place_of_a_directory_keeps_no_other_from_being_removed(ckpt: Checkpointer) -> None:
+    """TAGDIR-4. Lightning's last.ckpt may become a link, and a user may move a directory and leave a link."""
+    for tag in ("one", "two", "three"):
+        save(ckpt, example(), tag=tag)
+    (beside(ckpt) / "one").rename(beside(ckpt) / "moved")
+    (beside(ckpt) / "one").symlink_to("moved")
+    shutil.rmtree(beside(ckpt) / "two")
+    looked = tag_directories.abandoned(ckpt._core._store)
+    assert {prefix.partition("/")[0] for prefix in ckpt._core._writer.call(looked, 60)} == {"two"}
+
+
 @pytest.mark.parametrize("looks", [1, 3])
 def test_a_directory_that_is_out_of_sight_for_a_moment_was_not_removed(
     ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch, looks: int

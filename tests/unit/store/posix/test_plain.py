@@ -170,6 +170,9 @@ async def test_what_a_link_in_the_place_of_a_directory_leads_to_stays(store: Sto
         await plain.show("shown", {"file": "tag/two"}, never)
     await plain.hide("shown", ["file"])
     assert (tmp_path / "shown").is_symlink()
+    assert await plain.is_there("shown"), "a user who leaves a link has not removed the checkpoint"
+    with pytest.raises(StoreError, match="shown is a symbolic link"):
+        await plain.is_there("shown/below")
     assert (moved / "file").read_bytes() == b"1"
     assert os.listdir(tmp_path / SERVICE / SERVICE / "tmp") == []
 
