@@ -124,6 +124,21 @@ def test_a_failed_save_reports_the_newest_one_before_it(
         assert value_of(worker.upload()[-1]) == 3.0
 
 
+def test_what_ray_registers_after_an_error_of_the_training_function_blames_nothing_else(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train_function() -> None:
+        with RayCheckpointer() as ckpt:
+            ckpt.report({}, 1, state(1.0))
+            raise ValueError("a mistake in the training function")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        train_function()
+    (checkpoint,) = worker.upload()
+    assert value_of(checkpoint) == 1.0
+    assert caplog.text == ""
+
+
 def test_a_failed_first_save_reports_that_there_is_none(worker: Worker, monkeypatch: Patch) -> None:
     with RayCheckpointer() as ckpt, monkeypatch.context() as failing:
         failing.setattr(core_of(ckpt)._store.__class__, "open_writer", full)

@@ -26,7 +26,7 @@ from ray.train import CheckpointUploadMode
 from checkpointd.daemon.protocol.wire import METRICS_MAX
 from checkpointd.errors import CheckpointdError, StoreError, UsageError
 from checkpointd.waits import Waiting
-from checkpointd_client.checkpointer import Checkpointer
+from checkpointd_client.checkpointer import Checkpointer, core_of
 from checkpointd_client.integrations.ray import reference
 from checkpointd_client.integrations.ray.reference import OF_THE_RUN, Reference
 from checkpointd_client.integrations.ray.storage import root_of
@@ -181,7 +181,7 @@ class RayCheckpointer(Checkpointer):
                 "Ray ends training when a report fails: repair its storage_path, and allow restarts, for example with "
                 "FailureConfig(max_failures=3)"
             ) from fault
-        if error is None:
+        if error is None and not core_of(self).closed:  # after an error, Ray registers saves of a closed checkpointer
             try:
                 self._remove_dropped(handle.tag, directory)
             except (CheckpointdError, OSError) as fault:
