@@ -88,7 +88,7 @@ class Job:
         self.process.kill()
         self.process.wait()
         for pid in ranks.values():
-            _kill(pid)
+            _send(pid, signal.SIGKILL)
 
     def __enter__(self) -> Self:
         return self
@@ -111,9 +111,9 @@ def _rank_of_child(process: Path, parent: int) -> int | None:
     return next((int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")), None)
 
 
-def _kill(pid: int) -> None:
+def _send(pid: int, number: signal.Signals) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return
 
@@ -137,14 +137,19 @@ def kill_during_save(job: Job, place: Place, tags: Sequence[str], *, rank: int, 
 
     `after` is a part of what the rank's shard took in the checkpoint before.
 
-    A kill that came too late (the rank's vote is there) does not count: torchrun restarts the job, and the next tag is tried.
+    The rank is stopped first. If its vote is there by then, it goes on, and the next tag is tried. If a vote that was under way
+    arrives after the kill, the kill does not count: torchrun restarts the job, and the next tag is tried.
     """
     for tag in tags:
         save = SaveInFlight(place, tag, rank)
         pid = save.wait_for(after, job)
         if pid is None:
             continue
-        _kill(pid)
+        _send(pid, signal.SIGSTOP)
+        if save.look() is None:
+            _send(pid, signal.SIGCONT)
+            continue
+        _send(pid, signal.SIGKILL)
         strike = save.struck(pid)
         if strike is not None:
             return strike

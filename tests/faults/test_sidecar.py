@@ -165,7 +165,7 @@ def test_a_restart_loads_from_memory(tmp_path: Path, daemon: Daemon) -> None:
 
 def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
-    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+    with Job(folder=tmp_path, nbytes=24 * MIB) as job:
         _killed_while_writing(job, root, slow, 3)
     _wait_for_lease(root)
     command = [sys.executable, "-m", "checkpointd", "recover", str(root), "--json"]
