@@ -281,9 +281,14 @@ def read_serve_file(path: str) -> dict[str, object]:
         raise UsageError(f"the configuration {path} names {', '.join(strange)}; there are {', '.join(sorted(known))}")
     for name, kind in (("mirrors", ServedMirror), ("exports", ServedExport)):
         for given in table.get(name, []):
-            other = sorted(set(given) - {f.name for f in fields(kind)}) if isinstance(given, dict) else []
+            keys = {f.name for f in fields(kind)}
+            other = sorted(set(given) - keys) if isinstance(given, dict) else []
             if other:
-                raise UsageError(f"the configuration {path} names {', '.join(other)} in {name}, which there is not")
+                raise UsageError(
+                    f"the configuration {path} names {', '.join(other)} in {name}; there are {', '.join(sorted(keys))}"
+                )
+            if kind is ServedExport and isinstance(given, dict) and "dtype" in given:
+                arguments.choice("dtype", given["dtype"], get_args(ExportDType))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
 
 

@@ -313,6 +313,11 @@ def _convert(
         hint = " (load(..., cast=True) converts it)" if alike else ""
         if kind is not None and not kind.rounds and isinstance(node, tree.Composite):
             hint = "; load it into a tensor of the stored shape, or, with cast=True, an ordinary tensor"
+        if is_meta(live):
+            hint = (
+                "; it is on the meta device: make it a tensor of the stored kind, or, for cast=True, give it memory "
+                "first, as to_empty(device=...) of the module does"
+            )
         hint = _unknown(match, node) or hint
         match.mismatched.append(f"{fqn}: {_words(match, node)} is stored, and {words_of(live, kind)} is there now{hint}")
         return

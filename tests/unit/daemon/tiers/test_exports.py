@@ -146,7 +146,10 @@ def test_the_file_names_exports_with_their_rules(tmp_path: Path) -> None:
     file.write_text(text + "every_steps = 3\n")
     assert read_serve_file(str(file))["exports"] == ({"root": "/a", "to": "/m", "every_steps": 3},)
     file.write_text(text + "every = 3\n")
-    with pytest.raises(UsageError, match="names every in exports"):
+    with pytest.raises(UsageError, match="names every in exports; there are dtype, every_steps, "):
+        read_serve_file(str(file))
+    file.write_text(text + 'dtype = "bfloat16"\n')
+    with pytest.raises(UsageError, match="dtype is 'bfloat16'; choose one of keep, fp32, bf16"):
         read_serve_file(str(file))
     assert ExportConfig(to="models").to == "models"  # of a process, which has a working directory
 

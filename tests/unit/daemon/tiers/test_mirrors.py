@@ -182,7 +182,7 @@ def test_the_file_names_mirrors_with_their_rules(tmp_path: Path) -> None:
     file.write_text('[serve]\nroots = ["/a"]\n[[serve.mirrors]]\norigin = "/a"\nmirror = "/m"\nkeep_last = 3\n')
     assert read_serve_file(str(file))["mirrors"] == ({"origin": "/a", "mirror": "/m", "keep_last": 3},)
     file.write_text('[serve]\nroots = ["/a"]\n[[serve.mirrors]]\norigin = "/a"\nmirror = "/m"\nkeep = 3\n')
-    with pytest.raises(UsageError, match="names keep in mirrors"):
+    with pytest.raises(UsageError, match="names keep in mirrors; there are best, every_steps, "):
         read_serve_file(str(file))
 
 

@@ -183,6 +183,16 @@ def test_a_sparse_or_nested_tensor_on_the_meta_device_gets_memory(kind: str) -> 
     assert facts_of(live) == facts_of(made(kind))
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_an_ordinary_tensor_on_the_meta_device_does_not_get_a_composite_one(*, cast: bool) -> None:
+    model = nn.Linear(6, 4, bias=False, device="meta")
+    with pytest.raises(MismatchError, match=r"m\.weight: a sparse_coo tensor .* on the meta device.*to_empty"):
+        save({"m": {"weight": made("sparse_coo")}}).load({"m": model}, cast=cast)
+    model.to_empty(device="cpu")
+    save({"m": {"weight": made("sparse_coo")}}).load({"m": model}, cast=True)
+    assert torch.equal(model.weight, made("sparse_coo").to_dense())
+
+
 def test_a_parameter_on_the_meta_device_keeps_the_attributes_that_libraries_set_on_it() -> None:
     model = nn.Linear(2, 2, device="meta")
     model.weight.is_parallel = True  # type: ignore[attr-defined]
