@@ -304,6 +304,7 @@ class OpenCheckpoint:
             own = part(source.content())
             content, restoration = prepared(source, state, own, options, part=part, answers=answers)
             self._check_named(restoration)
+            source.locate(restoration.targets, content)
             if options.verify_first:
                 source.verify(restoration.targets, content)
             elif restoration.live:  # one that was removed before must not count as loaded in part

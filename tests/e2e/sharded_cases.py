@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from checkpointd.errors import CheckpointdError, MismatchError, StateError, Usag
 from checkpointd_client import Checkpointer, open_checkpoint
 from checkpointd_client.capture.state import capture
 from tests.e2e.sharded_models import DTYPES, Job, build, distribute_like, locals_of
+from tests.unit.client.composite_tensors import Halves, Recipe, Rounding
 
 if TYPE_CHECKING:
     from tests.e2e.sharded_ranks import Process
@@ -485,3 +487,61 @@ def steps_go_on(process: Process) -> None:
             again = build("fsdp2", torch.float32, 10)
             ckpt.load(again.state)
             expect(process, "a step right after save()", dict(zip(before, locals_of(again), strict=True)), before)
+
+
+# --- tensors of a user's class ---------------------------------------------------------------------------------------
+
+
+def _halves(whole: torch.Tensor, mesh: DeviceMesh, placement: Any, block: int) -> Any:
+    """A DTensor of `Halves` with `block` in its context."""
+    made: Any = cut(whole, mesh, placement)
+    made._local_tensor = Halves.of(made._local_tensor, Recipe(block))
+    return made
+
+
+WAYS = ((Shard(0), False), (Shard(1), False), (Replicate(), False), (Replicate(), True))
+"""Placements to load into, and whether the DTensor is an ordinary one."""
+
+
+def contexts_of_their_own(process: Process) -> None:
+    """Ranks that keep their own contexts get their own elements back, and nobody gets those of another rank (COMPOSITE-5)."""
+    whole, root, classes = torch.arange(24.0).reshape(4, 6) / 7, process.folder / "contexts", [Halves, Recipe, Rounding]
+    for world in (2, 1):
+        with process.job(f"contexts-{world}", world) as mine:
+            if not mine:
+                continue
+            with Checkpointer(root, tensor_classes=classes) as ckpt:
+                if world == 2:
+                    _save_and_load_halves(process, ckpt, whole)
+                    continue
+                alone = Halves.of(whole + 1)
+                words = "w: the ranks that saved it had different values, and the number of ranks has changed"
+                load = functools.partial(ckpt.load, {"w": alone})
+                refused(process, "contexts of two ranks on one", words, MismatchError, load)
+                _expect_halves(process, "contexts of two ranks on one", alone, whole + 1)
+
+
+def _save_and_load_halves(process: Process, ckpt: Checkpointer, whole: torch.Tensor) -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    for step, blocks in enumerate(((8, 8), (8, 4))):
+        block, tag = blocks[process.number], f"global_step{step}"
+        ckpt.save(step, {"w": _halves(whole, mesh, Shard(0), block)}).wait()
+        with open_checkpoint(process.folder / "contexts", tag, tensor_classes=[Halves, Recipe, Rounding]) as opened:
+            for (placement, is_plain), reader in itertools.product(WAYS, (ckpt, opened)):
+                name = f"{tag} on {placement}, plain {is_plain}, by {type(reader).__name__}"
+                target: Any = cut(whole + 1, mesh, placement)
+                if not is_plain:
+                    target = _halves(whole + 1, mesh, placement, block)
+                load = functools.partial(reader.load, {"w": target}, cast=is_plain)
+                if placement == Shard(0) or blocks[0] == blocks[1]:
+                    load()
+                    _expect_halves(process, name, target._local_tensor, cut(whole, mesh, placement)._local_tensor)
+                else:
+                    words = r"kept different contexts(.|\n)*w: its elements for this rank are from rank [01]"
+                    refused(process, name, words, MismatchError, load)
+
+
+def _expect_halves(process: Process, name: str, local: torch.Tensor, wanted: torch.Tensor) -> None:
+    found = local.dequantize() if isinstance(local, Halves) else local
+    if not torch.equal(found, Halves.of(wanted).dequantize()):
+        process.wrong.append(f"{name}: {found}")

@@ -29,6 +29,7 @@ from checkpointd_client import Checkpointer
 from checkpointd_client.sharding import write_split
 from tests.e2e.rank_cases import CaseNotes, leave_process_group
 from tests.e2e.sharded_cases import (
+    contexts_of_their_own,
     objects_that_load_themselves,
     one_rank_changes,
     placements,
@@ -250,6 +251,7 @@ def main() -> None:
         one_rank_changes,
         objects_that_load_themselves,
         steps_go_on,
+        contexts_of_their_own,
         flat,
         flat_in_part,
         example,

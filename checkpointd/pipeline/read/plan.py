@@ -140,7 +140,7 @@ def plan_reads(world: CheckpointView, wants: Iterable[BoxRequest]) -> tuple[list
     gaps: list[DamagedError] = []
     reads = _ChunkReads(world)
     for want in wants:
-        parts = _parts(world, want)
+        parts = parts_of(world, want)
         gap = _gap(want, parts)
         if gap is None:
             reads.add(want, parts)
@@ -151,7 +151,7 @@ def plan_reads(world: CheckpointView, wants: Iterable[BoxRequest]) -> tuple[list
 
 def gaps(world: CheckpointView, wants: Iterable[BoxRequest]) -> list[DamagedError]:
     """The damage of the wanted boxes that the ranks did not store whole. Reads no chunks; raises as `read_boxes` does."""
-    return [gap for want in wants if (gap := _gap(want, _parts(world, want)))]
+    return [gap for want in wants if (gap := _gap(want, parts_of(world, want)))]
 
 
 def unheld(view: CheckpointView, wants: Iterable[BoxRequest]) -> list[BoxRequest]:
@@ -164,11 +164,11 @@ def _is_held(view: CheckpointView, want: BoxRequest) -> bool:
     if tensor is None:
         return False
     boxes = [part.entry.box for part in tensor.parts]
-    return want.box in boxes or _gap(want, _parts(view, want)) is None
+    return want.box in boxes or _gap(want, parts_of(view, want)) is None
 
 
-def _parts(world: CheckpointView, want: BoxRequest) -> list[StoredBox]:
-    """The parts that have elements of the wanted box."""
+def parts_of(world: CheckpointView, want: BoxRequest) -> list[StoredBox]:
+    """The parts that have elements of the wanted box. NotFoundError if there is no such tensor."""
     found: Sequence[StoredBox]
     if want.rank is None:
         tensor = world.tensors.get(want.fqn)

@@ -6,12 +6,12 @@ ranks that had them; values that differed are not loaded, and their FQNs are rep
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from checkpointd.errors import FormatError
+from checkpointd.errors import FormatError, MismatchError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias, TensorEntry
@@ -130,6 +130,56 @@ def part_of(content: RankContent, names: Collection[str], *, client_state: bool)
     inside = (*names, CLIENT_STATE) if client_state else tuple(names)
     left = (fqn for fqn in content.left if any(fqn == name or fqn.startswith(f"{name}.") for name in inside))
     return replace(content, root=tree.Dict(content.root.kind, tuple(kept)), left=frozenset(left))
+
+
+Givers = Callable[[BoxRequest], Iterable[tuple[int, bytes]]]
+"""The ranks from which a wanted box is read, each with its state tree as it is stored."""
+
+
+def check_contexts(content: RankContent, wanted: Iterable[BoxRequest], givers: Givers) -> None:
+    """MismatchError if elements in `wanted` belong to a composite tensor for which their rank had another context."""
+    shared = [want for want in wanted if want.rank is None]
+    ours = _inner_tensors(content.root) if shared else {}
+    seen, wrong = dict[bytes, Mapping[str, _Inner]](), dict[str, None]()
+    for want in (want for want in shared if want.fqn in ours):
+        for rank, stored in givers(want):
+            if stored not in seen:
+                seen[stored] = _inner_tensors(tree.decode(stored))
+            if seen[stored].get(want.fqn) != ours[want.fqn]:
+                wrong[f"{ours[want.fqn].fqn}: its elements for this rank are from rank {rank}"] = None
+    if wrong:
+        raise MismatchError(
+            "the ranks that saved these tensors kept different contexts for them, and an element can only be read with that of its "
+            "rank; nothing was loaded. Load them with as many ranks as saved them, into DTensors with the mesh and the placements "
+            "that they were saved with:\n  " + "\n  ".join(wrong),
+            tuple(wrong),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """What a state tree says of an inner tensor: the composite tensor at `fqn`, with those around it, without inner tensors."""
+
+    fqn: str
+    heads: tuple[bytes, ...]
+
+
+def _inner_tensors(root: tree.Node) -> dict[str, _Inner]:
+    """The inner tensors of all composite tensors in a state tree, by FQN."""
+    return dict(_below(root, ()))
+
+
+def _below(node: tree.Node, heads: tuple[bytes, ...]) -> Iterator[tuple[str, _Inner]]:
+    if not isinstance(node, tree.Composite):
+        for child in (*(value for _, value in tree.items(node)), *tree.elements(node)):
+            yield from _below(child, ())
+        return
+    heads = (*heads, tree.encode(msgspec.structs.replace(node, inner=(), requires_grad=False)))
+    for name, child in node.inner:
+        if isinstance(child, tree.Tensor):
+            yield child.fqn, _Inner(child.fqn.removesuffix(f".{name}"), heads)
+        else:
+            yield from _below(child, heads)
 
 
 def parts_of(content: RankContent) -> list[str]:

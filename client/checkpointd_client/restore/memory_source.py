@@ -38,7 +38,7 @@ from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.shard import Bytes, ShardTensor
 from checkpointd.store.base import Store
 from checkpointd_client.restore.bind import Target
-from checkpointd_client.restore.content import RankContent
+from checkpointd_client.restore.content import RankContent, check_contexts
 from checkpointd_client.restore.store_source import Prints, same_bits, same_prints, scratch, stands_below, wants
 from checkpointd_client.restore.uploads import Uploads
 from checkpointd_client.sidecar.client import SidecarClient
@@ -120,6 +120,11 @@ class FetchedSnapshot:
         except (OSError, ValueError) as error:  # ValueError: of no bytes at all
             raise DamagedError(f"the retained snapshot cannot be mapped: {error}", rank=self._rank) from error
         return np.frombuffer(mapped, dtype=np.uint8)
+
+    @property
+    def rank_and_tree(self) -> tuple[int, bytes]:
+        """The rank whose snapshot it is, and its state tree."""
+        return self._rank, self.snapshot.tree
 
     def digest_of(self, tensor: ShardTensor) -> bytes:
         """The digest of this box of this snapshot, taken when the snapshot was complete."""
@@ -258,9 +263,10 @@ class MemorySource:
 
     def locate(self, targets: Sequence[Target], content: RankContent) -> None:
         """SidecarError if not all of it is on this node."""
-        parts = self._parts()
-        for want in wants(targets, content, None):
+        parts, found = self._parts(), wants(targets, content, None)
+        for want in found:
             self._covering(want, parts)
+        check_contexts(content, found, lambda want: (held.rank_and_tree for held, _ in self._covering(want, parts)))
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
         """SidecarError if not all of it is on this node, DamagedError if it changed."""

@@ -17,7 +17,7 @@ from checkpointd.layout.joint_plan import JointPlan
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, widened
 from checkpointd.pipeline.read.joint_plan import ranks_with, read_joint_plan
 from checkpointd.pipeline.read.load import read_boxes, read_tensors
-from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, unheld
+from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, parts_of, unheld
 from checkpointd.pipeline.read.shared_reads import Sharing
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.workers import uncollected
@@ -28,7 +28,7 @@ from checkpointd_client.ranks.reading_circle import RankSharing
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.bind import Target
-from checkpointd_client.restore.content import RankContent, merged_content, own_content
+from checkpointd_client.restore.content import RankContent, check_contexts, merged_content, own_content
 from checkpointd_client.restore.plan import LoadOptions, Restoration, prepare
 from checkpointd_client.restore.sinks import box_sink, sinks_for
 from checkpointd_client.restore.target_chooser import TargetChooser
@@ -66,7 +66,9 @@ class CandidateSource(Protocol):
         ...
 
     def locate(self, targets: Sequence[Target], content: RankContent) -> None:
-        """Find out where `targets` are without reading them. Raise an error if they are known not to be there."""
+        """Find out where `targets` are without reading them. Raise an error if they are known not to be there, or
+        MismatchError as `check_contexts` does.
+        """
         ...
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
@@ -273,8 +275,13 @@ class StoredSource:
 
     def locate(self, targets: Sequence[Target], content: RankContent) -> None:
         """Read the indexes of the ranks that stored `targets`. What these do not name, `verify` and `fill` do."""
+        found = wants(targets, content, None)
         if self._plan is not None:
-            self._widen_for(wants(targets, content, None))
+            self._widen_for(found)
+        uncollected(lambda: check_contexts(content, found, self._givers))
+
+    def _givers(self, want: BoxRequest) -> list[tuple[int, bytes]]:
+        return [(part.rank, self._world.indexes[part.rank].tree) for part in parts_of(self._world, want)]
 
     def verify(self, targets: Sequence[Target], content: RankContent) -> None:
         damage = self._read_targets(targets, content, None)

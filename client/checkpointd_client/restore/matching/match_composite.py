@@ -7,6 +7,7 @@ Invariants
   COMPOSITE-2  A composite tensor is loaded whole, or stays as it is and is reported.
   COMPOSITE-3  Filled inner tensors that contradict each other are an error, before anything uses them.
   COMPOSITE-4  If a rank stored its part of a DTensor as it is, only a rank that holds the same part loads it.
+  COMPOSITE-5  An element of a DTensor is loaded only with the context of the rank that stored it (`content.check_contexts`).
 """
 
 from __future__ import annotations

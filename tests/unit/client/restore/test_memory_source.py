@@ -16,7 +16,8 @@ from checkpointd.codec.checksum import xxh3_128
 from checkpointd.config import Ranks
 from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.protocol.wire import RetainedSnapshot, Snapshot
-from checkpointd.errors import DamagedError, SidecarError, StoreError
+from checkpointd.errors import DamagedError, MismatchError, SidecarError, StoreError
+from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
 from checkpointd.pipeline.root import epochs
 from checkpointd.pipeline.shard import PAGE
@@ -24,7 +25,8 @@ from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client.restore.bind import Target
 from checkpointd_client.restore.memory_source import FetchedSnapshot, MemorySource, common, counts
-from tests.builders import begin_epoch, leave_in_doubt, make_shard, rank_arrays, save_checkpoint
+from checkpointd_client.sharding.dtensor import LocalBox, LocalShard
+from tests.builders import Piece, begin_epoch, leave_in_doubt, make_shard, rank_arrays, save_checkpoint
 
 TWO = Ranks(rank=0, world_size=2)
 SHARD = make_shard(rank_arrays(0))
@@ -238,6 +240,29 @@ def test_equal_values_of_what_two_ranks_hold_are_read_from_one_of_them() -> None
     for work in (source.verify, source.fill):
         work([Target("tied", found)], source.content())
     assert torch.equal(found, torch.full((12,), 7.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("other", [8, 4])
+def test_elements_of_a_rank_with_another_context_are_not_taken(other: int) -> None:
+    """COMPOSITE-5, where the sidecar's memory has both ranks' elements."""
+    snapshots = {}
+    for rank, block in ((0, 8), (1, other)):
+        shard = make_shard({}, pieces=[Piece.part("w.high", np.arange(12.0).reshape(4, 3), Box((2 * rank, 0), (2, 3)))])
+        node = tree.Composite("user:Halves", (4, 3), "float64", (("high", tree.Tensor("w.high")),), block)
+        root = tree.Dict("dict", (("state", tree.Dict("dict", (("w", node),))), ("client_state", None)))
+        data, tensors = bytes(shard.buffer), wire_tensors(shard.tensors)
+        digests = (xxh3_128(data[: shard.tensors[0].nbytes]),)
+        held = _snapshot(nbytes=len(data), tensors=tensors, tree=tree.encode(root), digests=digests)
+        snapshots[rank] = FetchedSnapshot(held, _descriptor(data), rank)
+    source = MemorySource(snapshots[0], {1: snapshots[1]}, 0)
+    whole_of, content = Target("w.high", torch.empty(4, 3, dtype=torch.float64)), source.content()
+    if other == 8:
+        source.locate([whole_of], content)
+    else:
+        with pytest.raises(MismatchError, match="w: its elements for this rank are from rank 1"):
+            source.locate([whole_of], content)
+    held_rows = LocalShard((4, 3), (LocalBox((4, 3), Box((0, 0), (2, 3)), (0, 0)),))
+    source.locate([Target("w.high", torch.empty(2, 3, dtype=torch.float64), held_rows)], content)
 
 
 @pytest.mark.parametrize("cut_alike", [True, False])
