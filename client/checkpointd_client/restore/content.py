@@ -149,9 +149,9 @@ def check_contexts(content: RankContent, wanted: Iterable[BoxRequest], givers: G
                 wrong[f"{ours[want.fqn].fqn}: its elements for this rank are from rank {rank}"] = None
     if wrong:
         raise MismatchError(
-            "the ranks that saved these tensors kept different contexts for them, and an element can only be read with that of its "
-            "rank; nothing was loaded. Load them with as many ranks as saved them, into DTensors with the mesh and the placements "
-            "that they were saved with:\n  " + "\n  ".join(wrong),
+            "the ranks that saved these tensors kept different contexts for them, and an element can only be read with that of "
+            "its rank; nothing was loaded. Load them with as many ranks as saved them, into DTensors with the mesh and the "
+            "placements that they were saved with:\n  " + "\n  ".join(wrong),
             tuple(wrong),
         )
 
