@@ -532,7 +532,7 @@ def _save_and_load_halves(process: Process, ckpt: Checkpointer, whole: torch.Ten
                 target: Any = cut(whole + 1, mesh, placement)
                 if not is_plain:
                     target = _halves(whole + 1, mesh, placement, block)
-                load = functools.partial(reader.load, {"w": target}, cast=is_plain)
+                load = functools.partial(reader.load, {"w": target}, strict=reader is opened, cast=is_plain)
                 if placement == Shard(0) or blocks[0] == blocks[1]:
                     load()
                     _expect_halves(process, name, target._local_tensor, cut(whole, mesh, placement)._local_tensor)

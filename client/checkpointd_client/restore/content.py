@@ -137,7 +137,10 @@ Givers = Callable[[BoxRequest], Iterable[tuple[int, bytes]]]
 
 
 def check_contexts(content: RankContent, wanted: Iterable[BoxRequest], givers: Givers) -> None:
-    """MismatchError if elements in `wanted` belong to a composite tensor for which their rank had another context."""
+    """MismatchError if elements in `wanted` belong to a composite tensor for which their rank had another context.
+
+    Without `strict`, too, since the match has ended by then and cannot leave out that tensor alone.
+    """
     shared = [want for want in wanted if want.rank is None]
     ours = _inner_tensors(content.root) if shared else {}
     seen, wrong = dict[bytes, Mapping[str, _Inner]](), dict[str, None]()
