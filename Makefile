@@ -14,7 +14,7 @@ PIP  := $(BIN)/python -m pip install -c constraints.txt
 READY := $(VENV)/ready-$(firstword $(shell cat pyproject.toml constraints.txt | cksum))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch integrations lint type bench bench-quick generate docs setup clean
+.PHONY: help demo test test-all test-torch lint type bench bench-quick generate docs setup clean
 
 help: ## What can be done here
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -22,7 +22,7 @@ help: ## What can be done here
 demo: setup ## Train a small GPT, kill a rank in mid-save and compare bit for bit; then kill all beside a sidecar (a bucket: make demo ARGS="--root s3")
 	$(BIN)/python examples/demo/demo.py $(ARGS)
 
-test: setup ## All tests (narrow it: make test ARGS="-k codec")
+test: setup ## The gate: what a change needs (narrow it: make test ARGS="-k codec"; ARGS=--costs prints what tests take)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # Another torch, over the packages of .venv. From PyPI it comes with its CUDA libraries: 3 GB to download, 6 GB on the disk.
@@ -35,12 +35,12 @@ test-torch: setup ## The tests of the client and of devices with another torch: 
 	echo "import site; site.addsitedir('$(CURDIR)/$(wildcard $(VENV)/lib/python3*/site-packages)')" > "$$(echo $(OTHER)/lib/python3*/site-packages)/over.pth"
 	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" tests/unit/client tests/accelerator $(ARGS)
 
-# The frameworks, over the packages of .venv: half a gigabyte that no other verb needs.
+# The night has the frameworks, too, over the packages of .venv: half a gigabyte that no other verb needs.
 FRAMEWORKS := .venv-integrations
 WITH_FRAMEWORKS := $(FRAMEWORKS)/ready-$(firstword $(shell cat pyproject.toml constraints.txt constraints-integrations.txt | cksum))
 
-integrations: setup $(WITH_FRAMEWORKS) ## All tests with torchtitan, Hugging Face, Lightning, Ray, torchao and torchdata (narrow it: ARGS="-k ray")
-	$(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --nightly tests/integrations $(ARGS)
+test-all: setup $(WITH_FRAMEWORKS) ## The gate and the night: everything, with the frameworks that it is integrated with (an hour and a half)
+	$(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --nightly $(ARGS)
 
 $(WITH_FRAMEWORKS): $(READY)
 	test -x $(FRAMEWORKS)/bin/python || $(BIN)/python -m venv $(FRAMEWORKS)

@@ -37,7 +37,7 @@ out: the rank then puts an abort, and the outcome that it finds is the next even
 INVARIANTS_HEAD = """# Invariants
 
 This page lists the modules that keep invariants. Each of them opens with its invariants. Search the repository for a name such
-as `COMMIT-1` to find its definition, the code that keeps it, and the tests that check it.
+as `COMMIT-1` to find its definition and the code that keeps it.
 
 The page is generated from the modules by `make generate`; do not edit it.
 

@@ -8,43 +8,80 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.servers.fixtures"]
+pytest_plugins = ["tests.costs", "tests.servers.fixtures"]
 
 # Tests with one of these markers share the two cores and the loop devices badly: under `--dist loadgroup` those of one folder
 # all go to one worker, one after another. A test's own `xdist_group` wins.
 ONE_AT_A_TIME = ("e2e", "power_cut")
 
-# Neither times an example: the machine decides how long one takes. Both print what reproduces a failure.
-settings.register_profile("dev", deadline=None, print_blob=True, max_examples=200)
-settings.register_profile("ci", deadline=None, print_blob=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+# Neither profile times an example: the machine decides how long one takes. Both print what reproduces a failure. The gate tries
+# examples each time, so what it finds is the work of the change; the night tries new ones.
+settings.register_profile(
+    "gate", deadline=None, print_blob=True, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "night", deadline=None, print_blob=True, max_examples=200, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+class Count(NamedTuple):
+    """How many of something a run has, unless the option says another number."""
+
+    gate: int
+    night: int
+    what: str
+
+
+COUNTS = {
+    "kill-rounds": Count(2, 6, "rounds of SIGKILL under torchrun"),
+    "sidecar-rounds": Count(1, 4, "rounds of kills with sidecars"),
+    "bucket-rounds": Count(0, 2, "rounds of kills and faults with a bucket"),
+    "bucket-races": Count(1, 4, "races of 16 writers in a bucket"),
+    "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
+    "call-stride": Count(25, 5, "each so manieth call of a save fails"),
+    "trainer-rounds": Count(1, 1, "jobs of trainers killed in a save"),
+    "fuzzed-files": Count(8, 100, "roots and files that are changed and loaded"),
+    "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
+    "chaos-seeds": Count(1, 12, "trainings on streams in random orders"),
+    "damage-stride": Count(170, 17, "each so manieth damage to an object"),
+    "power-cuts": Count(1, 4, "power cuts under a saving job"),
+    "sim-schedules": Count(100, 1000, "random schedules of the simulated job, for each storage"),
+    "sim-stride": Count(90, 18, "only every so manieth effect of a simulated job is struck"),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kill-rounds", type=int, default=4, help="rounds of SIGKILL under torchrun (default: 4)")
-    parser.addoption("--sidecar-rounds", type=int, default=2, help="rounds of kills with sidecars (default: 2)")
-    parser.addoption("--bucket-rounds", type=int, default=0, help="rounds of kills and faults with a bucket (default: none)")
-    parser.addoption("--bucket-races", type=int, default=4, help="races of 16 writers in a bucket (default: 4 each)")
+    parser.addoption("--nightly", action="store_true", help="the night: also the tests marked nightly, and larger numbers")
+    for name, count in COUNTS.items():
+        words = f"{count.what} (gate: {count.gate}, night: {count.night})"
+        parser.addoption(f"--{name}", type=int, help=words)
     parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
-    parser.addoption("--ema-swaps", type=int, default=25, help="averages swapped in while a snapshot is taken (default: 25)")
-    parser.addoption("--call-stride", type=int, default=5, help="each so manieth call of a save fails (default: 5)")
+    parser.addoption("--sim-first", type=int, default=60, help="the seed of the first random schedule (default: 60)")
+    parser.addoption("--name-seeds", action="store_true", help="write which seed catches each mutation of tests/simulation")
+    parser.addoption("--sim-store", choices=("disk", "bucket", "both"), default="both", help="where simulated roots lie")
     parser.addoption("--every-load", action="store_true", help="every state, layout, writer, world and dtype, not only some")
-    parser.addoption("--trainer-rounds", type=int, default=1, help="jobs of trainers killed in a save (default: 1 each)")
-    parser.addoption("--fuzzed-files", type=int, default=25, help="roots and files that are changed and loaded (default: 25)")
-    parser.addoption("--mistake-rounds", type=int, default=1, help="times that each planted mistake must show (default: 1)")
-    parser.addoption("--chaos-seeds", type=int, default=6, help="trainings on streams in random orders (default: 6)")
-    parser.addoption("--chaos-first", type=int, default=0, help="the seed of the first of them (default: 0)")
+    parser.addoption("--chaos-first", type=int, default=0, help="the seed of the first training on streams (default: 0)")
     parser.addoption("--simulated-device", action="store_true", help="collect the tests that make it this process's device")
     parser.addoption("--require-compiler", action="store_true", help="fail where the simulated device cannot be built")
-    parser.addoption("--damage-stride", type=int, default=17, help="each so manieth damage to an object (default: 17)")
-    parser.addoption("--nightly", action="store_true", help="also the tests marked nightly")
-    parser.addoption("--power-cuts", type=int, default=4, help="power cuts under a saving job (default: 4)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    night = config.getoption("--nightly")
+    settings.load_profile("night" if night else "gate")
+    for name, count in COUNTS.items():
+        attribute = name.replace("-", "_")
+        if getattr(config.option, attribute) is None:
+            setattr(config.option, attribute, count.night if night else count.gate)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return "suite: gate and night" if config.getoption("--nightly") else "suite: gate; --nightly adds the night"
 
 
 def pytest_asyncio_loop_factories(
@@ -76,7 +113,11 @@ def cancel_on_timeout(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
 
 # First: xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--nightly"):
+        of_the_night = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=of_the_night)
     for item in items:
         if item.get_closest_marker("xdist_group") is None and any(map(item.get_closest_marker, ONE_AT_A_TIME)):
             item.add_marker(pytest.mark.xdist_group(f"one-at-a-time-{item.path.parent.name}"))
@@ -87,8 +128,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if timeout and timeout.args and timeout.args[0] > float(item.config.getini("faulthandler_timeout")):
         # The net of pyproject.toml, which ends the process, must come after the test's own timeout.
         faulthandler.dump_traceback_later(timeout.args[0] + 60, exit=True, file=sys.__stderr__)
-    if item.get_closest_marker("nightly") and not item.config.getoption("--nightly"):
-        pytest.skip("takes long: make integrations runs it")
     if item.get_closest_marker("root") and os.geteuid() != 0:
         pytest.skip(f"needs root; this is user id {os.geteuid()}")
     if item.get_closest_marker("gpu"):

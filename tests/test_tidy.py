@@ -346,7 +346,7 @@ def environment_is_read_once(source: Source) -> Iterator[str]:
         return
     for line, name in source.uses:
         if name in ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"):
-            yield f"{line}: {name}; instead: a field of checkpointd/config.py, or of the client's ranks.py, passed down"
+            yield f"{line}: {name}; instead: a field of checkpointd/config.py, or of the client's ranks/board.py, passed down"
 
 
 def only_the_cli_prints(source: Source) -> Iterator[str]:
@@ -423,6 +423,10 @@ def test_pages_name_commands_that_exist() -> None:
     named = {(path.name, name) for path in pages for name in re.findall(r"`checkpointd ([a-z-]+)", path.read_text())}
     assert ("OPERATING.md", "inspect") in named
     assert sorted((page, name) for page, name in named if name not in COMMANDS and not name.startswith("-")) == []
+
+
+def test_the_files_that_rules_name_exist() -> None:
+    assert [path for path in {*ENVIRONMENT_READERS, *MAY_PICKLE, DEVICES} if not (ROOT / path).is_file()] == []
 
 
 def test_reads_every_package() -> None:
@@ -584,7 +588,7 @@ TESTS_OF_MORE = {
     "test_benchmark_ranks.py": "benchmarks/ranks.py, at its smallest size",
     "test_benchmark_report.py": "benchmarks/report.py",
     "test_benchmark_sharded.py": "benchmarks/sharded_page.py",
-    "test_golden.py": "the bytes of format 1, through all that reads them",
+    "test_golden.py": "stored bytes of this format, through all that reads them",
     "test_hostile.py": "roots that somebody made to do harm, through all that reads them",
 }
 """Files of tests/unit that test more than one module, and what they test."""

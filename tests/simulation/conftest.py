@@ -6,22 +6,16 @@ import pytest
 
 from checkpointd.pipeline.root import catalog, catalog_log
 from checkpointd.store.objects import store as objects
+from tests.simulation.named_seeds import NamedSeeds
 
-SCHEDULES_IN_CI = 25
-FIRST_IN_CI = 60
-"""Those before it are run for what they reach."""
-STRIDE_IN_CI = 18
 SEEDS_PER_TEST = 25
 STORAGES = {"disk": ("disk",), "bucket": ("bucket",), "both": ("disk", "bucket")}
 PART_BYTES = 4096
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("simulation")
-    group.addoption("--sim-schedules", type=int, default=SCHEDULES_IN_CI, help="random schedules to run (%(default)s)")
-    group.addoption("--sim-first", type=int, default=FIRST_IN_CI, help="the first one's seed (%(default)s)")
-    group.addoption("--sim-store", choices=STORAGES, default="both", help="where the jobs' roots lie (%(default)s)")
-    group.addoption("--sim-stride", type=int, default=STRIDE_IN_CI, help="only every so manieth effect is struck (%(default)s)")
+@pytest.fixture(scope="session")
+def named_seeds(pytestconfig: pytest.Config) -> NamedSeeds:
+    return NamedSeeds(names=pytestconfig.getoption("--name-seeds"), searches=pytestconfig.getoption("--nightly"))
 
 
 @pytest.fixture
@@ -33,11 +27,11 @@ def stride(request: pytest.FixtureRequest) -> int:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" not in metafunc.fixturenames:
         return
-    first = metafunc.config.getoption("--sim-first", default=FIRST_IN_CI)
-    last = first + metafunc.config.getoption("--sim-schedules", default=SCHEDULES_IN_CI)
+    first = metafunc.config.getoption("--sim-first")
+    last = first + metafunc.config.getoption("--sim-schedules")
     parts = [range(at, min(at + SEEDS_PER_TEST, last)) for at in range(first, last, SEEDS_PER_TEST)]
     metafunc.parametrize("seeds", parts, ids=lambda part: f"{part.start}-{part.stop - 1}")
-    metafunc.parametrize("storage", STORAGES[metafunc.config.getoption("--sim-store", default="both")])
+    metafunc.parametrize("storage", STORAGES[metafunc.config.getoption("--sim-store")])
 
 
 @pytest.fixture(autouse=True)

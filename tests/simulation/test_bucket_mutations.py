@@ -24,7 +24,6 @@ from checkpointd.store.objects.multipart import MultipartUpload
 from checkpointd.store.objects.store import ObjectStore
 from checkpointd.store.uploads import UnfinishedUpload
 from checkpointd.testing.job.simjob import run_schedule
-from checkpointd.testing.job.simledger import InvariantError
 from checkpointd.testing.job.simrank import JobConfig
 from checkpointd.testing.job.simschedule import (
     ACTOR,
@@ -38,11 +37,11 @@ from checkpointd.testing.job.simschedule import (
     SecondJob,
 )
 from tests.simulation import test_job_mutations as on_disk
+from tests.simulation.named_seeds import NamedSeeds
 
 # Thousands of runs in virtual time: a busy machine needs minutes for the largest.
 pytestmark = pytest.mark.timeout(600)
 
-RUNS_MAX = 100
 BUCKET = BucketConfig(page=8, weather=(("repeated", 0.02),))
 Faults = tuple[tuple[int | Moment, Fault], ...]
 Patch = pytest.MonkeyPatch
@@ -57,7 +56,6 @@ class Mutation:
     faults: Callable[[int], Faults] = lambda _: ()
     bucket: BucketConfig = BUCKET
     job: JobConfig = field(default_factory=lambda: JobConfig(seed=0, steps=2))
-    first: int = 0
     """The seed from which it is sought."""
 
 
@@ -176,7 +174,7 @@ MUTATIONS = {
         lambda seed: ((10 + seed, SecondJob()),),
     ),
     "a replacement without condition": Mutation(
-        replaced_without_condition, ("latest-forward", "latest-whole"), lambda seed: ((10 + seed, SecondJob()),), first=190
+        replaced_without_condition, ("latest-forward", "latest-whole"), lambda seed: ((10 + seed, SecondJob()),)
     ),
     "an upload believed": Mutation(
         upload_believed,
@@ -202,36 +200,14 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_of_the_store_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutations_of_the_store_are_caught(name: str, named_seeds: NamedSeeds) -> None:
     mutation = MUTATIONS[name]
 
     def schedule(seed: int) -> Schedule:
         return Schedule(job=replace(mutation.job, seed=seed), faults=mutation.faults(seed), bucket=mutation.bucket)
 
-    check_caught(mutation.apply, mutation.invariants, schedule, monkeypatch, first=mutation.first)
-
-
-def check_caught(
-    apply: Callable[[Patch], None],
-    invariants: tuple[str, ...],
-    schedule: Callable[[int], Schedule],
-    monkeypatch: Patch,
-    first: int = 0,
-) -> None:
-    with monkeypatch.context() as patch:
-        apply(patch)
-        seed, caught = first_violation(schedule, first)
-    assert caught in invariants
+    seed = on_disk.check_caught(f"store: {name}", mutation.apply, mutation.invariants, schedule, named_seeds)
     run_schedule(schedule(seed))  # which does not break the code as it is
-
-
-def first_violation(schedule: Callable[[int], Schedule], first: int) -> tuple[int, str]:
-    for seed in range(first, first + RUNS_MAX):
-        try:
-            run_schedule(schedule(seed))
-        except InvariantError as error:
-            return seed, error.name
-    raise AssertionError(f"not caught within {RUNS_MAX} seeds")
 
 
 # --- the commit protocol --------------------------------------------------------------------------------------------------
@@ -257,7 +233,7 @@ EARLIER = 4
 
 
 @pytest.mark.parametrize("name", [name for name in on_disk.MUTATIONS if name not in ONLY_ON_DISK])
-def test_mutations_of_the_commit_protocol_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutations_of_the_commit_protocol_are_caught(name: str, named_seeds: NamedSeeds) -> None:
     mutation = on_disk.MUTATIONS[name]
 
     def schedule(seed: int) -> Schedule:
@@ -265,7 +241,8 @@ def test_mutations_of_the_commit_protocol_are_caught(name: str, monkeypatch: pyt
         job = replace(found.job, steps=MORE_STEPS.get(name, found.job.steps))
         return replace(found, job=job, faults=OTHER_FAULTS[name](seed) if name in OTHER_FAULTS else found.faults)
 
-    check_caught(mutation.apply, mutation.invariants, schedule, monkeypatch)
+    seed = on_disk.check_caught(f"bucket: {name}", mutation.apply, mutation.invariants, schedule, named_seeds)
+    run_schedule(schedule(seed))
 
 
 def in_bucket(schedule: Schedule) -> Schedule:

@@ -1,7 +1,7 @@
 """Mutations of the commit protocol: each leaves out, or turns round, one of its steps, and the simulation must notice.
 
-Each names the invariants that may catch it and the faults under which it shows; it must be caught within RUNS_MAX seeds. Steps
-that another mechanism covers are not here, with the reason:
+Each names the invariants that may catch it and the faults under which it shows; `seeds.json` names the seed that catches it.
+Steps that another mechanism covers are not here, with the reason:
 - recovery that aborts every attempt in doubt, also a complete one: put-if-absent keeps a commit that was made, and an attempt
   that nobody saw committed may be aborted;
 - a coordinator that does not check that plans are whole together: ranks here never disagree on the state, tests of
@@ -59,11 +59,13 @@ from checkpointd.testing.job.simschedule import (
 )
 from checkpointd.testing.simdisk import ProcessDisk
 from checkpointd.testing.simfs import SimFile
+from tests.simulation.named_seeds import NamedSeeds
 
 # Thousands of runs in virtual time: a busy machine needs minutes for the largest.
 pytestmark = pytest.mark.timeout(600)
 
-RUNS_MAX = 100
+RUNS_MAX = 200
+"""Seeds that are searched where none is named."""
 
 Faults = tuple[tuple[int | Moment, Fault], ...]
 Patch = pytest.MonkeyPatch
@@ -96,8 +98,6 @@ class Mutation:
     view: type[ProcessDisk] = ProcessDisk
     name: str = "job"
     asks_sidecar: bool = True
-    first: int = 0
-    """The seed from which it is sought."""
 
 
 # --- votes --------------------------------------------------------------------------------------------------------
@@ -654,7 +654,7 @@ MUTATIONS = {
         sidecars=True,
     ),
     "a later writer's objects taken for leftovers": Mutation(
-        first_hand_tidied_for, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True, first=36
+        first_hand_tidied_for, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
     ),
     "surviving forgotten": Mutation(surviving_forgotten, ("surviving",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True),
     "temporary files of unseen writers swept": Mutation(
@@ -700,30 +700,39 @@ MUTATIONS = {
     "a summary that misses a record": Mutation(summary_misses_a_record, ("catalog-tells",), steps=3),
     "what only the newest summary covers removed": Mutation(removed_with_the_newest_summary, ("catalog-tells",), steps=3),
     "a record replaced": Mutation(records_replaced, ("catalog-tells",)),
-    "what is in doubt removed": Mutation(
-        in_doubt_removed, ("latest-whole", "nothing-lost"), steps=3, deviations=True, first=40
-    ),
+    "what is in doubt removed": Mutation(in_doubt_removed, ("latest-whole", "nothing-lost"), steps=3, deviations=True),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutations_are_caught(name: str, named_seeds: NamedSeeds) -> None:
     mutation = MUTATIONS[name]
-    with monkeypatch.context() as patch:
-        mutation.apply(patch)
-        seed, caught = first_violation(mutation)
-    assert caught in mutation.invariants
+    seed = check_caught(f"disk: {name}", mutation.apply, mutation.invariants, lambda at: schedule_of(mutation, at), named_seeds)
     # The same schedule does not break the code as it is.
     run_schedule(replace(schedule_of(mutation, seed), view=ProcessDisk))
 
 
-def first_violation(mutation: Mutation) -> tuple[int, str]:
-    for seed in range(mutation.first, mutation.first + RUNS_MAX):
-        try:
-            run_schedule(schedule_of(mutation, seed))
-        except InvariantError as error:
-            return seed, error.name
-    raise AssertionError(f"not caught within {RUNS_MAX} seeds")
+def check_caught(
+    name: str,
+    apply: Callable[[Patch], None],
+    invariants: tuple[str, ...],
+    schedule: Callable[[int], Schedule],
+    named_seeds: NamedSeeds,
+) -> int:
+    """The seed under which the mutation breaks one of its invariants, and no other."""
+
+    def breaks(seed: int) -> str | None:
+        with pytest.MonkeyPatch.context() as patch:
+            apply(patch)
+            try:
+                run_schedule(schedule(seed))
+            except InvariantError as error:
+                return error.name
+        return None
+
+    seed, broken = named_seeds.caught(name, breaks, range(RUNS_MAX))
+    assert broken in invariants
+    return seed
 
 
 def schedule_of(mutation: Mutation, seed: int) -> Schedule:

@@ -18,7 +18,6 @@ from checkpointd.pipeline.gc import collect
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.store.base import Store
 from checkpointd.testing.job.simjob import run_schedule
-from checkpointd.testing.job.simledger import InvariantError
 from checkpointd.testing.job.simrank import JobConfig
 from checkpointd.testing.job.simschedule import (
     ACTOR,
@@ -31,10 +30,11 @@ from checkpointd.testing.job.simschedule import (
     SecondJob,
     random_schedule,
 )
+from tests.simulation.named_seeds import NamedSeeds
+from tests.simulation.test_job_mutations import check_caught
 
 pytestmark = pytest.mark.timeout(600)
 ABORTED_KEPT, EPOCHS_KEPT = 4, 2
-RUNS_MAX = 40
 LATE = ("one-outcome", "ranks-agree", "nothing-lost", "aborted-never-loaded")
 """The invariants that a late writer may break."""
 LOST = ("plan-stands", "always-ends", "catalog-tells")
@@ -155,19 +155,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_caught(name: str, monkeypatch: Patch) -> None:
+def test_mutations_are_caught(name: str, named_seeds: NamedSeeds) -> None:
     mutation = MUTATIONS[name]
-    with monkeypatch.context() as patch:
-        mutation.apply(patch)
-        seed, caught = first_violation(mutation)
-    assert caught in mutation.invariants
+    seed = check_caught(f"left over: {name}", mutation.apply, mutation.invariants, mutation.schedule, named_seeds)
     run_schedule(mutation.schedule(seed))  # the same schedule does not break the code as it is
-
-
-def first_violation(mutation: Mutation) -> tuple[int, str]:
-    for seed in range(RUNS_MAX):
-        try:
-            run_schedule(mutation.schedule(seed))
-        except InvariantError as error:
-            return seed, error.name
-    raise AssertionError(f"not caught within {RUNS_MAX} seeds")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 import pytest
 
@@ -28,9 +29,10 @@ from checkpointd.testing.storecrashes import (
     several_at_once,
     undurable,
 )
+from tests.simulation.named_seeds import NamedSeeds
 
-SEEDS_MAX = 40
-RACES_MAX = 300
+SEEDS_MAX = 300
+"""Seeds that are searched where none is named."""
 
 
 class Forgetful(ProcessDisk):
@@ -105,23 +107,19 @@ class ReplacesByUnlink(ProcessDisk):
         await super().rename(source, target)
 
 
-def _crashes(*scenarios: Callable[[View], Scenario]) -> Callable[[View], None]:
-    def attempt(view: View) -> None:
-        for make in scenarios:
-            every_crash_point(make(view), range(SEEDS_MAX))
-
-    return attempt
+Attempt: TypeAlias = Callable[[View, int], object]
+"""What is tried on a disk under a seed."""
 
 
-def _races(race: Callable[[int, View], None]) -> Callable[[View], None]:
-    def attempt(view: View) -> None:
-        for seed in range(RACES_MAX):
-            race(seed, view)
-
-    return attempt
+def _crashes(make: Callable[[View], Scenario]) -> Attempt:
+    return lambda view, seed: every_crash_point(make(view), [seed])
 
 
-MUTATIONS: dict[str, tuple[View, Callable[[View], None]]] = {
+def _races(race: Callable[[int, View], None]) -> Attempt:
+    return lambda view, seed: race(seed, view)
+
+
+MUTATIONS: dict[str, tuple[View, Attempt]] = {
     "no fsync of the temporary file, created": (without("fsync", lambda p: "/tmp/" in p), _crashes(put_if_absent)),
     "no fsync of the temporary file, replaced": (without("fsync", lambda p: "/tmp/" in p), _crashes(put)),
     "no fsync of the temporary file, compared": (without("fsync", lambda p: "/tmp/" in p), _crashes(put_if_match)),
@@ -151,14 +149,23 @@ MUTATIONS: dict[str, tuple[View, Callable[[View], None]]] = {
 }
 
 
+def caught(name: str, named_seeds: NamedSeeds, view: View, attempt: Attempt) -> None:
+    def breaks(seed: int) -> str | None:
+        try:
+            attempt(view, seed)
+        except AssertionError as error:
+            return str(error) or "an assertion"
+        return None
+
+    named_seeds.caught(f"posix: {name}", breaks, range(SEEDS_MAX))
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_caught(name: str) -> None:
-    view, attempt = MUTATIONS[name]
-    with pytest.raises(AssertionError):
-        attempt(view)
+def test_mutations_are_caught(name: str, named_seeds: NamedSeeds) -> None:
+    caught(name, named_seeds, *MUTATIONS[name])
 
 
-def test_a_sync_that_began_before_a_change_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_began_before_a_change_does_not_count(monkeypatch: pytest.MonkeyPatch, named_seeds: NamedSeeds) -> None:
     """POSIX-4: calls that wait for a sync that runs already are not durable when they return."""
     sync = Directories.sync
 
@@ -169,5 +176,4 @@ def test_a_sync_that_began_before_a_change_does_not_count(monkeypatch: pytest.Mo
             await sync(self, directory)
 
     monkeypatch.setattr(Directories, "sync", joins)
-    with pytest.raises(AssertionError):
-        every_crash_point(several_at_once(ProcessDisk), range(SEEDS_MAX))
+    caught("joins a sync that runs", named_seeds, ProcessDisk, _crashes(several_at_once))

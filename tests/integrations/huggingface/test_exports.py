@@ -17,7 +17,7 @@ from checkpointd.store import open_store
 from tests.faults.daemons import Daemon
 from tests.servers.fixtures import Place, root_at
 
-pytest.importorskip("transformers", reason="needs transformers: make integrations installs it")
+pytest.importorskip("transformers", reason="needs transformers: make test-all installs it")
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("accelerate", reason="needs accelerate: make integrations installs it")
-pytest.importorskip("transformers", reason="needs transformers: make integrations installs it")
+pytest.importorskip("accelerate", reason="needs accelerate: make test-all installs it")
+pytest.importorskip("transformers", reason="needs transformers: make test-all installs it")
 
 from tests.e2e.deepspeed_launch import run_ranks
 from tests.e2e.rank_cases import noted_cases, show_cases
@@ -78,12 +78,12 @@ def test_a_run_goes_on_with_checkpointd_and_again_without_it(
 
 @pytest.mark.nightly
 def test_gathered_adapters(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    pytest.importorskip("peft", reason="needs peft: make integrations installs it")
+    pytest.importorskip("peft", reason="needs peft: make test-all installs it")
     cases = ("gathered_adapters_have_the_shards_of_all_ranks",)
     show_cases(subtests, tmp_path, ranks=2, output=said(run_ranks(SCRIPT, tmp_path, *cases, limit_s=450)))
 
 
 @pytest.mark.nightly
 def test_adapters(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    pytest.importorskip("peft", reason="needs peft: make integrations installs it")
+    pytest.importorskip("peft", reason="needs peft: make test-all installs it")
     show_cases(subtests, tmp_path, ranks=1, output=said(alone(tmp_path, "adapters_are_saved_alone_and_resumed")))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lightning", reason="needs lightning: make integrations installs it")
+pytest.importorskip("lightning", reason="needs lightning: make test-all installs it")
 
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule

@@ -14,7 +14,7 @@ import torch
 
 from tests.faults.daemons import Daemon
 
-pytest.importorskip("lightning", reason="needs lightning: make integrations installs it")
+pytest.importorskip("lightning", reason="needs lightning: make test-all installs it")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 

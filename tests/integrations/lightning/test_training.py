@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lightning", reason="needs lightning: make integrations installs it")
+pytest.importorskip("lightning", reason="needs lightning: make test-all installs it")
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[2]
@@ -75,7 +75,7 @@ def test_so_they_are_with_several_optimizers_and_with_averaged_weights(tmp_path:
 
 @pytest.mark.nightly
 def test_so_they_are_in_the_middle_of_an_epoch_with_a_loader_that_has_a_state(tmp_path: Path) -> None:
-    pytest.importorskip("torchdata", reason="needs torchdata: make integrations installs it")
+    pytest.importorskip("torchdata", reason="needs torchdata: make test-all installs it")
     check_resumed_equals_uninterrupted(tmp_path, data="stateful")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="needs ray: make integrations installs it")
+ray = pytest.importorskip("ray", reason="needs ray: make test-all installs it")
 
 import torch
 from pyarrow import fs

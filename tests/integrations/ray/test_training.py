@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="needs ray: make integrations installs it")
+pytest.importorskip("ray", reason="needs ray: make test-all installs it")
 
 import torch
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integrations.tensor_kinds.jobs import run
 
-pytest.importorskip("torchao.optim", reason="needs torchao: make integrations installs it")
+pytest.importorskip("torchao.optim", reason="needs torchao: make test-all installs it")
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 JOB = Path(__file__).parent / "sharded_job.py"
 

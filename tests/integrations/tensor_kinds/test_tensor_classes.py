@@ -13,10 +13,10 @@ from torch import nn
 from checkpointd.errors import MismatchError
 from tests.unit.client.capture_and_fill import bytes_of, save
 
-torchao_optim = pytest.importorskip("torchao.optim", reason="needs torchao: make integrations installs it")
-quantization = pytest.importorskip("torchao.quantization", reason="needs torchao: make integrations installs it")
-mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="needs torchao: make integrations installs it")
-bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: make integrations installs it")
+torchao_optim = pytest.importorskip("torchao.optim", reason="needs torchao: make test-all installs it")
+quantization = pytest.importorskip("torchao.quantization", reason="needs torchao: make test-all installs it")
+mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="needs torchao: make test-all installs it")
+bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: make test-all installs it")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LOW_BIT = ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torchdata", reason="needs torchdata: make integrations installs it")
+pytest.importorskip("torchdata", reason="needs torchdata: make test-all installs it")
 
 import torch
 from torch.utils.data import DistributedSampler

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
+pytest.importorskip("torchtitan", reason="needs torchtitan: make test-all installs it")
 
 from torchtitan.components.checkpointer import CheckpointManager
 

@@ -15,7 +15,7 @@ import torch
 from checkpointd_client import open_checkpoint
 from tests.integrations.torchtitan.titan_data import make_data
 
-pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
+pytest.importorskip("torchtitan", reason="needs torchtitan: make test-all installs it")
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800), pytest.mark.xdist_group("torchtitan")]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
-pytest.importorskip("torchft", reason="needs torchft: make integrations installs it")
+pytest.importorskip("torchtitan", reason="needs torchtitan: make test-all installs it")
+pytest.importorskip("torchft", reason="needs torchft: make test-all installs it")
 
 from checkpointd.errors import StoreError
 from checkpointd.store.posix.store import PosixStore

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
-pytest.importorskip("torchft", reason="needs torchft: make integrations installs it")
+pytest.importorskip("torchtitan", reason="needs torchtitan: make test-all installs it")
+pytest.importorskip("torchft", reason="needs torchft: make test-all installs it")
 
 from torchft.coordination import LighthouseServer
 

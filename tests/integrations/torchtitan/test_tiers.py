@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchtitan", reason="needs torchtitan: make integrations installs it")
+pytest.importorskip("torchtitan", reason="needs torchtitan: make test-all installs it")
 
 from checkpointd.errors import UsageError
 from checkpointd_client.integrations.torchtitan import CheckpointdManager, TorchFTCheckpointdManager

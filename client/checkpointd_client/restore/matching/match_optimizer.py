@@ -1,7 +1,7 @@
 """Matches torch's optimizers, whose state may not exist yet and whose `load_state_dict` converts its argument.
 
 State that is stored under the names of parameters goes to the parameters with those names. State under numbers goes by the
-order of the parameters, group by group: earlier releases stored it so, as do saves whose state has no module that names them.
+order of the parameters, group by group: that is how it is stored if no module of the state names them.
 
 Invariants
   MATCHOPT-1  The state of a parameter is loaded whole, or stays as it is and is reported: never are some of its tensors old and

@@ -71,6 +71,25 @@ def test_a_slot_that_may_still_be_read_is_never_used_again() -> None:
     assert all(hold is not None and hold.slot is not lost.slot for hold in found)
 
 
+def test_arena_5_a_slot_that_a_device_may_still_write_is_never_used_again_and_keeps_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = list[arena_module.Slot]()
+    monkeypatch.setattr(arena_module, "_UNSAFE", kept)
+    arena = Arena()
+    unsafe = held(arena)
+    assert unsafe is not None
+    slot = unsafe.slot
+    slot.still_written = True
+    unsafe.release()
+    found = [held(arena), held(arena)]
+    assert all(hold is not None and hold.slot is not slot for hold in found)
+    arena.close()
+    assert kept == [slot]
+    slot.memory.fill_(7)
+    assert slot.buffer.min() == 7
+
+
 def test_a_slot_that_cannot_be_made_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena()
     hold = SlotHold(arena)

@@ -22,7 +22,7 @@ def written(file: CapturedFile) -> bytes:
 
 
 def test_the_file_is_what_the_library_reads() -> None:
-    load = pytest.importorskip("safetensors.torch", reason="needs safetensors: make integrations installs it").load
+    load = pytest.importorskip("safetensors.torch", reason="needs safetensors: make test-all installs it").load
     tensors = {
         "w": torch.arange(6, dtype=torch.float32).reshape(2, 3),
         "b": torch.ones(3, dtype=torch.bfloat16),

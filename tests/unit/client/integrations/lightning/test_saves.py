@@ -8,7 +8,7 @@ import pytest
 
 from checkpointd.config import Ranks
 
-pytest.importorskip("lightning", reason="needs lightning: make integrations installs it")
+pytest.importorskip("lightning", reason="needs lightning: make test-all installs it")
 
 from checkpointd_client.integrations.lightning.saves import TrainingSaves
 
