@@ -7,6 +7,9 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 WORKERS ?= 4
 ARGS    ?=
 
+# Python keeps the bytecode of what it compiles: without that, every process of every test compiles all modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install -c constraints.txt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import importlib.util
 import os
 import sys
@@ -121,6 +122,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("xdist_group") is None and any(map(item.get_closest_marker, ONE_AT_A_TIME)):
             item.add_marker(pytest.mark.xdist_group(f"one-at-a-time-{item.path.parent.name}"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is no garbage: tests that look for cycles need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

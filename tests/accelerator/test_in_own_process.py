@@ -1,6 +1,7 @@
 """Runs each test file of `simulated/`, and those of `tests/gpu`, in a process that has the simulated device.
 
-The small ones share a process, which takes longer to start than each of them. Their cases show as subtests.
+The small ones share a process, which takes longer to start than each of them. Their cases show as subtests. The gate has what
+fails first where staging or loading is wrong; the night has all.
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from _pytest.mark import ParameterSet
 
 HERE = Path(__file__).parent
 FILES = sorted([*(HERE / "simulated").glob("test_*.py"), *(HERE.parent / "gpu").glob("test_*.py")])
 SMALL = {"test_benchmark_gpu", "test_chaos", "test_device", "test_offload", "test_several_devices"}
 TOGETHER = [[file] for file in FILES if file.stem not in SMALL] + [[file for file in FILES if file.stem in SMALL]]
+GATE = {"test_loading", "test_mistakes", "test_staging", "test_staging_hardships"}
+
+
+def case(files: list[Path]) -> ParameterSet:
+    of_the_night = GATE.isdisjoint(file.stem for file in files)
+    return pytest.param(files, id=" ".join(file.stem for file in files), marks=[pytest.mark.nightly] * of_the_night)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("files", TOGETHER, ids=lambda files: " ".join(file.stem for file in files))
+@pytest.mark.parametrize("files", map(case, TOGETHER))
 def test_on_the_simulated_device(
     files: list[Path], tmp_path: Path, subtests: pytest.Subtests, pytestconfig: pytest.Config
 ) -> None:
     passed_on = ("mistake_rounds", "chaos_seeds", "chaos_first")
     options = [f"--{name.replace('_', '-')}={pytestconfig.getoption(name)}" for name in passed_on]
+    options += ["--nightly"] * pytestconfig.getoption("nightly")
     report = tmp_path / "report.xml"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--simulated-device", *options, f"--junitxml={report}", *map(str, files)],

@@ -15,6 +15,14 @@ pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch"
 
 PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8") for path in pages()}
 BLOCKS = [block for page, text in PAGES.items() for block in blocks(page, text)]
+GATE = {"README.md", "docs/ERRORS.md", "docs/TUTORIAL.md", "docs/index.md", "docs/howto/PLAIN.md"}
+"""The pages that everybody reads first. The night runs the blocks of all; what is only read is read in the gate as well."""
+
+
+def marks(block: Block) -> list[pytest.MarkDecorator]:
+    """Those of a page go to one worker, in their order."""
+    of_the_night = block.language in RUN and block.page not in GATE
+    return [pytest.mark.xdist_group(f"docs-{block.page}"), *[pytest.mark.nightly] * of_the_night]
 
 
 class Runner:
@@ -53,14 +61,9 @@ def runner() -> Iterator[Runner]:
     runner.close()
 
 
-# Those of a page go to one worker, in their order.
 @pytest.mark.parametrize(
     "block",
-    [
-        pytest.param(block, id=block.name, marks=pytest.mark.xdist_group(f"docs-{block.page}"))
-        for block in BLOCKS
-        if block.language in RUN | READ
-    ],
+    [pytest.param(block, id=block.name, marks=marks(block)) for block in BLOCKS if block.language in RUN | READ],
 )
 def test_block(block: Block, runner: Runner) -> None:
     if block.not_run:

@@ -19,6 +19,7 @@ needs_sphinx = pytest.mark.skipif(
 )
 
 
+@pytest.mark.nightly
 @needs_sphinx
 @pytest.mark.slow
 @pytest.mark.timeout(300)

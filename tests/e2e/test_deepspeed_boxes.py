@@ -16,6 +16,7 @@ from tests.e2e.rank_cases import show_cases
 PROCESSES = 4
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.timeout(400),

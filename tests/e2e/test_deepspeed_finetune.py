@@ -32,6 +32,7 @@ def losses(ranks: int, folder: Path, *arguments: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", done.stdout)}
 
 
+@pytest.mark.nightly
 def test_the_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "ds"
     undisturbed = losses(2, folder, "--save_checkpoint")

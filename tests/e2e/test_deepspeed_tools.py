@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED, run_ranks
 from tests.e2e.rank_cases import show_cases
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), NEEDS_DEEPSPEED]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(300), NEEDS_DEEPSPEED]
 
 
 def test_weights_and_imports_are_deepspeeds_to_the_bit(tmp_path: Path, subtests: pytest.Subtests) -> None:

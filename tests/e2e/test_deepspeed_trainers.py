@@ -14,6 +14,7 @@ NEEDED = ("deepspeed", "transformers", "accelerate")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.e2e,
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: pip install {' '.join(MISSING)}"),

@@ -81,6 +81,7 @@ def undisturbed(shown: tuple[subprocess.CompletedProcess[str], Path]) -> Path:
     return shown[1] / "reference"
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(800)
@@ -98,6 +99,7 @@ def test_a_run_that_was_killed_whole_ends_where_the_undisturbed_run_ends(tmp_pat
     assert min(counted[kind] for kind in ("model", "optimizer", "scheduler", "batches", "rng")) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(800)
@@ -125,6 +127,7 @@ def tamper(path: Path, kind: str) -> None:
     path.write_text(json.dumps(digests))
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(800)
@@ -141,6 +144,7 @@ def test_the_demo_kills_a_rank_in_the_middle_of_a_save_and_ends_equal(
     assert (folder / "reference").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(800)
@@ -183,6 +187,7 @@ def main_of_the_demo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return main()
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(800)

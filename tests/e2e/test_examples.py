@@ -48,6 +48,7 @@ def test_the_examples_are_these_and_short() -> None:
     assert all(f" examples/{name} " in parallel for name in ("sharded.py", "evaluate.py"))
 
 
+@pytest.mark.nightly
 def test_the_plain_loop_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Dropout, the schedule and the loader as well."""
     whole = losses(run("plain_loop.py", "--root", tmp_path / "whole"))
@@ -79,6 +80,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.nightly
 @NEEDS_DEEPSPEED
 def test_the_deepspeed_example_goes_on_at_another_stage(tmp_path: Path) -> None:
     first = run("deepspeed_zero.py", "--save_dir", tmp_path, "--stage", 2, "--steps", 10, ranks=2)
@@ -102,6 +104,7 @@ def printed_until(process: subprocess.Popen[str], line: str) -> str:
     raise AssertionError(f"{line!r} was never printed: {printed}")
 
 
+@pytest.mark.nightly
 def test_the_loop_in_a_bucket_goes_on_from_the_spool(seaweed_root: str, tmp_path: Path) -> None:
     """Nothing is uploaded before the loop and the sidecar are killed; then all of it is."""
     place, _, options = seaweed_root.partition("?")

@@ -13,7 +13,7 @@ import torch
 from checkpointd_client import Checkpointer, open_checkpoint
 from tests.servers.fixtures import Place
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEPS = 3
 

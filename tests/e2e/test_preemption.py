@@ -12,6 +12,8 @@ import pytest
 
 from tests.faults.jobs import children_of, kill, rank_environment, wait_until
 
+pytestmark = pytest.mark.nightly
+
 SCRIPT = Path(__file__).with_name("preempted_ranks.py")
 WORLD = 2
 LIMIT_S = 120.0

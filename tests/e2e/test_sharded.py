@@ -21,13 +21,14 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
+@pytest.mark.parametrize("amount", ["few", pytest.param("many", marks=pytest.mark.nightly)])
 def test_whatever_was_saved_loads_wherever(
-    tmp_path: Path, daemon: Daemon, request: pytest.FixtureRequest, subtests: pytest.Subtests
+    tmp_path: Path, daemon: Daemon, request: pytest.FixtureRequest, amount: str, subtests: pytest.Subtests
 ) -> None:
     """The matrix of worlds, layouts and dtypes; ranks that disagree; restarts beside a sidecar; exports."""
-    every = ["every"] if request.config.getoption("--every-load") else []
+    amount = "all" if request.config.getoption("--every-load") else amount
     script = Path(__file__).with_name("sharded_ranks.py")
-    ranks = start_ranks(script, tmp_path, PROCESSES, *every, SIDECAR=str(daemon.socket))
+    ranks = start_ranks(script, tmp_path, PROCESSES, amount, SIDECAR=str(daemon.socket))
     show_cases(subtests, tmp_path, PROCESSES, output_of(ranks, limit_s=550))
     with subtests.test("exports"):
         assert list(wrong_exports(tmp_path, worlds=(2, 3))) == []

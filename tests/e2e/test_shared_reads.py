@@ -13,7 +13,7 @@ from tests.e2e.rank_cases import show_cases
 from tests.e2e.shared_reads_ranks import RANKS
 from tests.faults.jobs import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def test_ranks_that_load_the_same_read_each_byte_once(tmp_path: Path, subtests: pytest.Subtests) -> None:

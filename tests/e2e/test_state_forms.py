@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.forked_ranks import forked_output
 from tests.e2e.rank_cases import FINISHED, noted_cases, show_cases
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(3000)]
 
 
 def test_whatever_form_a_state_has_it_comes_back(

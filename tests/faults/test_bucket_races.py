@@ -17,7 +17,7 @@ from tests.faults.test_bucket_rounds import NOISE, NOISY
 from tests.servers.faulty_proxy import FaultyProxy
 from tests.servers.fixtures import Place, root_at
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.asyncio, pytest.mark.timeout(7200)]
 
 WRITERS = 16
 AT_ONCE = 8

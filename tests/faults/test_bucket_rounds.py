@@ -84,6 +84,7 @@ class BucketRounds(SidecarRounds):
             super().strike(job, target)
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(7200)

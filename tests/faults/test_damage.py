@@ -355,6 +355,7 @@ def flips(root: Path, seed: int, count: int) -> Iterator[Flip]:
         yield Flip(key, chance.randrange((root / key).stat().st_size), chance.randrange(8))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("seed", "compression"), [(0, "raw"), (1, "encoded")])
 def test_random_flips_never_give_a_wrong_bit(
     request: pytest.FixtureRequest, tmp_path: Path, seed: int, compression: str, caplog: pytest.LogCaptureFixture

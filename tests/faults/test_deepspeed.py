@@ -17,6 +17,7 @@ from tests.faults.jobs import Job, RankError, wait_until
 from tests.faults.rank_forker import RankForker
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.e2e,
     pytest.mark.timeout(400),
     pytest.mark.xdist_group("mounts"),

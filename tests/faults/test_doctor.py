@@ -17,7 +17,7 @@ from checkpointd.doctor.finding import Finding
 from tests.faults import strace_faults
 from tests.faults.mounts import MIB, ext4_image, overlay, ramfs, remount, tmpfs
 
-pytestmark = [pytest.mark.xdist_group("mounts")]
+pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("mounts")]
 
 AS_NOBODY = """
 import os, sys

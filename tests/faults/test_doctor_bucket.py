@@ -26,6 +26,8 @@ from tests.servers.fixtures import Place, root_at
 from tests.servers.s3_requests import send
 from tests.servers.seaweed import SeaweedFS
 
+pytestmark = pytest.mark.nightly
+
 torch = pytest.importorskip("torch")
 
 TRIED = {

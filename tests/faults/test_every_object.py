@@ -32,7 +32,12 @@ READ = (*CHUNKS, "index", "index of a takeover", "ballot", "joint plan", "outcom
 """The kinds whose damage costs their checkpoint: `verify` finds it."""
 DAMAGED_CODE = 5
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("every-object"), pytest.mark.usefixtures("short_looks")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("every-object"),
+    pytest.mark.usefixtures("short_looks"),
+]
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------------

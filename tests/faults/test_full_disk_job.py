@@ -76,6 +76,7 @@ def test_space_that_ends_in_the_middle_of_a_save(pair: Job, small: Path, compres
     pair.all("close")
 
 
+@pytest.mark.nightly
 @pytest.mark.root
 def test_space_that_ends_to_the_last_byte(pair: Job, small: Path) -> None:
     """Not even a vote can be written."""
@@ -91,6 +92,7 @@ def test_space_that_ends_to_the_last_byte(pair: Job, small: Path) -> None:
     pair.all("close")
 
 
+@pytest.mark.nightly
 @pytest.mark.root
 def test_a_start_on_a_full_disk_finds_the_newest_checkpoint(pair: Job, small: Path) -> None:
     """A job that died has filled it, say; starting needs to write, too."""
@@ -108,6 +110,7 @@ def test_a_start_on_a_full_disk_finds_the_newest_checkpoint(pair: Job, small: Pa
     pair.all("close")
 
 
+@pytest.mark.nightly
 @pytest.mark.root
 def test_a_checkpoint_can_be_deleted_on_a_disk_that_is_full_to_the_last_byte(small: Path) -> None:
     root = small / "root"
@@ -123,6 +126,7 @@ def test_a_checkpoint_can_be_deleted_on_a_disk_that_is_full_to_the_last_byte(sma
         assert [found.tag for found in ckpt.list()] == ["global_step2"]
 
 
+@pytest.mark.nightly
 @pytest.mark.root
 @pytest.mark.parametrize(
     ("direct", "words"),

@@ -35,6 +35,7 @@ def test_a_trainer_that_is_killed_right_after_save_returned_loses_nothing_with_a
     assert load_uniform_weights(root) == (saves - 1, float(saves - 1))
 
 
+@pytest.mark.nightly
 def test_without_a_sidecar_no_committed_save_is_lost_and_an_orderly_exit_finishes_its_save(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, torch\n"

@@ -24,7 +24,7 @@ from tests.builders import leave_in_doubt, plan_save, save_checkpoint
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Job, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SPARE, LIVES, SAVES = 3, 3, 10
 SERVING = """

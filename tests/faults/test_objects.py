@@ -34,7 +34,7 @@ from tests.servers.faults import (
 from tests.servers.faulty_proxy import FaultyProxy
 from tests.servers.fixtures import Place, root_at
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.nightly, pytest.mark.asyncio]
 
 MIB = 1 << 20
 SIZE = 20 * MIB + 17

@@ -20,6 +20,8 @@ from checkpointd_client import Checkpointer, Retention, open_checkpoint
 from tests.faults.jobs import MIB
 from tests.faults.mounts import remount, tmpfs
 
+pytestmark = pytest.mark.nightly
+
 OPERATING = Path(__file__).resolve().parents[2] / "docs" / "OPERATING.md"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 

@@ -104,6 +104,7 @@ def test_what_was_staged_is_committed_without_any_trainer(tmp_path: Path, daemon
     _loaded_by_a_new_job(tmp_path, root, 7)
 
 
+@pytest.mark.nightly
 def test_trainers_killed_while_the_sidecar_writes_lose_nothing(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
@@ -112,6 +113,7 @@ def test_trainers_killed_while_the_sidecar_writes_lose_nothing(tmp_path: Path, s
     _loaded_by_a_new_job(tmp_path, root, 3, nbytes=8 * MIB)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("coordinator", [0, 1])
 def test_two_nodes_finish_a_save_without_any_trainer(tmp_path: Path, coordinator: int) -> None:
     """Two daemons, two ranks each, one store; rank 0, and with it the coordinator, is at either of them."""
@@ -134,6 +136,7 @@ def test_two_nodes_finish_a_save_without_any_trainer(tmp_path: Path, coordinator
     _loaded_by_a_new_job(tmp_path, root, 5, world_size=4)
 
 
+@pytest.mark.nightly
 def test_a_snapshot_whose_copy_was_cut_off_is_never_persisted(tmp_path: Path, daemon: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -163,6 +166,7 @@ def test_a_restart_loads_from_memory(tmp_path: Path, daemon: Daemon) -> None:
         job.must_load(3)
 
 
+@pytest.mark.nightly
 def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=24 * MIB) as job:
@@ -176,6 +180,7 @@ def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: D
     wait_until(lambda: not list(root.glob("global_step3/*/lease")), "the lease was removed with the outcome")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("has_daemon", [True, False], ids=["another daemon", "no daemon"])
 def test_a_start_that_cannot_ask_the_daemon_waits_for_what_it_still_writes(
     tmp_path: Path, slow: Daemon, *, has_daemon: bool
@@ -195,6 +200,7 @@ def test_a_start_that_cannot_ask_the_daemon_waits_for_what_it_still_writes(
         again.must_commit(4)
 
 
+@pytest.mark.nightly
 def test_what_was_deleted_does_not_come_back_from_memory(tmp_path: Path, daemon: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -207,6 +213,7 @@ def test_what_was_deleted_does_not_come_back_from_memory(tmp_path: Path, daemon:
         job.must_load(1)
 
 
+@pytest.mark.nightly
 def test_what_is_in_memory_may_be_newer_than_the_store_and_still_commits(tmp_path: Path) -> None:
     """The trainers come back while the sidecar still writes: they go on at once, and the save is committed behind them."""
     root, nbytes = tmp_path / "root", 5 * MIB
@@ -223,6 +230,7 @@ def test_what_is_in_memory_may_be_newer_than_the_store_and_still_commits(tmp_pat
             again.must_load(4, tag="global_step4")
 
 
+@pytest.mark.nightly
 def test_a_node_that_is_gone_with_its_sidecar_does_not_hold_up_the_restart(tmp_path: Path) -> None:
     """Its vote will never come: after a while the restart loads what is committed."""
     root = tmp_path / "root"
@@ -244,6 +252,7 @@ def test_a_node_that_is_gone_with_its_sidecar_does_not_hold_up_the_restart(tmp_p
             again.must_commit(3)
 
 
+@pytest.mark.nightly
 def test_memory_that_changed_is_found_and_the_store_is_loaded(tmp_path: Path, daemon: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -257,6 +266,7 @@ def test_memory_that_changed_is_found_and_the_store_is_loaded(tmp_path: Path, da
         assert "changed in memory (rank 1)" in job.ranks[0].logged("ERROR")
 
 
+@pytest.mark.nightly
 def test_the_snapshot_of_a_root_that_was_removed_is_not_loaded(tmp_path: Path, daemon: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -287,6 +297,7 @@ def test_a_sidecar_killed_in_the_middle_of_a_save_costs_nothing(tmp_path: Path, 
         job.must_load(3)
 
 
+@pytest.mark.nightly
 def test_waiting_for_the_sidecar_hands_the_save_to_the_next_one(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
@@ -298,6 +309,7 @@ def test_waiting_for_the_sidecar_hands_the_save_to_the_next_one(tmp_path: Path, 
         job.must_load(1)
 
 
+@pytest.mark.nightly
 def test_raising_when_the_sidecar_is_lost_fails_that_save_alone(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
@@ -310,6 +322,7 @@ def test_raising_when_the_sidecar_is_lost_fails_that_save_alone(tmp_path: Path, 
         job.must_commit(2)
 
 
+@pytest.mark.nightly
 def test_a_sidecar_that_hangs_is_as_good_as_lost_and_may_wake_up(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
@@ -325,6 +338,7 @@ def test_a_sidecar_that_hangs_is_as_good_as_lost_and_may_wake_up(tmp_path: Path,
         job.must_load(3)
 
 
+@pytest.mark.nightly
 def test_a_sidecar_told_to_leave_finishes_what_is_in_flight(tmp_path: Path, slow: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path, nbytes=8 * MIB) as job:
@@ -334,6 +348,7 @@ def test_a_sidecar_told_to_leave_finishes_what_is_in_flight(tmp_path: Path, slow
         assert _latest(root) == "global_step1"
 
 
+@pytest.mark.nightly
 def test_a_sidecar_that_does_not_serve_the_root_says_so_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     with Daemon(tmp_path / "served") as daemon, Job(folder=tmp_path) as job:
@@ -351,6 +366,7 @@ def test_what_does_not_fit_into_the_sidecar_is_persisted_by_the_trainers(tmp_pat
         job.must_load(3)
 
 
+@pytest.mark.nightly
 def test_a_state_is_shown_as_an_empty_directory_at_the_commit(tmp_path: Path, slow: Daemon) -> None:
     def save(step: int, name: str) -> SaveHandle:
         state = {"weights": torch.full((2 * MIB,), float(step))}
@@ -367,6 +383,7 @@ def test_a_state_is_shown_as_an_empty_directory_at_the_commit(tmp_path: Path, sl
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".checkpointd", "one.ckpt", "two.ckpt"]
 
 
+@pytest.mark.nightly
 def test_a_link_at_a_tag_fails_the_save_long_before_its_deadline(tmp_path: Path, daemon: Daemon) -> None:
     root, state = tmp_path / "root", {"model": torch.nn.Linear(4, 4)}
     with Checkpointer(root, sidecar=str(daemon.socket), commit_timeout_s=20) as checkpointer:
@@ -379,6 +396,7 @@ def test_a_link_at_a_tag_fails_the_save_long_before_its_deadline(tmp_path: Path,
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["00000001-0"]
 
 
+@pytest.mark.nightly
 def test_a_sidecar_with_a_wrong_endpoint_is_named_by_the_trainer_and_the_status_within_seconds(
     tmp_path: Path, seaweed_place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -143,6 +143,7 @@ class SidecarRounds(Rounds):
         self.daemon.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(7200)

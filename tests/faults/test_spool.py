@@ -101,6 +101,7 @@ def test_a_save_through_the_spool_commits_and_loads(tmp_path: Path, daemon: Daem
     loaded_by_a_new_job(tmp_path, root, 3)
 
 
+@pytest.mark.nightly
 def test_a_save_is_spooled_while_uploads_may_not_run_and_the_root_has_nothing_of_it(tmp_path: Path, closed: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -132,6 +133,7 @@ def test_spool_4_a_daemon_that_is_killed_goes_on_with_what_is_in_the_spool(tmp_p
     loaded_by_a_new_job(tmp_path, root, 2)
 
 
+@pytest.mark.nightly
 def test_sidecar_3_trainers_that_live_on_hear_of_the_commit_from_the_next_daemon(tmp_path: Path, closed: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -143,6 +145,7 @@ def test_sidecar_3_trainers_that_live_on_hear_of_the_commit_from_the_next_daemon
         job.must_commit(2)
 
 
+@pytest.mark.nightly
 def test_sigterm_leaves_what_is_in_the_spool_to_the_next_daemon(tmp_path: Path, closed: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -155,6 +158,7 @@ def test_sigterm_leaves_what_is_in_the_spool_to_the_next_daemon(tmp_path: Path, 
     wait_for_latest(root, "global_step1", closed)
 
 
+@pytest.mark.nightly
 def test_sigterm_with_spool_finish_uploads_outside_of_the_window(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Daemon(tmp_path, *held(tmp_path), "--spool-finish") as daemon, Job(folder=tmp_path) as job:
@@ -166,6 +170,7 @@ def test_sigterm_with_spool_finish_uploads_outside_of_the_window(tmp_path: Path)
         daemon.start_again()
 
 
+@pytest.mark.nightly
 def test_a_restarted_trainer_leaves_what_a_living_daemon_uploads_alone(tmp_path: Path, closed: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -185,6 +190,7 @@ def test_a_restarted_trainer_leaves_what_a_living_daemon_uploads_alone(tmp_path:
     wait_until(lambda: "global_step1/00000001-0: committed" in closed.said(), "the older one, too")
 
 
+@pytest.mark.nightly
 def test_what_is_in_the_spool_is_dropped_visibly_if_a_start_comes_before_the_daemon(tmp_path: Path, closed: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -201,6 +207,7 @@ def test_what_is_in_the_spool_is_dropped_visibly_if_a_start_comes_before_the_dae
     assert latest(root) == "global_step2"
 
 
+@pytest.mark.nightly
 def test_turn_2_saves_faster_than_the_bucket_are_superseded_and_shown_so(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Daemon(tmp_path, *held(tmp_path), "--spool-keep", "newest") as daemon, Job(folder=tmp_path) as job:
@@ -223,6 +230,7 @@ def test_turn_2_saves_faster_than_the_bucket_are_superseded_and_shown_so(tmp_pat
         assert ("global_step1", "spooled") not in flights
 
 
+@pytest.mark.nightly
 def test_a_full_spool_is_no_reason_to_lose_a_save(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Daemon(tmp_path, *options(tmp_path, "--spool-mib", "1")) as daemon, Job(folder=tmp_path, nbytes=2 * MIB) as job:
@@ -232,6 +240,7 @@ def test_a_full_spool_is_no_reason_to_lose_a_save(tmp_path: Path) -> None:
         assert "has no room for" in daemon.said()
 
 
+@pytest.mark.nightly
 def test_closing_a_trainer_does_not_wait_for_uploads(tmp_path: Path, closed: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -241,6 +250,7 @@ def test_closing_a_trainer_does_not_wait_for_uploads(tmp_path: Path, closed: Dae
     assert status_of(closed)["spool"]["waiting"] == 2
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_closes_says_that_the_sidecar_uploads_the_rest(
     tmp_path: Path, closed: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,6 +260,7 @@ def test_a_trainer_that_closes_says_that_the_sidecar_uploads_the_rest(
     assert "persists its saves itself" not in caplog.text
 
 
+@pytest.mark.nightly
 def test_nodespool_2_a_second_daemon_cannot_use_it(tmp_path: Path, closed: Daemon) -> None:
     other = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(tmp_path / "other" / "socket")]
     other += ["--root", str(tmp_path), "--uid", str(os.geteuid()), *options(tmp_path)]
@@ -258,6 +269,7 @@ def test_nodespool_2_a_second_daemon_cannot_use_it(tmp_path: Path, closed: Daemo
     assert "uses the spool" in found.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("phase", ["persisting", "spooled", "uploading", "prepared"])
 def test_a_daemon_killed_on_any_rung_loses_nothing_that_its_trainers_hold(tmp_path: Path, phase: str) -> None:
     root, slow = tmp_path / "root", ("--bandwidth-mib", "4") if phase in ("uploading", "prepared") else ()
@@ -275,6 +287,7 @@ def test_a_daemon_killed_on_any_rung_loses_nothing_that_its_trainers_hold(tmp_pa
 # --- without a sidecar -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_ownspool_1_the_next_start_uploads_what_a_killed_one_left(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -293,6 +306,7 @@ def test_ownspool_1_the_next_start_uploads_what_a_killed_one_left(tmp_path: Path
         job.must_commit(3)
 
 
+@pytest.mark.nightly
 def test_ownspool_1_a_start_without_the_spool_drops_it(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -311,6 +325,7 @@ def test_ownspool_1_a_start_without_the_spool_drops_it(tmp_path: Path) -> None:
         job.must_load(2)
 
 
+@pytest.mark.nightly
 def test_closing_leaves_what_is_not_uploaded_to_the_next_start(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -346,6 +361,7 @@ def test_near_3_a_restart_loads_the_newest_save_from_the_spools_although_it_is_n
         killed(job)
 
 
+@pytest.mark.nightly
 def test_near_3_it_is_loaded_without_a_sidecar_too(tmp_path: Path) -> None:
     root, settings = tmp_path / "root", {"directory": str(tmp_path / "spool"), "windows": CLOSED}
     with Job(folder=tmp_path) as job:
@@ -358,6 +374,7 @@ def test_near_3_it_is_loaded_without_a_sidecar_too(tmp_path: Path) -> None:
         assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(1, "spool", [])] * 2
 
 
+@pytest.mark.nightly
 def test_near_2_a_committed_save_is_read_from_the_spool_and_damage_there_is_read_at_the_root(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Daemon(tmp_path, *options(tmp_path), "--held-mib", "0") as daemon:
@@ -386,6 +403,7 @@ def test_near_2_a_committed_save_is_read_from_the_spool_and_damage_there_is_read
             killed(job)
 
 
+@pytest.mark.nightly
 def test_a_replaced_node_reads_at_the_root_what_the_other_one_has_in_memory(tmp_path: Path) -> None:
     """Two nodes, two ranks each. The second one is lost and replaced by a new one, with a new daemon."""
     root = tmp_path / "root"

@@ -19,6 +19,8 @@ from checkpointd.store.posix.store import PosixStore
 from tests.faults import mounts, strace_faults
 from tests.faults.store_process import LARGE, SMALL, WRITER
 
+pytestmark = pytest.mark.nightly
+
 CHILD = Path(__file__).with_name("store_process.py")
 MIB = 1024 * 1024
 LINK = "link,linkat"

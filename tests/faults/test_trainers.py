@@ -25,6 +25,7 @@ KIB, MIB = 1 << 10, 1 << 20
 LIMIT_S = 60.0
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.e2e,
     pytest.mark.timeout(400),
     pytest.mark.xdist_group("mounts"),

@@ -1,7 +1,7 @@
 """Fixtures for tests that need an S3 server. tests/conftest.py makes them known to all folders.
 
 Tests that use `seaweed` or `moto`, directly or through another fixture, go to one worker, so each server starts once. A test
-that kills its server asks for `own_seaweed`.
+that kills its server asks for `own_seaweed`. Those with SeaweedFS are for the night, since it takes much of a core.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _uses_a_server(item) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(GROUP))
+        if {"seaweed", "own_seaweed"} & _asked_for(item):
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -64,6 +64,7 @@ def test_ranks_whose_objects_lie_in_directories_of_their_own_keep_the_invariants
     assert sum(run_schedule(random_schedule(seed)).committed for seed in seeds) > len(seeds) // 2
 
 
+@pytest.mark.nightly
 def test_deltas_keep_the_invariants(stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deltas in place of references: what is frozen differs by nothing from the checkpoint in full, which collectors remove."""
     persist, made, stored = JobConfig.persist.fget, encode._delta, []
@@ -154,6 +155,7 @@ def test_trainers_killed_at_every_effect_while_their_sidecars_go_on(stride: int)
     assert surviving * stride > 10
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_power_cut_when_a_vote_is_seen_that_is_not_durable(rank: int) -> None:
     stopped = (Moment("link", ".vote", rank + 1), Pause(ACTOR, 30.0))
@@ -217,6 +219,7 @@ def test_a_seed_replays_in_another_process(storage: Storage) -> None:
     assert told[0].strip("\n") == story(11, storage)
 
 
+@pytest.mark.nightly
 def test_schedules_reach_what_they_are_for() -> None:
     """Enough of the random schedules commit, abort, strike and start again: a job that does nothing breaks no invariant."""
     reports = [run_schedule(random_schedule(seed)) for seed in range(60)]

@@ -105,6 +105,7 @@ def test_sidecar_lost_at_every_effect(first: int, rank: int, how: Literal["kille
     assert number > 20
 
 
+@pytest.mark.nightly
 def test_trainers_killed_at_every_effect_while_their_sidecars_go_on() -> None:
     reports = [
         run_schedule(Schedule(job=JobConfig(seed=seed, steps=1, sidecars=True), bucket=BUCKETS[0], faults=((number, Kill(0)),)))
@@ -116,6 +117,7 @@ def test_trainers_killed_at_every_effect_while_their_sidecars_go_on() -> None:
 # --- the simulation itself ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_schedules_reach_what_they_are_for() -> None:
     """Enough of the random schedules commit, abort, strike and start again: a job that does nothing breaks no invariant."""
     reports: list[SimReport] = [run_schedule(random_schedule(seed, "bucket")) for seed in range(30)]

@@ -54,6 +54,7 @@ def forgetful(seed: int) -> Schedule:
     return replace(schedule, job=replace(schedule.job, deviations=True, steps=5))
 
 
+@pytest.mark.nightly
 def test_what_is_forgotten_never_comes_back() -> None:
     reports = [run_schedule(forgetful(seed)) for seed in range(24)]
     assert sum(report.forgotten for report in reports) > 5

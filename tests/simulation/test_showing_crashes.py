@@ -265,6 +265,7 @@ def test_a_new_tag_is_not_there_or_whole_and_latest_names_one_that_is() -> None:
     assert every_crash_point(scenario, SEEDS) > 10 * len(SEEDS)
 
 
+@pytest.mark.nightly
 def test_a_start_that_is_cut_off_is_finished_by_the_next() -> None:
     async def scenario(crash: Crash) -> bool:
         world = World()
@@ -339,6 +340,7 @@ def revealing(at: str, *, is_there: bool) -> Callable[[Crash], Coroutine[Any, An
     return scenario
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("how", ["power cut", "killed"])
 def test_a_removal_that_is_cut_off_is_finished_by_the_next_start(how: str, at: str) -> None:
@@ -386,6 +388,7 @@ def removing(at: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
 TAGS = ("step17", "step18", "step19")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["power cut", "killed"])
 @pytest.mark.parametrize("who", ["a start", "a writer"])
 def test_checkpoints_appear_in_the_order_of_their_saves(who: str, how: str) -> None:
@@ -486,6 +489,7 @@ def replacing(what: str, *, clones: bool = False, exchanges: bool = True) -> Cal
     return scenario
 
 
+@pytest.mark.nightly
 def test_what_the_user_puts_there_in_the_middle_of_a_showing_is_there_after_the_next_start() -> None:
     """A file that comes, and one that is replaced, after the directory was looked at: wherever the process is killed."""
 

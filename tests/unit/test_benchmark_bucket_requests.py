@@ -13,6 +13,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmark is no
 
 from benchmarks import bucket_requests
 
+pytestmark = pytest.mark.nightly
+
 
 def test_rank_0_reads_one_vote_of_each_rank(seaweed_root: str) -> None:
     few, more = (asyncio.run(bucket_requests.commit(bucket_requests.below(seaweed_root, str(n)), n)) for n in (2, 6))

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmark is not installed
 
 from benchmarks import ranks
 
 
+@pytest.mark.nightly
 def test_every_cost_is_measured_at_every_number_of_ranks(tmp_path: Path) -> None:
     found = ranks.measure(tmp_path, votes=(2, 4), load=(2, 3), tensors=5, looks=(2, 3), runs=1)
     assert [(cost.name, cost.size) for cost in found.coordinator] == [

@@ -269,6 +269,7 @@ def on_two_ranks(root: Path, tmp_path: Path) -> list[Any]:
     return [json.loads(out.read_text()) for out in outs]
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_two_ranks_load_what_each_of_them_saved(tmp_path: Path) -> None:
     for rank, found in enumerate(on_two_ranks(copy("two-ranks", tmp_path), tmp_path)):
@@ -278,6 +279,7 @@ def test_two_ranks_load_what_each_of_them_saved(tmp_path: Path) -> None:
         assert "00000001-0 is aborted" in found["global_step2"]
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_two_ranks_load_their_own_parts_of_a_tensor_of_a_users_class(tmp_path: Path) -> None:
     found = on_two_ranks(copy("own-parts", tmp_path), tmp_path)

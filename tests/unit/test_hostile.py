@@ -219,6 +219,7 @@ async def test_an_epoch_after_which_no_other_has_a_name_is_refused(root: Path) -
 # --- in bounded memory -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_all_of_it_takes_bounded_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("hostile_roots_process.py"), tmp_path / "root"],

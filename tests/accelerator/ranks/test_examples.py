@@ -23,7 +23,7 @@ from compare import compare_runs
 RANKS, STEPS, EVERY = 2, 8, 2
 SMALL = ["--layers", 1, "--width", 64, "--length", 16, "--batch", RANKS, "--steps", STEPS, "--print-every", 1]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("compiler")]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("compiler")]
 
 
 class Job:

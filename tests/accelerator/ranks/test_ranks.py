@@ -10,7 +10,7 @@ from tests.e2e.rank_cases import output_of, show_cases, start_ranks
 
 PROCESSES = 2  # a process that imports device_ranks.py would have the device for good
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("compiler")]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("compiler")]
 
 
 def test_every_layout_trains_saves_and_loads_on_devices(tmp_path: Path, subtests: pytest.Subtests) -> None:

@@ -49,6 +49,7 @@ def collector_runs() -> bool:
     return gc.isenabled()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_ctrl_c_at_any_line_of_a_save_loses_no_slot(mode: StagingMode) -> None:
     net = torch.nn.Linear(8, 8)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 MODEL_MIB = 448
-pytestmark = pytest.mark.xdist_group("stream memory")  # one process, so that the model is saved once
+pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("stream memory")]  # one process, so that the model is saved once
 SLACK = 40 * MIB
 """What an interpreter takes for itself meanwhile: thread stacks, free lists, indexes."""
 

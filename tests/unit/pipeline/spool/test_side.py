@@ -228,6 +228,7 @@ def test_turn_2_a_commit_drops_those_that_still_wait() -> None:
     run(main())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(5))
 def test_turn_1_a_newer_save_that_ends_while_it_waits_keeps_no_older_one_from_its_turn(seed: int) -> None:
     """Another rank aborts the newer save, at which this rank's upload has failed before."""

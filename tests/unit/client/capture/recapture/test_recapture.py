@@ -480,6 +480,7 @@ def lines_of(action: Callable[[], object]) -> int:
     return lines
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 def test_more_tensors_run_no_more_python(wrap: Callable[[nn.Module], nn.Module]) -> None:
     """CAPTUREPLAN-3, FACTS-3."""
@@ -511,6 +512,7 @@ def is_gone(references: list[Callable[[], object]]) -> bool:
     return all(reference() is None for reference in references)
 
 
+@pytest.mark.nightly
 def test_between_two_saves_the_user_can_free_everything() -> None:
     """CAPTUREPLAN-2, FACTS-1."""
     capturer, state = Capturer(), blocks(3)

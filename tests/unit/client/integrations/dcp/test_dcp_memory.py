@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from tests.unit.client.integrations.dcp.dcp_child import MEMORY_BYTES
 from tests.unit.export.export_child import MIB
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[5]
 MODEL_MIB = 256
 SLACK = 48 * MIB

@@ -16,7 +16,10 @@ MODEL_MIB, PARAMETER_MIB = 192, 12
 SLACK = 40 * MIB
 """What an interpreter takes for itself meanwhile: modules, thread stacks, free lists, and pages on their way out."""
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are dropped on Linux alone")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(sys.platform != "linux", reason="pages of files are dropped on Linux alone"),
+]
 
 
 def test_weights_1_memory_is_the_result_and_a_parameter(tmp_path: Path) -> None:
