@@ -23,6 +23,9 @@ import pytest
 
 from checkpointd.cli import COMMANDS
 
+# One process reads all sources, once for all rules.
+pytestmark = pytest.mark.xdist_group("sources")
+
 ROOT = Path(__file__).resolve().parents[1]
 SERVICE, CLIENT, TESTS = "checkpointd", "client/checkpointd_client", "tests"
 FOLDERS = (SERVICE, CLIENT, TESTS, "examples", "benchmarks", "docs")
@@ -220,8 +223,22 @@ class Source:
     @cached_property
     def uses(self) -> list[tuple[int, str]]:
         """Line and dotted name of every use of a name (`os.environ`, `print`), imported names included."""
-        names = [(node.lineno, ast.unparse(node)) for node in self.nodes if isinstance(node, ast.Attribute | ast.Name)]
+        names = [(node.lineno, dotted(node)) for node in self.nodes if isinstance(node, ast.Attribute | ast.Name)]
         return names + self.imports
+
+    @cached_property
+    def calls(self) -> list[tuple[ast.Call, str]]:
+        """Every call, and the dotted name of what it calls."""
+        return [(node, dotted(node.func)) for node in self.nodes if isinstance(node, ast.Call)]
+
+
+def dotted(node: ast.AST) -> str:
+    """`os.path.join` for the use of such a name; "" where it begins with something else, as the result of a call."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""
 
 
 Rule = Callable[[Source], Iterator[str]]
@@ -315,8 +332,7 @@ def nothing_is_pickled(source: Source) -> Iterator[str]:
     for line, name in source.imports:
         if outside(name) in PICKLES - allowed:
             yield f"{line}: imports {name}, which runs code when it loads; instead: msgspec, or a node of layout/tree.py"
-    for node in source.nodes:
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    for node, called in source.calls:
         if called not in ("torch.load", "torch.save", "np.load", "numpy.load") or called in allowed:
             continue
         if "weights_only=True" not in ast.unparse(node) or f"{called}(weights_only=True)" not in allowed:
@@ -336,7 +352,7 @@ def nobody_sleeps(source: Source) -> Iterator[str]:
     if not (source.shipped or source.package == TESTS):
         return
     imported = [line for line, name in source.imports if name == "time.sleep"]
-    calls = [node for node in source.nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep"]
+    calls = [node for node, called in source.calls if called == "time.sleep"]
     for line in imported + [call.lineno for call in calls if ast.unparse(call) != "time.sleep(0)"]:
         yield f"{line}: time.sleep; instead: wait for the state itself (Event, Future, Process.wait, a line of output)"
 
@@ -364,13 +380,13 @@ def suggested_commands_are_whole(source: Source) -> Iterator[str]:
     docstrings = {id(node.value) for node in source.nodes if isinstance(node, ast.Expr)}
     for node in source.nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
-        if is_text and "`checkpointd " in ast.unparse(node):
+        if is_text and "`checkpointd " in node.value:
             yield f"{node.lineno}: a command in a message; instead: command(...) of checkpointd/commands.py, with root and tag"
 
 
 def suggested_commands_exist(source: Source) -> Iterator[str]:
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "command" and node.args:
+    for node, called in source.calls:
+        if called == "command" and node.args:
             name = getattr(node.args[0], "value", None)
             if source.shipped and isinstance(name, str) and not name.startswith("-") and name not in COMMANDS:
                 yield f"{node.lineno}: there is no command {name!r}; instead: one that `checkpointd --help` lists"

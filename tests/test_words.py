@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("sources")
+
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("checkpointd", "client/checkpointd_client")
 
@@ -32,8 +34,13 @@ def product() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
 def docstring(text: str) -> str:
-    return ast.get_docstring(ast.parse(text), clean=False) or ""
+    return ast.get_docstring(parsed(text), clean=False) or ""
 
 
 def invariants(sources: Mapping[str, str]) -> dict[str, list[str]]:
@@ -99,18 +106,19 @@ def classes(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """The modules that define a class of each name, at any depth."""
     found: dict[str, list[str]] = {}
     for path, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(path)
     return found
 
 
 def shared_names(sources: Mapping[str, str], same: Mapping[str, str]) -> Iterator[str]:
-    for name, paths in classes(sources).items():
+    classes_of = classes(sources)
+    for name, paths in classes_of.items():
         if len(paths) > 1 and name not in same:
             yield f"{name} is a class in {', '.join(paths)}; instead: a word of docs/GLOSSARY.md for each"
     for name in same:
-        if len(classes(sources).get(name, [])) < 2:
+        if len(classes_of.get(name, [])) < 2:
             yield f"{name} is the name of one class only; instead: take it off the list"
 
 

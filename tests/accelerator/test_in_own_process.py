@@ -28,7 +28,7 @@ def case(files: list[Path]) -> ParameterSet:
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("files", map(case, TOGETHER))
+@pytest.mark.parametrize("files", [case(files) for files in TOGETHER])
 def test_on_the_simulated_device(
     files: list[Path], tmp_path: Path, subtests: pytest.Subtests, pytestconfig: pytest.Config
 ) -> None:

@@ -2,9 +2,9 @@
 
     sharded_ranks.py FOLDER PROCESS few|many|all
 
-`all`: each pair of layouts is loaded for each pair of worlds, in every dtype. `many`: each pair of layouts is loaded for half of
-the pairs of worlds, in one dtype, by turns: so any two of the layouts, worlds and dtypes meet still. `few`: two and three ranks
-save and load, in a third of what is left of the pairs, and only the first of the other cases are run.
+`all`: each pair of layouts is loaded for each pair of worlds, in every dtype. `many`: each pair of layouts is loaded for half
+of the pairs of worlds, in one dtype, by turns: so any two of the layouts, worlds and dtypes meet still. `few`: two and three
+ranks save and load, in a third of what is left of the pairs, and only the first of the other cases are run.
 
 Every process notes what is wrong in each case: see `rank_cases.py`.
 """

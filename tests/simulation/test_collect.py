@@ -447,6 +447,7 @@ def test_mutations_of_the_order_are_caught(mutate: Callable[[Patch], None], monk
 # --- whole jobs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("keeps", [1, 2])
 def test_jobs_with_retention_and_collectors_lose_nothing(keeps: int) -> None:
     for seed in range(10):
@@ -456,6 +457,7 @@ def test_jobs_with_retention_and_collectors_lose_nothing(keeps: int) -> None:
         assert 0 < report.committed <= keeps + 1
 
 
+@pytest.mark.nightly
 def test_jobs_that_supersede_what_others_refer_to_lose_nothing() -> None:
     reports = [
         run_schedule(Schedule(job=JobConfig(seed=seed, steps=6, frozen=True, keeps=2, collectors=2, supersedes=True)))

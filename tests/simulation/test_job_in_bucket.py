@@ -53,14 +53,14 @@ def test_without_faults_every_save_commits_and_weather_is_no_fault() -> None:
     "fault", [PowerCut(), Kill(0), Kill(2), Kill(ACTOR, zombies=True), SecondJob(), Pause(ACTOR, 30.0)], ids=str
 )
 def test_struck_at_every_effect(fault: Fault, stride: int) -> None:
-    assert strike_everywhere(JobConfig(seed=4, steps=1), fault, max(1, stride // 2)) > 20
+    assert strike_everywhere(JobConfig(seed=4, steps=1), fault, max(1, stride // 3)) > 20
 
 
 @pytest.mark.parametrize("fate", FATES)
 def test_requests_fail_at_every_effect(fate: Fate, stride: int) -> None:
     job = JobConfig(seed=7, steps=1)
     for fault in (Fail(ACTOR, fate, 1), Fail(0, fate, 20), Outage(5.0, fate, 0.7)):
-        assert strike_everywhere(job, fault, stride) > 15
+        assert strike_everywhere(job, fault, max(1, stride // 3)) > 15
 
 
 @pytest.mark.parametrize("kind", ["create", "replace", "put", "begin", "part", "complete", "delete", "get", "look", "list"])

@@ -25,6 +25,7 @@ from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
 from checkpointd.testing.simdisk import Effect, SimDisk
+from tests.simulation.named_seeds import NamedSeeds
 from tests.unit.mirror.origins import check_whole, origin_with, save, tags_of, whole_ones
 
 pytestmark = pytest.mark.timeout(600)
@@ -254,8 +255,6 @@ def _removing_first(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTATIONS = {one.__name__: one for one in (_without_objects, _trusting_names, _unfinished, _bare_late, _removing_first)}
-SEEN_BY_A_START = {"_bare_late"}
-"""The others show first where the next run goes on."""
 
 
 @contextmanager
@@ -265,17 +264,28 @@ def mutated(name: str) -> Iterator[None]:
         yield
 
 
-def _many_crashes(*, first: bool) -> None:
-    """Those after which a job starts at the mirror, `first` or last."""
-    rules = Retention(keep_last=1)
-    for goes_on in (first, not first):
-        every_crash_point(heal_at_every_point(goes_on=goes_on), range(1), stride=2)
-        every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on, before=0), range(1), stride=3)
-        every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on), range(3), stride=3)
-        every_crash_point(run_at_every_point(2, 3, 4, rules=rules, goes_on=goes_on), range(1), kill, stride=3)
+def _crashes(number: int) -> None:
+    """What is tried under a seed: in turn, the next run goes on, or a job starts at the mirror."""
+    rules, goes_on, seed = Retention(keep_last=1), number % 2 == 1, number // 8
+    match number // 2 % 4:
+        case 0:
+            every_crash_point(heal_at_every_point(goes_on=goes_on), [seed], stride=2)
+        case 1:
+            every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on, before=0), [seed], stride=3)
+        case 2:
+            every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on), [seed], stride=3)
+        case _:
+            every_crash_point(run_at_every_point(2, 3, 4, rules=rules, goes_on=goes_on), [seed], kill, stride=3)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_each_mutation_is_caught(name: str) -> None:
-    with mutated(name), pytest.raises((AssertionError, CheckpointdError)):
-        _many_crashes(first=name in SEEN_BY_A_START)
+def test_each_mutation_is_caught(name: str, named_seeds: NamedSeeds) -> None:
+    def breaks(seed: int) -> str | None:
+        try:
+            with mutated(name):
+                _crashes(seed)
+        except (AssertionError, CheckpointdError) as error:
+            return str(error) or "an assertion"
+        return None
+
+    named_seeds.caught(f"mirror: {name}", breaks, range(24))

@@ -447,6 +447,7 @@ def _info(number: int, outcome: Outcome) -> AttemptInfo:
     return AttemptInfo(tag=outcome.tag, attempt=attempt, rank=0, world_size=1, step=1, n=number)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("exchanges", "clones"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("how", ["power cut", "killed"])
 @pytest.mark.parametrize("what", ["shown again", "hidden"])
