@@ -15,13 +15,15 @@ DTYPES = ("bf16", "fp32")
 
 
 def wrong_exports(folder: Path, worlds: tuple[int, ...]) -> Iterator[str]:
-    """What is wrong with the exports of the checkpoints `<layout>-<dtype>-<world>` in `folder/root`, each beside a file of what
-    it holds: as safetensors, several files with an index, and as one file for torch, converted.
+    """What is wrong with the exports of the checkpoints `<layout>-<dtype>-<world>` that were saved in `folder/root`, each with
+    a file of what it holds: as safetensors, several files with an index, and as one file for torch, converted.
     """
     for world in worlds:
         for layout in PARALLEL:
             for dtype in DTYPES:
                 tag = f"{layout}-{dtype}-{world}"
+                if not (folder / f"{tag}.pt").exists():
+                    continue
                 plain = torch.load(folder / f"{tag}.pt", weights_only=True)
                 # What is no parameter and no buffer is state of an optimizer.
                 wanted = {name: tensor for name, tensor in plain.items() if "/" not in name}

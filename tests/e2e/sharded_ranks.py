@@ -4,7 +4,7 @@
 
 `all`: each pair of layouts is loaded for each pair of worlds, in every dtype. `many`: each pair of layouts is loaded for half
 of the pairs of worlds, in one dtype, by turns: so any two of the layouts, worlds and dtypes meet still. `few`: two and three
-ranks save and load, in a third of what is left of the pairs, and only the first of the other cases are run.
+ranks save and load in one dtype, in a third of what is left of the pairs, and only the first of the other cases are run.
 
 Every process notes what is wrong in each case: see `rank_cases.py`.
 """
@@ -61,6 +61,7 @@ class Process(CaseNotes):
         super().__init__(folder, number)
         self.root, self.number, self._every, self.few = folder / "root", number, amount == "all", amount == "few"
         self.worlds = (2, 3) if self.few else WORLDS
+        self.dtypes = dict([*DTYPES.items()][: 1 if self.few else None])
         self.store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
         self.store.set_timeout(timedelta(seconds=600))
         self.saved: dict[str, dict[str, torch.Tensor]] = {}
@@ -90,7 +91,7 @@ class Process(CaseNotes):
                 return
             with Checkpointer(self.root, chunk_bytes=16 << 10) as ckpt:
                 for layout in PARALLEL:
-                    for dtype in DTYPES:
+                    for dtype in self.dtypes:
                         self._save(ckpt, f"{layout}-{dtype}-{world}", build(layout, DTYPES[dtype], world))
 
     def _save(self, ckpt: Checkpointer, tag: str, job: Job) -> None:
@@ -108,15 +109,15 @@ class Process(CaseNotes):
                 return
             with Checkpointer(self.root) as ckpt:
                 for b, target in enumerate(LAYOUTS if world == 1 else PARALLEL, start=0 if world == 1 else 1):
-                    pairs = {name: (build(target, dtype, 77), build(target, dtype, 78)) for name, dtype in DTYPES.items()}
+                    pairs = {name: (build(target, dtype, 77), build(target, dtype, 78)) for name, dtype in self.dtypes.items()}
                     for a, source in enumerate(PARALLEL):
                         for saved_by in self.worlds if _go_together(source, target) else ():
                             if self.few and (a + b + saved_by // 2 + world // 2) % 6:
                                 continue
                             if not self._every and target != "plain" and (a + b + saved_by // 2 + world // 2) % 2:
                                 continue
-                            for c, dtype in enumerate(DTYPES):
-                                if not self._every and (a + saved_by + world + c) % len(DTYPES):
+                            for c, dtype in enumerate(self.dtypes):
+                                if not self._every and (a + saved_by + world + c) % len(self.dtypes):
                                     continue
                                 tag, fresh = f"{source}-{dtype}-{saved_by}", (a + saved_by + c) % 3 == 0
                                 self._load(ckpt, tag, f"{target} on {world}", *pairs[dtype], fresh=fresh)

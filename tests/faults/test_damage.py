@@ -263,6 +263,7 @@ def test_an_older_outcome_that_is_damaged_stops_only_a_load_of_its_tag(root: Pat
 # --- what loading does without ---
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("restarted", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", UNREAD_OBJECTS)

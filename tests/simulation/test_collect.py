@@ -275,7 +275,7 @@ def races(seeds: Sequence[int], storage: Storage = "disk") -> int:
 @on_each
 def test_a_save_races_the_removal_of_what_it_refers_to(storage: Storage, stride: int) -> None:
     """DEDUP-3: it commits whatever happens, with references that hold or with everything written anew; both are seen."""
-    seeds = range(max({"disk": 30, "bucket": 20}[storage], 150 // stride))
+    seeds = range(max(12, 540 // stride))
     assert 0 < races(seeds, storage) < RANKS * len(seeds)
 
 
@@ -325,7 +325,7 @@ def superseded(seeds: Sequence[int], storage: Storage = "disk") -> int:
 def test_two_collections_beside_a_save_whose_base_is_superseded(storage: Storage, stride: int, monkeypatch: Patch) -> None:
     """COLLECT-7: the save commits, with references that hold or with everything written anew; both are seen."""
     monkeypatch.setattr(catalog, "NEWEST_LOOKED", 20)  # else a collector leaves alone what the catalog says is still needed
-    seeds = range(max(20, 100 // stride))
+    seeds = range(max(8, 360 // stride))
     assert 0 < superseded(seeds, storage) < RANKS * len(seeds)
 
 

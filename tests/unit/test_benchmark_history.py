@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the benchmark is not installed
 
 from benchmarks import costs, history
 
 
+@pytest.mark.nightly
 def test_every_operation_is_measured_at_every_size(tmp_path: Path) -> None:
     found = history.measure(tmp_path, (3, 6), (2, 3), 1)
     assert {(cost.name, cost.size) for cost in found.tags} == {

@@ -40,6 +40,7 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     return f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
 
 
+@pytest.mark.nightly
 def test_one_process(tmp_path: Path, subtests: pytest.Subtests) -> None:
     show_cases(subtests, tmp_path, ranks=1, output=said(alone(tmp_path, *TRAINER, *REFUSED, *OWN, *STATE)))
 

@@ -92,7 +92,7 @@ def test_a_regular_grid_takes_a_few_bytes_a_tensor_whatever_the_number_of_ranks(
         found = {rank: [p for n in range(50) for p in rows(ranks, f"model.layers.{n}")[rank]] for rank in range(ranks)}
         return len(encoded(found))
 
-    assert size(512) < 2 * size(64)
+    assert size(128) < 2 * size(16)
 
 
 def test_several_blocks_are_decoded_one_by_one() -> None:

@@ -403,6 +403,7 @@ def test_a_full_disk_leaves_what_is_there() -> None:
 # --- interruptions ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True], ids=["before the call", "after the call"])
 @pytest.mark.parametrize(
     "names", [["00000-0.chunks"], ["00000-0.chunks", "00000.index", "ballot", OUTCOME]], ids=["one", "all"]

@@ -23,6 +23,7 @@ from tests.unit.mirror.origins import TAG, check_whole, kinds, mirrored, origin_
 from tests.unit.mirror.stores import Breaking, Damaging, Refusing, Small, Watched, attempt, flip, origin_of
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True], ids=["before the call", "after the call"])
 @pytest.mark.parametrize("rules", [Retention(), Retention(keep_last=1)], ids=["all", "last"])
 def test_an_interruption_at_every_call_loses_nothing_and_the_next_run_finishes(after: bool, rules: Retention) -> None:

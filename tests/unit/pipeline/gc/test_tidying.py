@@ -41,7 +41,7 @@ from tests.saving_jobs import PERSIST, TIMEOUT_S, Disk, Job, run
 SPARE = 3
 
 
-@pytest.fixture(params=range(2))
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.nightly)])
 def seed(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

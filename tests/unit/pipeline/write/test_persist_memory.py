@@ -47,7 +47,9 @@ def growth(**options: object) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize("compression", ["none", "zstd", "planes", "auto"])
+@pytest.mark.parametrize(
+    "compression", ["planes", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("none", "zstd", "auto"))]
+)
 def test_persist_3_memory_beside_the_snapshot_stays_below_the_budget(compression: str) -> None:
     small = {"chunk_bytes": MIB, "block_bytes": 4 * MIB, "encoders": 4, "budget_bytes": 32 * MIB}
     assert growth(mib=256, compression=compression, **small) < 32 * MIB + SLACK
