@@ -36,7 +36,7 @@ test-torch: setup ## The tests of the client and of devices with another torch: 
 	test -x $(OTHER)/bin/python || $(BIN)/python -m venv $(OTHER)
 	test -d $(OTHER)/lib/python3*/site-packages/torch || $(OTHER)/bin/python -m pip install -q "torch==$(TORCH)"
 	echo "import site; site.addsitedir('$(CURDIR)/$(wildcard $(VENV)/lib/python3*/site-packages)')" > "$$(echo $(OTHER)/lib/python3*/site-packages)/over.pth"
-	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" tests/unit/client tests/accelerator $(ARGS)
+	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/unit/client tests/accelerator $(ARGS)
 
 # The night has the frameworks, too, over the packages of .venv: half a gigabyte that no other verb needs.
 FRAMEWORKS := .venv-integrations

@@ -48,7 +48,7 @@ COUNTS = {
     "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
     "call-stride": Count(25, 5, "each so manieth call of a save fails"),
     "trainer-rounds": Count(1, 1, "jobs of trainers killed in a save"),
-    "fuzzed-files": Count(4, 100, "roots and files that are changed and loaded"),
+    "fuzzed-files": Count(25, 100, "roots and files that are changed and loaded"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
     "chaos-seeds": Count(1, 12, "trainings on streams in random orders"),
     "damage-stride": Count(170, 17, "each so manieth damage to an object"),

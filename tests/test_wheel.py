@@ -144,6 +144,7 @@ def test_the_service_imports_without_torch(built: Built) -> None:
     assert found == str(built.target / "checkpointd")
 
 
+@pytest.mark.nightly
 def test_the_client_imports_with_torch(built: Built) -> None:
     pytest.importorskip("torch")
     found = built.python("\n" + IMPORT_ALL.format(package="checkpointd_client"))

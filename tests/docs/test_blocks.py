@@ -134,6 +134,7 @@ def test_what_counts_as_the_output_that_is_shown(shown: str, printed: str, same:
     assert agrees(shown, printed) is same
 
 
+@pytest.mark.nightly
 def test_a_block_that_fails_says_where() -> None:
     with Session("page.md") as session:
         assert session.run(Block("page.md", 7, "python", "x = 1\n")) is None

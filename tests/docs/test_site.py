@@ -21,7 +21,6 @@ needs_sphinx = pytest.mark.skipif(
 
 @pytest.mark.nightly
 @needs_sphinx
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     command = [

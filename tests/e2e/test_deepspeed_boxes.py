@@ -18,7 +18,6 @@ PROCESSES = 4
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.e2e,
-    pytest.mark.slow,
     pytest.mark.timeout(400),
     NEEDS_DEEPSPEED,
 ]

@@ -83,7 +83,6 @@ def undisturbed(shown: tuple[subprocess.CompletedProcess[str], Path]) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_a_run_that_was_killed_whole_ends_where_the_undisturbed_run_ends(tmp_path: Path, undisturbed: Path) -> None:
     written = kill_all_when_committed(tmp_path)
@@ -101,7 +100,6 @@ def test_a_run_that_was_killed_whole_ends_where_the_undisturbed_run_ends(tmp_pat
 
 @pytest.mark.nightly
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_the_comparison_sees_one_changed_bit(tmp_path: Path, undisturbed: Path) -> None:
     for name, kind in {"losses-1.jsonl": "losses", "final-0.json": "model", "final-1.json": "optimizer"}.items():
@@ -129,7 +127,6 @@ def tamper(path: Path, kind: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_the_demo_kills_a_rank_in_the_middle_of_a_save_and_ends_equal(
     shown: tuple[subprocess.CompletedProcess[str], Path],
@@ -146,7 +143,6 @@ def test_the_demo_kills_a_rank_in_the_middle_of_a_save_and_ends_equal(
 
 @pytest.mark.nightly
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_the_demo_against_a_bucket_shows_the_same_and_counts_requests(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -189,7 +185,6 @@ def main_of_the_demo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_the_demo_fails_at_a_server_that_ignores_conditions(
     tmp_path: Path, moto_place: Place, monkeypatch: pytest.MonkeyPatch

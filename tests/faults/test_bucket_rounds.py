@@ -86,7 +86,6 @@ class BucketRounds(SidecarRounds):
 
 @pytest.mark.nightly
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("spools", [False, True], ids=["without a spool", "with a spool"])
 def test_no_strike_at_a_job_in_a_bucket_loses_a_committed_checkpoint(

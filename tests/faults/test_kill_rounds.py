@@ -134,7 +134,6 @@ class Rounds:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_no_kill_loses_a_committed_checkpoint(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     seed = random.SystemRandom().randrange(1 << 32)

@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.power_cut,
     pytest.mark.e2e,
-    pytest.mark.slow,
     pytest.mark.xdist_group("mounts"),
 ]
 

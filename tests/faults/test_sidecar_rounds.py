@@ -145,7 +145,6 @@ class SidecarRounds(Rounds):
 
 @pytest.mark.nightly
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
 async def test_no_strike_at_trainers_or_sidecar_loses_a_committed_checkpoint(
     tmp_path: Path, pytestconfig: pytest.Config

@@ -32,6 +32,7 @@ def test_the_inputs_get_somewhere() -> None:
     assert fuzz_sessions(range(60)) > 300
 
 
+@pytest.mark.nightly
 @NEEDS_DEEPSPEED
 @pytest.mark.timeout(450)  # it waits where a file is missing or cannot be read, and a loaded machine makes that long
 def test_files(pytestconfig: pytest.Config) -> None:

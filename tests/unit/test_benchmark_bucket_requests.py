@@ -24,7 +24,6 @@ def test_rank_0_reads_one_vote_of_each_rank(seaweed_root: str) -> None:
     assert f"| {bucket_requests.COMMIT}, 6 ranks | 0 | 0 MiB | {more['puts']} |" in table
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_job_counts_what_each_rank_sends(seaweed_root: str, tmp_path: Path) -> None:
     rows = bucket_requests.jobs(seaweed_root, 10 << 20, tmp_path)

@@ -82,6 +82,7 @@ def collections_of(ckpt: Checkpointer, step: int, state: dict[str, object]) -> i
     return len(begun)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_many_tensors_do_not_keep_the_garbage_collector_busy(mode: StagingMode) -> None:
     state: dict[str, object] = {"net": torch.nn.ParameterList(torch.zeros(1) for _ in range(10_000))}

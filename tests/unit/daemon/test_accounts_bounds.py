@@ -249,6 +249,7 @@ def trees() -> int:
     return sum(bool(thing.tree) for thing in gc.get_objects() if type(thing) is Index)
 
 
+@pytest.mark.nightly
 async def test_a_slot_whose_shard_is_stored_is_not_kept(root: Path, store: PosixStore) -> None:
     """Four dead trainers once kept 1 GiB mapped that was charged to nobody: rank 0 never came, so their attempts went on."""
     before = trees()

@@ -241,6 +241,7 @@ def make_anew(directory: Path) -> None:
         entry.rename(directory / entry.name)
 
 
+@pytest.mark.nightly
 @needs_landlock
 @pytest.mark.parametrize("changed", ["above the root", "the root", "the socket's"])
 def test_a_daemon_whose_rule_is_for_another_directory_leaves(tmp_path: Path, changed: str) -> None:
@@ -264,6 +265,7 @@ def test_a_daemon_whose_rule_is_for_another_directory_leaves(tmp_path: Path, cha
     assert "restart the daemon" in err
 
 
+@pytest.mark.nightly
 @needs_landlock
 def test_http_where_its_packages_are_links(tmp_path: Path) -> None:
     """As some installers make them: the sandbox forbids the place to which they lead."""
@@ -279,6 +281,7 @@ def test_http_where_its_packages_are_links(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.nightly
 def test_numpy_starts_no_thread_that_the_sandbox_would_miss(tmp_path: Path) -> None:
     program = """
 import os, sys

@@ -182,6 +182,7 @@ async def reads_of_a_commit(history: int) -> tuple[int, int]:
     return counts[1] - counts[0], counts[2] - counts[1]
 
 
+@pytest.mark.nightly
 def test_in_buckets_a_new_commit_and_a_look_cost_the_same_after_any_history() -> None:
     few, many = simulated(reads_of_a_commit(5)), simulated(reads_of_a_commit(40))
     look, commit = many

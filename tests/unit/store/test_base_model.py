@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.errors import CheckpointdError
@@ -74,7 +74,6 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=60)
 @given(st.lists(steps, max_size=25))
 def test_both_stores_answer_alike(steps: list[Step]) -> None:
     asyncio.run(_compare(steps))

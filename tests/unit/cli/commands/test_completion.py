@@ -64,6 +64,7 @@ def test_commands_and_options(used: Path) -> None:
     assert offered(["checkpointd", "gc", "--mode", "m"]) == ["plain,min", "plain,max"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", ["inspect", "explain", "verify", "delete", "consolidate", "export"])
 def test_tags_of_the_root_given_before_the_newest_first(used: Path, command: str) -> None:
     assert offered(["checkpointd", command, str(used), ""])[1:] == [

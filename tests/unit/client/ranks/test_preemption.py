@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.errors import UsageError
@@ -109,7 +109,6 @@ Loop = list[tuple[int, int]]
 """How often each step is asked about: a training loop, with evaluations and a warm-up in it."""
 
 
-@settings(max_examples=60)
 @given(
     loop=st.lists(st.integers(1, 4), min_size=6, max_size=12).map(lambda counts: list(enumerate(counts))),
     moments=st.lists(st.integers(0, 8) | st.none(), min_size=2, max_size=3).filter(any),

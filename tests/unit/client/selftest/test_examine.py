@@ -30,6 +30,7 @@ def test_without_an_accelerator_there_is_nothing_to_test(nothing_there: None, tm
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_python_m_says_so_and_ends_with_code_2() -> None:
     done = subprocess.run(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.errors import MismatchError
@@ -73,7 +73,6 @@ def fill(restoration: Restoration, made: dict[str, torch.Tensor]) -> None:
     restoration.finish()
 
 
-@settings(max_examples=50)
 @given(SHAPES, st.integers(1, 6), st.integers(1, 6))
 def test_a_tensor_in_flat_ranges_of_n_ranks_loads_into_those_of_m(shape: tuple[int, ...], n: int, m: int) -> None:
     full = numbered(shape)
@@ -87,7 +86,6 @@ def test_a_tensor_in_flat_ranges_of_n_ranks_loads_into_those_of_m(shape: tuple[i
     assert torch.cat([target.tensor.reshape(-1) for target in targets]).equal(full.reshape(-1))
 
 
-@settings(max_examples=50)
 @given(SHAPES.filter(bool), st.integers(1, 6))
 def test_a_range_is_few_boxes(shape: tuple[int, ...], n: int) -> None:
     for part in cut(numbered(shape), n):

@@ -189,6 +189,7 @@ def test_a_root_leaves_an_hour_after_its_last_trainer_and_is_forgotten_after_a_d
     assert (hub.ranks_at("/r"), hub.tallies) == ([], {})
 
 
+@pytest.mark.nightly
 def test_however_many_ranks_and_roots_there_are_the_series_are_bounded(tmp_path: Path) -> None:
     hub = Hub(ServeConfig(socket=str(tmp_path / "s"), roots=("/",)))
     for root in range(100):

@@ -209,6 +209,7 @@ def test_a_view_keeps_the_mapping_and_nothing_else(memory: Room) -> None:
     assert memory.account.used == 0
 
 
+@pytest.mark.nightly
 def test_what_only_a_cycle_holds_is_unmapped_when_room_is_short_and_when_asked(memory: Room) -> None:
     """As an error does, with the frames that it came through; the garbage collector may not run for hours."""
 

@@ -125,6 +125,7 @@ def test_tidy_2_a_verified_checkpoint_that_is_older_than_the_rules_keep_counts(s
     run(seed, main)
 
 
+@pytest.mark.nightly
 def test_tidy_2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> None:
     """Each job is cut off anywhere, and the next one recovers, loads, and goes on."""
 
@@ -289,6 +290,7 @@ def test_tidy_4_on_a_full_disk_what_outlives_its_trainer_waits_for_the_newer_coo
     run(0, main)
 
 
+@pytest.mark.nightly
 def test_tidy_4_a_rank_that_misses_one_save_keeps_no_other_from_its_commit() -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)

@@ -55,6 +55,7 @@ def saved(boxes: Sequence[Box]) -> CountingStore:
     return store
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("saves", "loads", "bound"),
     [

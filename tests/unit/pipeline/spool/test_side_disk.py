@@ -163,6 +163,7 @@ def test_spool_9_a_disk_that_is_away_for_minutes_loses_no_shard(error: Exception
     run(main())
 
 
+@pytest.mark.nightly
 def test_spool_9_the_time_between_two_windows_does_not_count_against_a_disk() -> None:
     """It is away for minutes until a window closes, is there again, and fails once at the beginning of the next window."""
 

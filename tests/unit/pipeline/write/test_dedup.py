@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -374,7 +374,6 @@ async def test_where_next_to_nothing_is_unchanged_all_is_written(tmp_path: Path)
     assert [[ref.name for ref in (await index_at(store, step)).objects] for step in (2, 3)] == [["00000-0.chunks"]] * 2
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=2, max_size=4), st.sampled_from(COMPRESSIONS))
 def test_any_series_of_states_loads_as_it_was_saved(series: list[list[int]], compression: Compression) -> None:
     """Each state is three tensors of two chunks, each chunk of one of a few contents."""

@@ -245,6 +245,7 @@ class Following:
             self.process.kill()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_follow_copies_what_is_committed_later_and_ends_when_told(
     root: Path, tmp_path: Path, at: With, cli: Cli, number: signal.Signals

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -155,7 +155,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     found.clear()
 
 
-@settings(max_examples=100)
+@pytest.mark.nightly
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=8), st.integers(0, 2))
 def test_captures_one_after_the_other_find_what_each_would_find_alone(changes: list[str], twice: int) -> None:
     """RECAPTURE-1, CAPTUREPLAN-1, FACTS-2."""

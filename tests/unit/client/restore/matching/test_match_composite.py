@@ -506,6 +506,7 @@ def test_a_tensor_that_contains_itself_is_refused() -> None:
 # --- sizes that no memory has -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_sizes_that_nobody_has_memory_for_end_in_an_error_before_they_are_allocated() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.client.restore.matching.hostile_sizes"], capture_output=True, text=True, check=False
