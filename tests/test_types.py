@@ -1,4 +1,4 @@
-"""The types that a user's code sees: mypy accepts `tests/typing`, and finds the mistakes that are marked there."""
+"""The types that a user's code sees: mypy accepts `tests/typing`."""
 
 from __future__ import annotations
 
