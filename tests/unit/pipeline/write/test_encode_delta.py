@@ -96,6 +96,15 @@ async def test_delta_1_and_4_every_third_checkpoint_is_in_full_and_the_others_ne
         assert await load_arrays(store, f"global_step{step}", 0) == as_bytes(step)
 
 
+async def test_delta_1_chunks_of_another_size_than_those_before_are_stored_in_full() -> None:
+    """As after a start with another `chunk_bytes`: chunks that begin at the same byte are no bases of each other."""
+    store = MemoryStore()
+    await saved(store, 1)
+    await saved(store, 2, chunk_bytes=CHUNK_BYTES // 2)
+    assert deltas_of(await index_at(store, 2))["weights"] == [False] * 4
+    assert await load_arrays(store, "global_step2", 0) == as_bytes(2)
+
+
 async def test_delta_4_what_is_unchanged_since_a_delta_is_written_in_full_again() -> None:
     store = MemoryStore()
 
