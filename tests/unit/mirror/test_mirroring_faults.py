@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 
@@ -30,7 +31,18 @@ from tests.unit.mirror.origins import (
     tags_of,
     whole_ones,
 )
-from tests.unit.mirror.stores import Damaging, Flipping, Lagging, Meanwhile, Refusing, Unreadable, Watched, attempt, flip
+from tests.unit.mirror.stores import (
+    Damaging,
+    Flipping,
+    Lagging,
+    Meanwhile,
+    Refusing,
+    Unreadable,
+    Watched,
+    attempt,
+    flip,
+    origin_of,
+)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_others_go_on() -> None:
@@ -174,6 +186,24 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied_is_left_out() -> None:
             if not removing.happened:
                 break
         assert calls > 10
+
+    simulated(main())
+
+
+def test_mirrorcopy_3_what_a_copy_refers_to_may_be_deleted_at_the_mirror_at_any_moment() -> None:
+    async def main() -> None:
+        origin, outcomes = await origin_with(1, 2), set[str]()
+        for calls in itertools.count(1):
+            mirror = MemoryStore("mirror")
+            await mirrored(await origin_of(origin, 1), mirror)
+            delete = partial(deletion, mirror, "global_step1", force=True, dry_run=False)
+            deleting = Meanwhile(origin, calls, lambda _, delete=delete: delete())
+            report = await mirrored(deleting, mirror)
+            await check_whole(mirror, origin)
+            if not deleting.happened:
+                break
+            outcomes.add(kinds(report)["global_step2"])
+        assert outcomes == {"mirrored", "blocked"}
 
     simulated(main())
 
