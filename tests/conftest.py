@@ -23,7 +23,7 @@ pytest_plugins = ["tests.costs", "tests.servers.fixtures"]
 ONE_AT_A_TIME = ("e2e", "power_cut")
 
 # Neither profile times an example: the machine decides how long one takes. Both print what reproduces a failure. The gate tries
-# examples each time, so what it finds is the work of the change; the night tries new ones.
+# the same examples each time, so what it finds is due to the change. The night tries new ones.
 settings.register_profile(
     "gate", deadline=None, print_blob=True, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -46,15 +46,15 @@ COUNTS = {
     "bucket-rounds": Count(0, 2, "rounds of kills and faults with a bucket"),
     "bucket-races": Count(1, 4, "races of 16 writers in a bucket"),
     "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
-    "call-stride": Count(25, 5, "each so manieth call of a save fails"),
+    "call-stride": Count(25, 5, "of the calls of a save, one in so many fails"),
     "trainer-rounds": Count(1, 1, "jobs of trainers killed in a save"),
     "fuzzed-files": Count(25, 100, "roots and files that are changed and loaded"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
     "chaos-seeds": Count(1, 12, "trainings on streams in random orders"),
-    "damage-stride": Count(170, 17, "each so manieth damage to an object"),
+    "damage-stride": Count(170, 17, "of the damages to stored objects, one in so many is done"),
     "power-cuts": Count(1, 4, "power cuts under a saving job"),
     "sim-schedules": Count(50, 1000, "random schedules of the simulated job, for each storage"),
-    "sim-stride": Count(45, 18, "only every so manieth effect of a simulated job is struck"),
+    "sim-stride": Count(45, 18, "of the effects of a simulated job, one in so many is struck"),
 }
 
 
