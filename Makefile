@@ -36,13 +36,13 @@ test-torch: setup ## The tests of the client and of devices with another torch: 
 	test -x $(OTHER)/bin/python || $(BIN)/python -m venv $(OTHER)
 	test -d $(OTHER)/lib/python3*/site-packages/torch || $(OTHER)/bin/python -m pip install -q "torch==$(TORCH)"
 	echo "import site; site.addsitedir('$(CURDIR)/$(wildcard $(VENV)/lib/python3*/site-packages)')" > "$$(echo $(OTHER)/lib/python3*/site-packages)/over.pth"
-	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/unit/client tests/accelerator $(ARGS)
+	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --nightly tests/unit/client tests/accelerator $(ARGS)
 
 # The night has the frameworks, too, over the packages of .venv: half a gigabyte that no other verb needs.
 FRAMEWORKS := .venv-integrations
 WITH_FRAMEWORKS := $(FRAMEWORKS)/ready-$(firstword $(shell cat pyproject.toml constraints.txt constraints-integrations.txt | cksum))
 
-test-all: setup $(WITH_FRAMEWORKS) ## The gate and the night: everything, with the frameworks that it is integrated with (an hour and a half)
+test-all: setup $(WITH_FRAMEWORKS) ## The gate and the night: everything, with the frameworks that it is integrated with
 	$(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --nightly $(ARGS)
 
 $(WITH_FRAMEWORKS): $(READY)

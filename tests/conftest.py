@@ -41,17 +41,11 @@ class Count(NamedTuple):
 
 
 COUNTS = {
+    # What only the night has, has an option with one default, below.
     "kill-rounds": Count(2, 6, "rounds of SIGKILL under torchrun"),
-    "sidecar-rounds": Count(1, 4, "rounds of kills with sidecars"),
-    "bucket-rounds": Count(0, 2, "rounds of kills and faults with a bucket"),
-    "bucket-races": Count(1, 4, "races of 16 writers in a bucket"),
     "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
     "call-stride": Count(25, 5, "of the calls of a save, one in so many fails"),
-    "trainer-rounds": Count(1, 1, "jobs of trainers killed in a save"),
-    "fuzzed-files": Count(25, 100, "roots and files that are changed and loaded"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
-    "chaos-seeds": Count(1, 12, "trainings on streams in random orders"),
-    "damage-stride": Count(170, 17, "of the damages to stored objects, one in so many is done"),
     "power-cuts": Count(1, 4, "power cuts under a saving job"),
     "sim-schedules": Count(50, 1000, "random schedules of the simulated job, for each storage"),
     "sim-stride": Count(45, 18, "of the effects of a simulated job, one in so many is struck"),
@@ -63,6 +57,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, count in COUNTS.items():
         words = f"{count.what} (gate: {count.gate}, night: {count.night})"
         parser.addoption(f"--{name}", type=int, help=words)
+    parser.addoption("--sidecar-rounds", type=int, default=4, help="rounds of kills with sidecars (default: 4)")
+    parser.addoption("--bucket-rounds", type=int, default=2, help="rounds of kills and faults with a bucket (default: 2)")
+    parser.addoption("--bucket-races", type=int, default=4, help="races of 16 writers in a bucket (default: 4 each)")
+    parser.addoption("--trainer-rounds", type=int, default=1, help="jobs of trainers killed in a save (default: 1 each)")
+    parser.addoption("--fuzzed-files", type=int, default=100, help="roots and files that are changed and loaded (default: 100)")
+    parser.addoption("--chaos-seeds", type=int, default=12, help="trainings on streams in random orders (default: 12)")
+    parser.addoption(
+        "--damage-stride", type=int, default=17, help="of the damages to objects, one in so many is done (default: 17)"
+    )
     parser.addoption("--sidecar-seed", type=int, help="the seed of the rounds with sidecars (default: a new one)")
     parser.addoption("--sim-first", type=int, default=60, help="the seed of the first random schedule (default: 60)")
     parser.addoption("--name-seeds", action="store_true", help="write which seed catches each mutation of tests/simulation")
@@ -126,10 +129,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Two things that would cost each test some time.
+    """Save time in each test: the search for garbage leaves out what was imported, and torch's loggers propagate.
 
-    What was imported and collected is no garbage, so no search for cycles need go through it. And pytest takes hold of each
-    logger that keeps its messages to itself, six times in each test; torch has dozens of them.
+    In each test, pytest attaches handlers to every logger that does not propagate, and torch has dozens of them.
     """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):

@@ -72,7 +72,10 @@ def costs_of(terminalreporter: pytest.TerminalReporter) -> dict[str, Cost]:
     costs: dict[str, Cost] = defaultdict(Cost)
     for report in reports(terminalreporter):
         spent_s = sum(value for key, value in report.user_properties if key == PROPERTY)
-        costs[report.nodeid] += Cost(spent_s, report.duration, int(report.when == "call"))
+        if isinstance(report, pytest.SubtestReport):  # its time is part of its test's
+            costs[report.nodeid] += Cost(spent_s)
+        else:
+            costs[report.nodeid] += Cost(spent_s, report.duration, int(report.when == "call"))
     return costs
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.timeout(400)
-def test_user_code_is_checked_as_it_says() -> None:
+def test_user_code_type_checks() -> None:
     pytest.importorskip("mypy", reason="needs mypy: make setup installs it")
     done = subprocess.run([sys.executable, "-m", "mypy", "tests/typing"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,13 +6,16 @@ import os
 import subprocess
 from pathlib import Path
 
-RUN = Path(__file__).resolve().parents[2] / ".ci" / "run"
+import pytest
+
+CI = Path(__file__).resolve().parents[2] / ".ci"
 
 
-def test_continuous_integration_requires_the_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "verb"), [("run", "test"), ("night", "test-all")])
+def test_continuous_integration_requires_the_compiler(tmp_path: Path, script: str, verb: str) -> None:
     make = tmp_path / "make"
     make.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     make.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "ARGS": "-k device"}
-    done = subprocess.run([RUN], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "test|ARGS=--require-compiler -k device|"
+    done = subprocess.run([CI / script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{verb}|ARGS=--require-compiler -k device|"

@@ -1,7 +1,7 @@
 """Runs each test file of `simulated/`, and those of `tests/gpu`, in a process that has the simulated device.
 
-The small ones share a process, which takes longer to start than each of them. Their cases show as subtests. The gate has what
-fails first where staging or loading is wrong; the night has all.
+The small ones share a process, which takes longer to start than each of them. Their cases show as subtests. The gate has the
+files of GATE, and the night all.
 """
 
 from __future__ import annotations
@@ -12,23 +12,27 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from _pytest.mark import ParameterSet
 
 HERE = Path(__file__).parent
 FILES = sorted([*(HERE / "simulated").glob("test_*.py"), *(HERE.parent / "gpu").glob("test_*.py")])
 SMALL = {"test_benchmark_gpu", "test_chaos", "test_device", "test_offload", "test_several_devices"}
 TOGETHER = [[file] for file in FILES if file.stem not in SMALL] + [[file for file in FILES if file.stem in SMALL]]
 GATE = {"test_loading", "test_mistakes", "test_staging", "test_staging_hardships"}
+"""The tests of staging and loading themselves."""
+assert {file.stem for file in FILES} >= GATE
 
 
-def case(files: list[Path]) -> ParameterSet:
-    of_the_night = GATE.isdisjoint(file.stem for file in files)
-    return pytest.param(files, id=" ".join(file.stem for file in files), marks=[pytest.mark.nightly] * of_the_night)
+def marks(files: list[Path]) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.nightly] if GATE.isdisjoint(file.stem for file in files) else []
+
+
+def names(files: list[Path]) -> str:
+    return " ".join(file.stem for file in files)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("files", [case(files) for files in TOGETHER])
+@pytest.mark.parametrize("files", [pytest.param(files, id=names(files), marks=marks(files)) for files in TOGETHER])
 def test_on_the_simulated_device(
     files: list[Path], tmp_path: Path, subtests: pytest.Subtests, pytestconfig: pytest.Config
 ) -> None:

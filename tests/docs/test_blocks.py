@@ -17,12 +17,13 @@ PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8") for
 BLOCKS = [block for page, text in PAGES.items() for block in blocks(page, text)]
 GATE = {"README.md", "docs/ERRORS.md", "docs/index.md", "docs/howto/PLAIN.md"}
 """The pages that everybody reads first. The night runs the blocks of all; what is only read is read in the gate as well."""
+assert PAGES.keys() >= GATE
 
 
 def marks(block: Block) -> list[pytest.MarkDecorator]:
     """Those of a page go to one worker, in their order."""
-    of_the_night = block.language in RUN and block.page not in GATE
-    return [pytest.mark.xdist_group(f"docs-{block.page}"), *[pytest.mark.nightly] * of_the_night]
+    group = pytest.mark.xdist_group(f"docs-{block.page}")
+    return [group] if block.page in GATE or block.language in READ else [group, pytest.mark.nightly]
 
 
 class Runner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,16 +14,14 @@ PARALLEL = ("ddp", "zero", "fsdp2", "tp", "hsdp")
 DTYPES = ("bf16", "fp32")
 
 
-def wrong_exports(folder: Path, worlds: tuple[int, ...]) -> Iterator[str]:
-    """What is wrong with the exports of the checkpoints `<layout>-<dtype>-<world>` that were saved in `folder/root`, each with
-    a file of what it holds: as safetensors, several files with an index, and as one file for torch, converted.
+def wrong_exports(folder: Path, worlds: tuple[int, ...], dtypes: Iterable[str] = DTYPES) -> Iterator[str]:
+    """What is wrong with the exports of the checkpoints `<layout>-<dtype>-<world>` in `folder/root`, each beside a file of what
+    it holds: as safetensors, several files with an index, and as one file for torch, converted.
     """
     for world in worlds:
         for layout in PARALLEL:
-            for dtype in DTYPES:
+            for dtype in dtypes:
                 tag = f"{layout}-{dtype}-{world}"
-                if not (folder / f"{tag}.pt").exists():
-                    continue
                 plain = torch.load(folder / f"{tag}.pt", weights_only=True)
                 # What is no parameter and no buffer is state of an optimizer.
                 wanted = {name: tensor for name, tensor in plain.items() if "/" not in name}

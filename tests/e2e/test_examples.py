@@ -17,7 +17,7 @@ from tests.faults.daemons import Daemon
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = ("plain_loop.py", "sharded.py", "deepspeed_zero.py", "evaluate.py", "bucket_loop.py")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.e2e]
 
 
 def run(script: str, *arguments: object, ranks: int = 0) -> str:

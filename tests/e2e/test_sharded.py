@@ -9,7 +9,8 @@ import pytest
 
 from tests.e2e.exports import wrong_exports
 from tests.e2e.rank_cases import output_of, show_cases, start_ranks
-from tests.e2e.sharded_ranks import PROCESSES
+from tests.e2e.sharded_models import DTYPES
+from tests.e2e.sharded_ranks import FEW_DTYPES, PROCESSES
 from tests.faults.daemons import Daemon
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -32,4 +33,5 @@ def test_whatever_was_saved_loads_wherever(
     ranks = start_ranks(script, tmp_path, PROCESSES, amount, SIDECAR=str(daemon.socket))
     show_cases(subtests, tmp_path, PROCESSES, output_of(ranks, limit_s=550))
     with subtests.test("exports"):
-        assert list(wrong_exports(tmp_path, worlds=(2,) if amount == "few" else (2, 3))) == []
+        saved = ((2,), FEW_DTYPES) if amount == "few" else ((2, 3), DTYPES)
+        assert list(wrong_exports(tmp_path, *saved)) == []

@@ -91,8 +91,6 @@ class BucketRounds(SidecarRounds):
 def test_no_strike_at_a_job_in_a_bucket_loses_a_committed_checkpoint(
     tmp_path: Path, own_seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, spools: bool
 ) -> None:
-    if not pytestconfig.getoption("--bucket-rounds"):
-        pytest.skip("the server of these rounds needs most of two cores: ask for them with --bucket-rounds")
     seed = pytestconfig.getoption("--sidecar-seed") or random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     place = Place(own_seaweed, own_seaweed.make_bucket("rounds"), "run")

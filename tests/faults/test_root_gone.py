@@ -22,7 +22,7 @@ from tests.faults.daemons import Daemon
 from tests.faults.jobs import wait_until
 from tests.faults.mounts import MIB, bound, is_mounted, mount, overlay, remount, tmpfs, unmount
 
-pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nightly, pytest.mark.e2e]
 
 
 @pytest.fixture(autouse=True)

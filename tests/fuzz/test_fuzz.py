@@ -1,4 +1,4 @@
-"""The fuzzers' share of every test run: some hundred inputs, seeds from Hypothesis so that a failure names its own."""
+"""The fuzzers' share of the gate and the night, with seeds from Hypothesis so that a failure names its own."""
 
 from __future__ import annotations
 

@@ -15,7 +15,10 @@ PART_BYTES = 4096
 
 @pytest.fixture(scope="session")
 def named_seeds(pytestconfig: pytest.Config) -> NamedSeeds:
-    return NamedSeeds(names=pytestconfig.getoption("--name-seeds"), searches=pytestconfig.getoption("--nightly"))
+    names = pytestconfig.getoption("--name-seeds")
+    if names and hasattr(pytestconfig, "workerinput"):
+        raise pytest.UsageError("--name-seeds needs one process, since each would write the whole file: -n 0, or WORKERS=0")
+    return NamedSeeds(names=names, searches=pytestconfig.getoption("--nightly"))
 
 
 @pytest.fixture

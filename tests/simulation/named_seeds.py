@@ -1,8 +1,8 @@
 """The seeds that catch mutations. `seeds.json` names one for each, so that a run need not search.
 
-A change of the simulated code moves its moments, and another seed may then be the one that catches. The test fails, searches,
-and says which. `pytest tests/simulation --name-seeds`, in one process, writes all of them to the file again. The night searches
-as well, so a mutation that only its named seed still catches is seen.
+If a change alters the order of effects in the simulation, another seed may be the one that catches a mutation. The test then
+fails, searches, and says which. `pytest tests/simulation --name-seeds`, in one process, writes the seeds of the tests that it
+runs to the file. The night searches as well, and fails if only the named seed catches a mutation.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ class NamedSeeds:
         """A seed that catches the mutation, and what broke. AssertionError where the named seed, or a search, finds nothing."""
         if self.names:
             return self._named_anew(mutation, breaks, searched)
-        named = self.seeds.get(mutation, -1)
-        broken = breaks(named) if named >= 0 else None
+        others = [seed for seed in searched if seed != self.seeds.get(mutation)]
+        broken = breaks(self.seeds[mutation]) if mutation in self.seeds else None
         if broken is None:
-            found = first_broken(breaks, searched)
-            raise AssertionError(f"seed {named} of {mutation!r} catches nothing; of those searched: {found}. See --name-seeds")
+            found = first_broken(breaks, others)
+            raise AssertionError(f"the seed named for {mutation!r}, if any, catches nothing; {found} does. See --name-seeds")
         if self.searches:
-            assert first_broken(breaks, searched), f"only the named seed {named} catches {mutation!r}: give it better faults"
-        return named, broken
+            assert first_broken(breaks, others), (
+                f"only the named seed catches {mutation!r}: give it faults that show it more often"
+            )
+        return self.seeds[mutation], broken
 
     def _named_anew(self, mutation: str, breaks: Breaks, searched: Iterable[int]) -> tuple[int, str]:
         found = first_broken(breaks, searched)

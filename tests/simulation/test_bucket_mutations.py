@@ -56,7 +56,6 @@ class Mutation:
     faults: Callable[[int], Faults] = lambda _: ()
     bucket: BucketConfig = BUCKET
     job: JobConfig = field(default_factory=lambda: JobConfig(seed=0, steps=2))
-    """The seed from which it is sought."""
 
 
 # --- conditional writes ---------------------------------------------------------------------------------------------------

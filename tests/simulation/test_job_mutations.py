@@ -719,7 +719,7 @@ def check_caught(
     schedule: Callable[[int], Schedule],
     named_seeds: NamedSeeds,
 ) -> int:
-    """The seed under which the mutation breaks one of its invariants, and no other."""
+    """A seed under which the mutation breaks one of the invariants that it names."""
 
     def breaks(seed: int) -> str | None:
         with pytest.MonkeyPatch.context() as patch:

@@ -92,7 +92,6 @@ def test_more_saves_than_slots_are_spooled_while_nothing_is_uploaded(tmp_path: P
         assert [one.step for one in without.list()][:1] == [6]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("impatient")
 def test_loading_and_closing_wait_for_none_of_the_saves_that_lie_in_the_spool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +118,6 @@ def test_superseded_saves_are_no_failures(tmp_path: Path) -> None:
     ckpt.close()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("impatient")
 def test_a_load_does_not_wait_for_what_may_not_be_uploaded_before_the_next_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +139,6 @@ def test_a_load_does_not_wait_for_what_may_not_be_uploaded_before_the_next_windo
     ckpt.close()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("impatient")
 def test_a_load_aborts_nothing_that_still_waits_in_the_spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only waits there has no lease."""

@@ -172,7 +172,7 @@ def test_a_hand_that_has_no_names_is_refused() -> None:
 
 
 @pytest.mark.parametrize("takeovers", [(0, 1), (1, 0), (1, 2)])
-async def test_attempt_4_two_hands_at_once_end_as_one_commit(takeovers: tuple[int, int]) -> None:
+async def test_attempt_5_two_hands_at_once_end_as_one_commit(takeovers: tuple[int, int]) -> None:
     """Both of rank 0, so that there are two coordinators as well."""
     save = await plan_save(MemoryStore())
     racing = [Hand(save, 0, takeovers[0]), Hand(save, 0, takeovers[1]), Hand(save, 1, 0)]
@@ -198,7 +198,7 @@ async def _committed_by_others(save: Save, late: Hand) -> asyncio.Future[Attempt
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_attempt_4_a_commit_seen_while_the_snapshot_is_still_taken_ends_as_committed(rank: int) -> None:
+async def test_attempt_5_a_commit_seen_while_the_snapshot_is_still_taken_ends_as_committed(rank: int) -> None:
     save = await plan_save(MemoryStore())
     late = Hand(save, rank, 1)
     running = await _committed_by_others(save, late)
@@ -209,7 +209,7 @@ async def test_attempt_4_a_commit_seen_while_the_snapshot_is_still_taken_ends_as
     await check_whole(save)
 
 
-async def test_attempt_4_a_snapshot_that_fails_after_the_commit_changes_nothing() -> None:
+async def test_attempt_5_a_snapshot_that_fails_after_the_commit_changes_nothing() -> None:
     save = await plan_save(MemoryStore())
     late = Hand(save, 1, 1, error=StagingError("torn"))
     running = await _committed_by_others(save, late)
@@ -218,7 +218,7 @@ async def test_attempt_4_a_snapshot_that_fails_after_the_commit_changes_nothing(
     await check_whole(save)
 
 
-async def test_attempt_4_a_failure_after_another_hands_yes_waits_for_the_outcome_and_commits() -> None:
+async def test_attempt_5_a_failure_after_another_hands_yes_waits_for_the_outcome_and_commits() -> None:
     save = await plan_save(MemoryStore())
     await persist(job_of(save, takeover_of(save, 1, 0)))
     failing, coordinator = Hand(save, 1, 1, error=StagingError("torn")), Hand(save, 0, 0)
@@ -234,7 +234,7 @@ async def test_attempt_4_a_failure_after_another_hands_yes_waits_for_the_outcome
 
 
 @pytest.mark.parametrize("error", [StagingError("torn"), None])
-async def test_attempt_4_another_hands_no_fails_this_one_with_its_error(error: Exception | None) -> None:
+async def test_attempt_5_another_hands_no_fails_this_one_with_its_error(error: Exception | None) -> None:
     save = await plan_save(MemoryStore())
     await vote_no(save.store, takeover_of(save, 1, 0), NO)
     takeovers = [Hand(save, 0, 0), Hand(save, 1, 1, error=error)]
@@ -246,7 +246,7 @@ async def test_attempt_4_another_hands_no_fails_this_one_with_its_error(error: E
     assert [name for name in await names(save.store) if name.endswith((".chunks", ".index"))] == []
 
 
-async def test_attempt_4_a_hand_that_was_asleep_wakes_after_the_abort_and_drops_its_own_objects_alone() -> None:
+async def test_attempt_5_a_hand_that_was_asleep_wakes_after_the_abort_and_drops_its_own_objects_alone() -> None:
     store = MemoryStore()
     save = await plan_save(store)
     await vote_no(store, takeover_of(save, 0, 0), NO)
