@@ -44,7 +44,7 @@ COUNTS = {
     # What only the night has, has an option with one default, below.
     "kill-rounds": Count(2, 6, "rounds of SIGKILL under torchrun"),
     "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
-    "call-stride": Count(10, 5, "of the calls of a save, one in so many fails"),
+    "call-stride": Count(10, 1, "of the calls of a save, one in so many fails"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
     "power-cuts": Count(1, 4, "power cuts under a saving job"),
     "sim-schedules": Count(50, 1000, "random schedules of the simulated job, for each storage"),

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from checkpointd.pipeline.root import leases
 from checkpointd.pipeline.root.leases import Beginner, Sight
 from checkpointd.store.posix.store import PosixStore
 
 ELSEWHERE = "node7.0123456789ab.4026531836.17.99.cafecafe"
-LENGTH_S = 1.0
+RENEWALS = 300
+"""Within a lease's length: who looks sees one soon, and takes no pause of this thread for the end of the job."""
 
 
 @contextmanager
@@ -23,18 +25,19 @@ def live_job(root: Path, job: str = "") -> Iterator[None]:
 
     async def live() -> None:
         async with PosixStore(root) as store:
-            sight = Sight(process=ELSEWHERE, life=lambda _: "unknown", length_s=LENGTH_S)
+            sight = Sight(process=ELSEWHERE, life=lambda _: "unknown", length_s=leases.LENGTH_S)
             _, held = await leases.begin(store, Beginner(world_size=1, job=job, sight=sight))
             begun.set()
             while not over.is_set():
                 await asyncio.sleep(0.01)
             await held.release()
 
-    thread = threading.Thread(target=lambda: asyncio.run(live()))
-    thread.start()
-    try:
-        assert begun.wait(60)
-        yield
-    finally:
-        over.set()
-        thread.join()
+    with mock.patch.object(leases, "RENEWALS", RENEWALS):
+        thread = threading.Thread(target=lambda: asyncio.run(live()))
+        thread.start()
+        try:
+            assert begun.wait(60)
+            yield
+        finally:
+            over.set()
+            thread.join()

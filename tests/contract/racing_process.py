@@ -47,9 +47,9 @@ async def come_and_go(store: PosixStore, prefix: str, name: str, times: int) -> 
 
 
 async def watch(store: PosixStore, key: str, end: str) -> list[str]:
-    """Every content of `key` that can be seen until the key `end` exists."""
+    """Every content of `key` that can be seen until the key `end` exists; at least one."""
     seen: set[bytes] = set()
-    while await store.stat(end) is None:
+    while not seen or await store.stat(end) is None:
         try:
             seen.add(await store.get(key))
         except NotFoundError:

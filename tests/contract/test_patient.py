@@ -17,12 +17,12 @@ from checkpointd.testing.contract import StoreContract
 class TestPatientMemoryStore(StoreContract):
     @pytest.fixture
     async def store(self) -> AsyncIterator[Store]:
-        async with PatientStore(MemoryStore(), Patience(retry_s=1.0, absence_s=0.0)) as store:
+        async with PatientStore(MemoryStore(), Patience(retry_s=60.0, absence_s=0.0)) as store:
             yield store
 
 
 class TestPatientPosixStore(StoreContract):
     @pytest.fixture
     async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
-        async with PatientStore(PosixStore(tmp_path), Patience(retry_s=1.0, absence_s=0.0)) as store:
+        async with PatientStore(PosixStore(tmp_path), Patience(retry_s=60.0, absence_s=0.0)) as store:
             yield store

@@ -148,7 +148,7 @@ class Ranks:
 def main() -> None:
     folder, number = Path(sys.argv[1]), int(sys.argv[2])
     store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=PROCESSES, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=number, world_size=PROCESSES, timeout=timedelta(seconds=600))
     Ranks(folder, number).run()
     dist.destroy_process_group()
 

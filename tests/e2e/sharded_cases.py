@@ -397,7 +397,7 @@ def one_rank_changes(process: Process) -> None:
                 expect(process, f"one rank changes, step {step}", found, state)
             torn = base | ({"w": cut(_numbers(5, 3), row, Replicate())} if number == 0 else {})
             words = r"s\.w \(ranks \[0, 1\]\): boxes .* overlap"
-            refused(process, "w changes on one rank", words, CheckpointdError, lambda: ckpt.save(8, {"s": torn}).wait(60))
+            refused(process, "w changes on one rank", words, CheckpointdError, lambda: ckpt.save(8, {"s": torn}).wait(300))
             ckpt.save(9, {"s": base}).wait()
 
 

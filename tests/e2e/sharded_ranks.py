@@ -46,7 +46,7 @@ from tests.e2e.sharded_models import DTYPES, LAYOUTS, Job, build, distribute_lik
 PROCESSES = 4
 WORLDS = (1, 2, 3, 4)
 FEW_DTYPES = ("bf16",)
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=600)
 PARALLEL = tuple(layout for layout in LAYOUTS if layout != "plain")
 
 
@@ -64,7 +64,7 @@ class Process(CaseNotes):
         self.saves, self.loads = ((2,), (3,)) if self.few else (WORLDS, WORLDS)
         self.dtypes = {name: dtype for name, dtype in DTYPES.items() if not self.few or name in FEW_DTYPES}
         self.store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
-        self.store.set_timeout(timedelta(seconds=600))
+        self.store.set_timeout(timedelta(seconds=1700))
         self.saved: dict[str, dict[str, torch.Tensor]] = {}
         self.folder = folder
 
@@ -187,7 +187,7 @@ def disagree(process: Process) -> None:
         with Checkpointer(process.folder / "faults") as ckpt:
             for step, (fault, words) in enumerate(FAULTS.items()):
                 try:
-                    told: object = ckpt.save(step, {"w": _weight(process.number, fault)}).wait(60)
+                    told: object = ckpt.save(step, {"w": _weight(process.number, fault)}).wait(300)
                 except CheckpointdError as error:
                     told = error
                 if not isinstance(told, AbortedError) or not re.search(words, str(told)):

@@ -23,7 +23,7 @@ from tests.e2e.rank_cases import show_cases
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
 ]
 
@@ -40,7 +40,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         )
         for number in range(PROCESSES)
     ]
-    outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=800)[0] for rank in ranks]
     return folder, "".join(outputs)
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from checkpointd import waits
 from checkpointd.errors import AbortedError, CheckpointdError
+from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.root import leases
 from checkpointd.store.posix import osfile
@@ -32,10 +33,10 @@ from checkpointd_client import Checkpointer, Retention, SaveHandle, SpoolConfig,
 from checkpointd_client.ranks import startup
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.stager import Stager
-from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault
+from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault, read_impatiently
 from tests.faults.predictable_training import Journal, Training, save_endlessly
 
-leases.LENGTH_S = 3.0  # who watches one sees a renewal within a second
+leases.RENEWALS = 30  # who watches a lease sees a renewal within a second, and takes no pause of a rank for its end
 DIRECT_BYTES_MIN = osfile.DIRECT_BYTES_MIN
 TRAINING_TIMEOUT = timedelta(seconds=100)
 EVALUATION_S = 50.0
@@ -51,6 +52,7 @@ class Records(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.kept.append((record.levelname, record.getMessage()))
+        print(record.getMessage(), file=sys.stderr, flush=True)  # for who cannot ask, since this rank waits
 
 
 class Rank:
@@ -82,6 +84,7 @@ class Rank:
         self._handles = {}
         self._records.kept.clear()
         self._failing_reads.faults.clear()
+        read_impatiently(setattr, None)
         self._checkpointer = Checkpointer(root, **options)
 
     def save(self, step: int, **options: Any) -> str:
@@ -197,10 +200,24 @@ class Rank:
         dist.barrier()
         return self.train_until_preempted(step + 1)
 
-    def be_impatient(self, seconds: float) -> None:
-        """From now on wait so long for the ranks to make their Checkpointers, and say so in the log after a tenth of it."""
-        startup.START_TIMEOUT_S = seconds
-        waits.FIRST_REPORT_S = seconds / 10
+    def expire(self, step: int) -> None:
+        """Let the deadline of the save of `step` pass now."""
+        for attempt in gc.get_objects():
+            if isinstance(attempt, Attempt) and attempt.info.step == step:
+                attempt._deadline = 0.0
+
+    def be_impatient(self, start_s: float = startup.START_TIMEOUT_S, report_s: float = waits.FIRST_REPORT_S) -> None:
+        """From now on wait so long for the ranks to make their Checkpointers, and say so in the log after so long."""
+        startup.START_TIMEOUT_S = start_s
+        waits.FIRST_REPORT_S = report_s
+
+    def load_impatiently(self, seconds: float) -> None:
+        """From now on wait so long for the other ranks in load()."""
+        self._ckpt._core._load_rounds.timeout_s = seconds
+
+    def read_impatiently(self, seconds: float) -> None:
+        """From now on try for so long to read what cannot be read; all else may take its time."""
+        read_impatiently(setattr, seconds)
 
     def logs(self) -> list[tuple[str, str]]:
         """What was logged since open(), from INFO on."""

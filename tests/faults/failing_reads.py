@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from checkpointd.config import LoadConfig
 from checkpointd.store.posix.osdisk import OsDisk
+from checkpointd_client.settings import Options
 
 READS: Final = ("read", "read_at", "read_parts", "children", "size", "sync_file")
 FOR_EVER: Final = 1 << 30
+_LOAD: Final = Options.load
 
 
 @dataclass
@@ -65,3 +68,14 @@ class FailingReads:
             return await act(disk, path, *arguments, **options)
 
         return call
+
+
+def read_impatiently(put: Callable[[object, str, object], None], seconds: float | None) -> None:
+    """Have loads try for so long to read what cannot be read, by `put`, such as setattr; None: as long as ranks wait for each
+    other, as ever. Either way, what can be read may take its time.
+    """
+
+    def load(options: Options) -> LoadConfig:
+        return replace(_LOAD.__get__(options), retry_s=options.commit_timeout_s if seconds is None else seconds)
+
+    put(Options, "load", property(load))

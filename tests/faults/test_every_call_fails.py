@@ -93,7 +93,7 @@ async def check_after(root: Path, store: Store, saved: Saved) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("rank", RANKS)
 async def test_each_call_of_a_save_fails_once(request: pytest.FixtureRequest, tmp_path: Path, rank: int, when: When) -> None:
-    """All of them by `--call-stride=1`."""
+    """The night goes through all calls; the gate takes some, and which ones these are is up to how the two ranks take turns."""
     stride = int(request.config.getoption("--call-stride"))
     inner = OsDisk()
     ended: dict[bool, list[str]] = {True: [], False: []}
@@ -112,5 +112,6 @@ async def test_each_call_of_a_save_fails_once(request: pytest.FixtureRequest, tm
     else:
         raise AssertionError("the save makes more calls than this test is ready for")
     await inner.close()
-    assert ended[False], "no failure aborted the save"
-    assert ended[True], "no failure was survived"
+    if stride == 1:
+        assert ended[False], "no failure aborted the save"
+        assert ended[True], "no failure was survived"

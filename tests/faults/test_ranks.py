@@ -1,7 +1,7 @@
 """Jobs in which one rank is missing, stopped, dead, failing, fenced, on another root, or preempted.
 
-Where a test sets no deadline for the commit, it is one that no test lives to see (jobs.NEVER_S): the answer came for another
-reason.
+The deadline for the commit is one that no test lives to see (jobs.NEVER_S): the answer came for another reason, or the test has
+let the deadline pass, once the ranks were as far as they could come.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.faults.predictable_training import Training
 pytestmark = pytest.mark.e2e
 
 SOON_S = 1.5
-"""A deadline that a test waits for. Whatever the machine's load, what comes within it is not asserted."""
+"""How long ranks wait for each other where a test waits for the end of that; nothing has to happen before it."""
+REPORT_S = 0.1
 MIB = 1 << 20
 
 
@@ -51,14 +52,21 @@ def alike(ends: list[End], phase: str, code: str) -> str:
     return ends[0].message
 
 
+def end_without_the_others(rank: Rank, step: int) -> End:
+    """How the save of `step` ends where other ranks are silent after the vote of `rank`, until the deadline."""
+    rank.do("end", step=step, until="prepared")
+    rank.do("expire", step=step)
+    return rank.end(step)
+
+
 # --- a rank that is missing ---
 
 
 def test_a_rank_that_never_calls_save_is_named_and_the_next_save_works(pair: Job, root: Path) -> None:
-    pair.open(root, commit_timeout_s=SOON_S)
+    pair.open(root)
     pair.must_commit(1)
     pair.ranks[0].do("save", step=2)
-    end = pair.ranks[0].end(2)
+    end = end_without_the_others(pair.ranks[0], 2)
     assert (end.phase, end.code, end.ranks) == ("aborted", "DeadlineError", [1])
     assert "no vote from rank 1 (had written nothing)" in end.message
     assert "every rank must call save()" in end.message
@@ -70,9 +78,9 @@ def test_a_rank_that_never_calls_save_is_named_and_the_next_save_works(pair: Job
 
 
 def test_the_coordinator_that_never_calls_save_is_named_by_the_others(pair: Job, root: Path) -> None:
-    pair.open(root, commit_timeout_s=SOON_S)
+    pair.open(root)
     pair.ranks[1].do("save", step=1)
-    end = pair.ranks[1].end(1)
+    end = end_without_the_others(pair.ranks[1], 1)
     assert (end.phase, end.code, end.ranks) == ("aborted", "DeadlineError", [0])
     pair.must_commit(2)
 
@@ -80,24 +88,29 @@ def test_the_coordinator_that_never_calls_save_is_named_by_the_others(pair: Job,
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_makes_no_checkpointer_is_named(pair: Job, root: Path, absent: int) -> None:
     came = pair.ranks[1 - absent]
-    pair.all("be_impatient", seconds=SOON_S)
+    came.do("be_impatient", start_s=SOON_S)
     try:
         with pytest.raises(RankError, match=rf"DeadlineError: ranks \[{absent}\] .* Checkpointer\(...\) on every rank"):
             came.do("open", **pair.opening(root), commit_timeout_s=SOON_S)
-        words = [message for message in came.logged("WARNING").splitlines() if f"ranks [{absent}] have not come" in message]
-        assert len(words) > 1  # and so on, at growing intervals
         assert not root.exists()  # no epoch was begun
+        came.do("be_impatient", report_s=REPORT_S)
+        before = came.said()
+        came.tell("open", **pair.opening(root), commit_timeout_s=NEVER_S)
+        words = f"ranks [{absent}] have not come"
+        wait_until(lambda: came.said().removeprefix(before).count(words) > 1, "it says so, at growing intervals")
+        pair.ranks[absent].do("open", **pair.opening(root), commit_timeout_s=NEVER_S)
+        came.answer()
     finally:
-        pair.all("be_impatient", seconds=NEVER_S)
-    pair.open(root)
+        came.do("be_impatient")
     pair.must_commit(1)
 
 
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_call_load_is_named(pair: Job, root: Path, absent: int) -> None:
-    pair.open(root, commit_timeout_s=SOON_S)
+    pair.open(root)
     pair.must_commit(1)
     rank = pair.ranks[1 - absent]
+    rank.do("load_impatiently", seconds=SOON_S)
     rank.tell("load")
     with pytest.raises(Exception, match=rf"DeadlineError: ranks \[{absent}\] did not answer .* calling load\(\)"):
         rank.answer()
@@ -107,11 +120,11 @@ def test_a_rank_that_does_not_call_load_is_named(pair: Job, root: Path, absent: 
 
 
 def test_a_rank_stopped_before_it_saves_learns_the_same_when_it_wakes_up(pair: Job, root: Path) -> None:
-    pair.open(root, commit_timeout_s=SOON_S)
+    pair.open(root)
     sleeper = pair.ranks[1]
-    sleeper.send(signal.SIGSTOP)
+    sleeper.stop()
     pair.tell("save", step=1)
-    end = pair.ranks[0].end(1)
+    end = end_without_the_others(pair.ranks[0], 1)
     assert (end.code, end.ranks) == ("DeadlineError", [1])
     sleeper.send(signal.SIGCONT)
     assert sleeper.end(1) == end
@@ -121,10 +134,10 @@ def test_a_rank_stopped_before_it_saves_learns_the_same_when_it_wakes_up(pair: J
 
 
 def test_a_rank_stopped_in_the_middle_of_writing_learns_the_same_when_it_wakes_up(pair: Job, root: Path) -> None:
-    pair.open(root, commit_timeout_s=2 * SOON_S, compression="none", nbytes=48 * MIB)
+    pair.open(root, compression="none", nbytes=48 * MIB)
     sleeper = pair.ranks[1]
     step = stop_while_writing(pair, root, sleeper)
-    end = pair.ranks[0].end(step)
+    end = end_without_the_others(pair.ranks[0], step)
     assert (end.code, end.ranks) == ("DeadlineError", [1])
     assert "rank 1 (had begun to write)" in end.message
     sleeper.send(signal.SIGCONT)
@@ -140,7 +153,7 @@ def stop_while_writing(job: Job, root: Path, sleeper: Rank) -> int:
         job.tell("save", step=step)
         chunks, vote = attempt(root, step) / "00001-0.chunks", attempt(root, step) / "00001.vote"
         wait_until(chunks.exists, "rank 1 begins to write")
-        sleeper.send(signal.SIGSTOP)
+        sleeper.stop()
         if not vote.exists():
             return step
         sleeper.send(signal.SIGCONT)  # it was too quick
@@ -190,11 +203,11 @@ def alike_but_for_the_phase(ends: list[End], *, at_fault: int) -> str:
 
 def test_a_rank_that_dies_for_good_leaves_the_others_with_an_answer(pair: Job, root: Path, tmp_path: Path) -> None:
     with Job(folder=tmp_path) as job:
-        job.open(root, commit_timeout_s=SOON_S)
+        job.open(root)
         job.must_commit(1)
         job.ranks[1].kill()
         job.ranks[0].do("save", step=2)
-        end = job.ranks[0].end(2)
+        end = end_without_the_others(job.ranks[0], 2)
         assert (end.code, end.ranks) == ("DeadlineError", [1])
         job.ranks[0].do("close")
     restart(pair, root, loads=1)
@@ -203,11 +216,11 @@ def test_a_rank_that_dies_for_good_leaves_the_others_with_an_answer(pair: Job, r
 def test_a_dead_coordinator_leaves_the_others_with_an_answer(pair: Job, root: Path, tmp_path: Path) -> None:
     """Rank 0 is the host of torch.distributed's store as well: that is gone, too."""
     with Job(folder=tmp_path) as job:
-        job.open(root, commit_timeout_s=SOON_S)
+        job.open(root)
         job.must_commit(1)
         job.ranks[0].kill()
         job.ranks[1].do("save", step=2)
-        end = job.ranks[1].end(2)
+        end = end_without_the_others(job.ranks[1], 2)
         assert (end.code, end.ranks) == ("DeadlineError", [0])
         job.ranks[1].do("close")
     restart(pair, root, loads=1)
@@ -219,13 +232,13 @@ def test_a_coordinator_that_dies_at_the_commit_is_named_and_the_next_start_agree
     """Rank 0 is killed as it gives the outcome of step 2 its name."""
     outcome = attempt(root, 2) / "outcome"
     with Job(folder=tmp_path) as job:
-        job.open(root, commit_timeout_s=4 * SOON_S)
+        job.open(root)
         job.must_commit(1)
         log = tmp_path / "strace"
         with strace_faults.attached(job.ranks[0].pid, calls="link,linkat", on=[outcome], fault="signal=KILL", log=log):
             job.tell("save", step=2)
-            end = job.ranks[1].end(2)
             assert job.ranks[0].process.wait() != 0
+            end = end_without_the_others(job.ranks[1], 2)
     if end.phase == "committed":  # the name was given before the signal came
         restart(pair, root, loads=2)
         return

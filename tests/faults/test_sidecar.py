@@ -283,9 +283,9 @@ def test_the_snapshot_of_a_root_that_was_removed_is_not_loaded(tmp_path: Path, d
     _loaded_by_a_new_job(tmp_path, root, 1)
 
 
-def test_a_sidecar_killed_in_the_middle_of_a_save_costs_nothing(tmp_path: Path, slow: Daemon) -> None:
+def test_a_sidecar_killed_in_the_middle_of_a_save_costs_nothing(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
+    with Daemon(tmp_path, "--bandwidth-mib", "1") as slow, Job(folder=tmp_path, nbytes=32 * MIB) as job:
         _persisting(job, root, slow, 1)
         slow.kill()
         assert [end.phase for end in job.ends(1)] == ["committed", "committed"]

@@ -20,7 +20,7 @@ from checkpointd.layout.manifest import PassedOver, Verified, decode, encode
 from checkpointd.pipeline.root.identity import writer
 from checkpointd_client import Checkpointer, consolidate
 from tests.builders import break_file
-from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault
+from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault, read_impatiently
 from tests.faults.jobs import Job, Rank
 from tests.faults.predictable_training import KIB, Training
 
@@ -28,7 +28,7 @@ SEED = 5
 NBYTES = 160 * KIB
 NEWEST = "global_step3/00000001-0"
 SOON_S = 0.5
-"""A deadline that a test waits for."""
+"""How long a load tries to read what cannot be read, where a test waits for that."""
 
 KINDS = {
     "outcome": rf"{NEWEST}/outcome$",
@@ -49,6 +49,11 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch) -> FailingReads:
     disk = FailingReads()
     disk.install(monkeypatch.setattr)
     return disk
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_impatiently(monkeypatch.setattr, SOON_S)
 
 
 @pytest.fixture
@@ -115,10 +120,10 @@ def test_an_export_goes_on_after_one_error(root: Path, failing_reads: FailingRea
     ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value,
 )
 def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
-    root: Path, failing_reads: FailingReads, kind: str, number: int
+    root: Path, soon: None, failing_reads: FailingReads, kind: str, number: int
 ) -> None:
     """ENOENT: the name is listed all the time, as by a file server that lags behind."""
-    with Checkpointer(root, commit_timeout_s=SOON_S, absence_s=0.1) as ckpt:
+    with Checkpointer(root, absence_s=0.1) as ckpt:
         before = objects_of(root)
         calls = tuple(call for call in ("read", "read_at", "read_parts", "children") if kind in LISTINGS or call != "children")
         fault = failing_reads.add(Fault(KINDS[kind], number, fails=FOR_EVER, calls=calls))
@@ -135,8 +140,8 @@ def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
         assert objects_of(root) == before
 
 
-def test_the_message_says_what_to_do(root: Path, failing_reads: FailingReads) -> None:
-    with Checkpointer(root, commit_timeout_s=SOON_S) as ckpt:
+def test_the_message_says_what_to_do(root: Path, soon: None, failing_reads: FailingReads) -> None:
+    with Checkpointer(root) as ckpt:
         failing_reads.add(Fault(KINDS["index"], errno.ESTALE, fails=FOR_EVER))
         with pytest.raises(UnreadableError) as caught:
             ckpt.load(new_training().state)
@@ -238,8 +243,10 @@ def test_an_error_while_filling_is_tried_again(root: Path, failing_reads: Failin
         assert fault.failed == 3
 
 
-def test_an_error_that_lasts_while_filling_says_that_objects_were_touched(root: Path, failing_reads: FailingReads) -> None:
-    with Checkpointer(root, commit_timeout_s=SOON_S) as ckpt:
+def test_an_error_that_lasts_while_filling_says_that_objects_were_touched(
+    root: Path, soon: None, failing_reads: FailingReads
+) -> None:
+    with Checkpointer(root) as ckpt:
         half = chunk_reads(ckpt, failing_reads) // 2  # 0 if one read is enough
         failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=FOR_EVER, calls=("read_parts",)))
         with pytest.raises(
@@ -264,7 +271,8 @@ def test_ranks_hear_alike_of_what_one_of_them_cannot_read(pair: Job, tmp_path: P
     pair.must_commit(2)
     pair.all("close")
     before = objects_of(root)
-    pair.open(root, commit_timeout_s=SOON_S)
+    pair.open(root)
+    pair.all("read_impatiently", seconds=SOON_S)
     ask(pair.ranks[1], "fail_reads", like=r"global_step2/.*00001\.index$", number=errno.EIO)
     for error in pair.errors_of("load"):
         assert error.code == "UnreadableError"

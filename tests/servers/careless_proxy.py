@@ -45,7 +45,7 @@ class CarelessProxy:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 kept = {name: value for name, value in self.headers.items() if name.lower() not in loses}
                 proxy.lost += [f"{name.lower()}: {value}" for name, value in self.headers.items() if name.lower() in loses]
-                connection = http.client.HTTPConnection(host.hostname or "", host.port, timeout=20)
+                connection = http.client.HTTPConnection(host.hostname or "", host.port, timeout=60)
                 try:
                     connection.request(self.command, self.path, body, kept)
                     answer = connection.getresponse()

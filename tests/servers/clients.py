@@ -8,7 +8,7 @@ from typing import Any
 from tests.servers.s3_requests import REGION, Identity
 
 
-def s3_client(endpoint: str, identity: Identity, *, retries: int = 0, timeout_s: float = 20) -> Any:
+def s3_client(endpoint: str, identity: Identity, *, retries: int = 0, timeout_s: float = 60) -> Any:
     """A client of boto3 that tries `retries` more times. It is slow to make (0.1 s): make one for several calls."""
     import boto3
     from botocore.config import Config
@@ -24,7 +24,7 @@ def s3_client(endpoint: str, identity: Identity, *, retries: int = 0, timeout_s:
 
 
 def s3_store(
-    endpoint: str, identity: Identity, bucket: str, *, prefix: str = "", retries: int = 0, timeout_s: float = 20
+    endpoint: str, identity: Identity, bucket: str, *, prefix: str = "", retries: int = 0, timeout_s: float = 60
 ) -> Any:
     """A store of obstore that tries `retries` more times, soon after each other."""
     from obstore.store import S3Store

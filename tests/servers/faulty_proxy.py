@@ -95,6 +95,10 @@ class FaultyProxy:
     def forwarded(self) -> Counter[str]:
         return self.journal.forwarded
 
+    def settle(self) -> None:
+        """Wait until no client is connected, and the server has answered all that it was asked."""
+        self._call(self._settle())
+
     def deliver(self) -> list[Exchange]:
         """The server gets now what it was to get later; returns what became of each."""
         return self._call(self._deliver([*self._held]))
@@ -156,6 +160,10 @@ class FaultyProxy:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._mistakes.append(error)
+
+    async def _settle(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def _stop(self) -> None:
         if self._listener is not None:

@@ -86,7 +86,7 @@ class Journal:
             self._received.clear()
             self._forwarded.clear()
 
-    def wait_until(self, holds: Callable[[], bool], limit_s: float = 20) -> None:
+    def wait_until(self, holds: Callable[[], bool], limit_s: float = 60) -> None:
         """Wait until something is true of the counts or the entries. It blocks: a coroutine calls it by `asyncio.to_thread`."""
         with self.changed:
             assert self.changed.wait_for(holds, limit_s), f"not within {limit_s:g} s:\n{self}"

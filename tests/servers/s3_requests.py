@@ -41,7 +41,7 @@ def send(
     *,
     query: Mapping[str, str] | None = None,
     headers: Mapping[str, str] | None = None,
-    timeout_s: float = 20,
+    timeout_s: float = 60,
 ) -> Answer:
     """One request to `/bucket/key`, on a connection of its own. Raises OSError or HTTPException where no answer comes."""
     from botocore.auth import S3SigV4Auth

@@ -20,7 +20,7 @@ from typing import Self
 from tests.servers.child_process import ChildProcess
 from tests.servers.s3_requests import Identity, send
 
-START_S_MAX = 60.0
+START_S_MAX = 200.0
 POLL_S = 0.02
 PORTS = range(12_000, 22_000)
 """Below those that Linux gives to clients, so that none of them has a server's port when it starts again."""

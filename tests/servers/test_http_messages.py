@@ -94,7 +94,7 @@ class Mirror(BaseHTTPRequestHandler):
     """Cleared, it takes no body."""
 
     def do_PUT(self) -> None:
-        self.reads.wait(20)
+        self.reads.wait(60)
         if "Content-Length" in self.headers:
             count = int(self.headers["Content-Length"])
             got = sum(len(self.rfile.read(min(count - at, 1 << 16))) for at in range(0, count, 1 << 16))
@@ -138,7 +138,7 @@ def proxy() -> Iterator[FaultyProxy]:
 @pytest.fixture
 def connection(proxy: FaultyProxy) -> Iterator[http.client.HTTPConnection]:
     url = urlsplit(proxy.endpoint)
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=20)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
     yield connection
     connection.close()
 
@@ -188,7 +188,7 @@ def test_a_large_body_is_never_held(proxy: FaultyProxy, connection: http.client.
 
 def send_raw(proxy: FaultyProxy, head: bytes) -> socket.socket:
     url = urlsplit(proxy.endpoint)
-    connection = socket.create_connection((url.hostname, url.port), timeout=20)
+    connection = socket.create_connection((url.hostname, url.port), timeout=60)
     connection.sendall(head)
     return connection
 
@@ -238,7 +238,7 @@ def test_a_server_may_answer_before_it_has_the_body() -> None:
 
         thread = threading.Thread(target=answer_at_once)
         thread.start()
-        client = http.client.HTTPConnection("127.0.0.1", urlsplit(proxy.endpoint).port, timeout=20)
+        client = http.client.HTTPConnection("127.0.0.1", urlsplit(proxy.endpoint).port, timeout=60)
         client.request("PUT", "/bucket/key", bytes(LARGE))
         response = client.getresponse()
         assert (response.status, response.read()) == (400, b"long")

@@ -8,7 +8,7 @@ import fcntl
 import itertools
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import ServeConfig
+from checkpointd.daemon import served_roots
 from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel, Received, connect
@@ -25,6 +26,7 @@ from checkpointd.daemon.protocol.parts import contents_parts, layout_parts, snap
 from checkpointd.daemon.service import Service
 from checkpointd.layout.keys import AttemptId, epoch_key
 from checkpointd.layout.manifest import Epoch, ErrorReport, encode
+from checkpointd.pipeline.root import own_root
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import PAGE, Shard
 from checkpointd.store.base import Store
@@ -49,6 +51,15 @@ class _Slots:
 @pytest.fixture(autouse=True)
 def _slots_by_test() -> None:
     _Slots.name = f"test-slot-{next(_Slots.numbers)}"
+
+
+@pytest.fixture(autouse=True)
+def _storage_answers_in_time() -> Iterator[None]:
+    """On a busy machine, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (own_root, served_roots):
+            patch.setattr(module, "ANSWER_S", 60.0)
+        yield
 
 
 def empty_memfd(flags: int = os.MFD_CLOEXEC) -> int:
@@ -240,6 +251,7 @@ class Daemon:
             "roots": (str(folder),),
             "progress_interval_s": 0.01,
             "grace_s": 5.0,
+            "hello_s": 60.0,
             **options,
         }
         self.config = ServeConfig(**settings)  # type: ignore[arg-type]  # fields of ServeConfig, named by the test

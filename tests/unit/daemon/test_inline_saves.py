@@ -185,7 +185,7 @@ async def test_a_sidecar_without_room_shows_what_its_trainers_do_without_it(root
     def train() -> None:
         with Checkpointer(root, sidecar=daemon.path) as ckpt:
             for step in (1, 2):
-                ckpt.save(step, {"w": torch.full((64,), float(step))}).wait(30)
+                ckpt.save(step, {"w": torch.full((64,), float(step))}).wait(60)
 
     async with serving(root.parent, memory_bytes_max=4096) as daemon:
         await asyncio.to_thread(train)
@@ -204,7 +204,7 @@ async def test_what_was_persisted_while_the_sidecar_was_away_is_told_when_it_is_
     loop = asyncio.get_running_loop()
 
     def save(step: int) -> None:
-        ckpt.save(step, {"w": torch.full((64,), float(step))}).wait(30)
+        ckpt.save(step, {"w": torch.full((64,), float(step))}).wait(60)
 
     with ThreadPoolExecutor(1) as trainer:  # a daemon that ends takes the loop's own threads with it
         async with serving(root.parent) as first:

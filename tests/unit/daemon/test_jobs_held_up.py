@@ -34,7 +34,7 @@ def trained(root: Path, socket: str, staging: StagingMode) -> list[float]:
             handles.append(ckpt.save(step, {"net": net}))
             net(torch.ones(1, 512)).sum().backward()
             optimizer.step()
-        return [handle.wait(timeout=30).timings.held_s for handle in handles]
+        return [handle.wait(timeout=60).timings.held_s for handle in handles]
 
 
 async def told_by_outcomes(root: Path) -> list[float]:

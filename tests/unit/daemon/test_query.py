@@ -102,7 +102,7 @@ def welcome(protocol: int = 1) -> bytes:
 async def test_how_things_stand(tmp_path: Path, ask: Ask) -> None:
     async with daemon(tmp_path) as service:
         service.hub.rank(str(tmp_path / "run1"), 3, world_size=8, pid=77).tally.results["committed"] = 5
-        found = await ask(str(tmp_path / "s"), 5.0)
+        found = await ask(str(tmp_path / "s"), 60.0)
     assert (found.pid, found.socket, found.clients, found.leaving) == (os.getpid(), str(tmp_path / "s"), 0, False)
     [root] = found.roots
     assert root.root == str(tmp_path / "run1")
@@ -110,10 +110,10 @@ async def test_how_things_stand(tmp_path: Path, ask: Ask) -> None:
 
 
 async def test_one_connection_for_many_questions(tmp_path: Path) -> None:
-    async with daemon(tmp_path) as service, AsyncStatusClient(str(tmp_path / "s")) as client:
+    async with daemon(tmp_path) as service, AsyncStatusClient(str(tmp_path / "s"), timeout_s=60.0) as client:
         answers = await asyncio.gather(*(client.status() for _ in range(20)))
         assert {answer.pid for answer in answers} == {os.getpid()}
-        with StatusClient(str(tmp_path / "s")) as other:
+        with StatusClient(str(tmp_path / "s"), timeout_s=60.0) as other:
             for _ in range(3):
                 await in_thread(other.status)
             assert len(service._connections) == 2
@@ -125,7 +125,7 @@ async def test_a_report_larger_than_a_hello(tmp_path: Path, ask: Ask) -> None:
     async with daemon(tmp_path) as service:
         for rank in range(1200):
             service.hub.rank(str(tmp_path / "run1"), rank, world_size=1200, pid=1)
-        found = await ask(str(tmp_path / "s"), 10.0)
+        found = await ask(str(tmp_path / "s"), 60.0)
     assert len(found.to_json()) > 25 * HELLO_BYTES_MAX
     assert len(found.roots[0].ranks) == 1200
 
@@ -133,7 +133,7 @@ async def test_a_report_larger_than_a_hello(tmp_path: Path, ask: Ask) -> None:
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_it_can_be_asked_again_when_the_daemon_is_back(tmp_path: Path, kind: str) -> None:
     path = str(tmp_path / "s")
-    sync, asynchronous = StatusClient(path), AsyncStatusClient(path)
+    sync, asynchronous = StatusClient(path, timeout_s=60.0), AsyncStatusClient(path, timeout_s=60.0)
 
     async def ask() -> DaemonStatus:
         return await in_thread(sync.status) if kind == "sync" else await asynchronous.status()
@@ -154,7 +154,7 @@ async def test_nobody_was_ever_there(tmp_path: Path, ask: Ask) -> None:
     with pytest.raises(
         SidecarError, match=r"there is no socket .*/s: .* start it: `checkpointd serve --socket \S+/s --root DIR`"
     ):
-        await ask(str(tmp_path / "s"), 5.0)
+        await ask(str(tmp_path / "s"), 60.0)
 
 
 @both
@@ -162,20 +162,20 @@ async def test_the_daemon_has_died(tmp_path: Path, ask: Ask) -> None:
     with socket.socket(socket.AF_UNIX) as left_over:
         left_over.bind(str(tmp_path / "s"))
     with pytest.raises(SidecarError, match=r"nobody listens at .* any more: the daemon has died"):
-        await ask(str(tmp_path / "s"), 5.0)
+        await ask(str(tmp_path / "s"), 60.0)
 
 
 @both
 async def test_it_is_no_socket(tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "s").write_text("")
     with pytest.raises(SidecarError, match="/s is not a socket: give the daemon's socket, or remove this"):
-        await ask(str(tmp_path / "s"), 5.0)
+        await ask(str(tmp_path / "s"), 60.0)
 
 
 @both
 async def test_a_path_that_no_socket_can_have(tmp_path: Path, ask: Ask) -> None:
     with pytest.raises(SidecarError, match="cannot be asked"):
-        await ask(str(tmp_path / ("x" * 200)), 5.0)
+        await ask(str(tmp_path / ("x" * 200)), 60.0)
 
 
 @pytest.mark.root
@@ -199,7 +199,7 @@ def test_the_permission_is_missing(tmp_path: Path) -> None:
 @both
 async def test_the_daemons_own_user_may_ask_a_daemon_that_serves_others(tmp_path: Path, ask: Ask) -> None:
     async with daemon(tmp_path, uids=(os.getuid() + 1,)):
-        assert (await ask(str(tmp_path / "s"), 5.0)).pid == os.getpid()
+        assert (await ask(str(tmp_path / "s"), 60.0)).pid == os.getpid()
 
 
 @both
@@ -218,17 +218,17 @@ async def test_the_reason_of_a_daemon_that_hung_up_first_is_read(
 
     monkeypatch.setattr(query, "connected", hung_up)
     with pytest.raises(SidecarError, match="refuses: user 7 may not use this daemon"):
-        await ask(str(tmp_path / "s"), 5.0)
+        await ask(str(tmp_path / "s"), 60.0)
 
 
 @both
 async def test_too_many_clients(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """SERVICE-4: as many trainers as there may be keep nobody from asking for the status."""
     monkeypatch.setattr(service_module, "STATUS_CLIENTS_MAX", 1)
-    async with daemon(tmp_path, clients_max=1), AsyncStatusClient(str(tmp_path / "s")) as first:
+    async with daemon(tmp_path, clients_max=1), AsyncStatusClient(str(tmp_path / "s"), timeout_s=60.0) as first:
         await first.status()
         with pytest.raises(SidecarError, match=r"all connections for status clients are taken \(1\)"):
-            await ask(str(tmp_path / "s"), 5.0)
+            await ask(str(tmp_path / "s"), 60.0)
 
 
 @both
@@ -269,7 +269,7 @@ async def test_it_hangs_after_its_welcome(tmp_path: Path, ask: Ask) -> None:
 async def test_what_answers_is_something_else(tmp_path: Path, ask: Ask, answers: list[bytes], words: str) -> None:
     async with answering(tmp_path / "s", *answers):
         with pytest.raises(SidecarError, match=words):
-            await ask(str(tmp_path / "s"), 5.0)
+            await ask(str(tmp_path / "s"), 60.0)
 
 
 @pytest.mark.parametrize("client", [StatusClient, AsyncStatusClient])

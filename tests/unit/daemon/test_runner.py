@@ -61,6 +61,7 @@ def test_systemd_hears_when_it_is_ready_that_it_lives_and_that_it_stops(
     _told(systemd, "WATCHDOG=1")
     process.send_signal(number)
     _told(systemd, "STOPPING=1")
+    systemd.close()  # a daemon that takes long to leave would fill it, and wait for somebody to read
     process.communicate()
     assert process.returncode == 0
     assert not (tmp_path / "run" / "socket").exists()

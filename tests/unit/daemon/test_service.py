@@ -10,10 +10,10 @@ import os
 import socket
 import sys
 import tempfile
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -259,7 +259,9 @@ async def test_descriptors_by_the_hundred(daemon: Daemon) -> None:
 FEW_DESCRIPTORS = """
 import os, resource, sys
 from checkpointd.config import ServeConfig
+from checkpointd.daemon import service
 from checkpointd.daemon.runner import serve
+service._SAY_AGAIN_S = 1000.0
 open_now = len(os.listdir("/proc/self/fd"))
 resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 30, open_now + 30))
 import logging
@@ -302,7 +304,7 @@ async def test_a_daemon_that_runs_out_of_descriptors(tmp_path: Path, store: Posi
     said = log.decode()
     assert process.returncode == 0, said
     assert "no connection can be taken: Too many open files" in said
-    assert said.count("no connection can be taken") <= 3, "it does not fill the disk with it"
+    assert said.count("no connection can be taken") == 1, "it does not fill the disk with it"
     assert "Traceback" not in said, said
 
 
@@ -371,7 +373,7 @@ async def test_who_asks_without_a_pause_is_given_the_same_report(daemon: Daemon,
         return standing(hub)
 
     monkeypatch.setattr(service_module, "standing", counted)
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     # The clock moves by one each time that it is read: one report takes 1 s, and is good for 2 s.
     for _ in range(8):
         daemon.service._reported()
@@ -390,7 +392,7 @@ async def test_what_is_in_flight_is_finished_and_its_client_told(
 ) -> None:
     """SERVICE-2"""
     held = HeldPersist(monkeypatch)
-    async with serving(root.parent) as daemon:
+    async with serving(root.parent, grace_s=60.0) as daemon:
         client = await daemon.client()
         await client.ready(root, SHARD)
         await client.slot(1, SHARD)

@@ -40,8 +40,6 @@ from checkpointd.store.posix.users import User
 from tests.unit.daemon.conftest import Daemon, RawClient, answered, put_epoch, serving, shard_of, until
 
 ALICE, BOB, TEAM = 12345, 12346, 12400
-SOON_S = 2.0
-"""A rank that cannot even vote waits so long for what the others say."""
 
 
 def test_user_2_root_names_whom_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +196,8 @@ def root(folder: Path) -> Path:
 async def daemon(folder: Path, root: Path) -> AsyncIterator[Daemon]:
     """It serves both users, and listens where they reach it."""
     where = folder / "sidecar"
-    async with serving(folder, socket=str(where / "socket"), roots=(str(root.parents[1]),), uids=(ALICE, BOB)) as running:
+    settings = {"roots": (str(root.parents[1]),), "uids": (ALICE, BOB), "grace_s": 0.0}
+    async with serving(folder, socket=str(where / "socket"), **settings) as running:
         os.chmod(where, 0o755)
         os.chmod(running.path, 0o666)
         yield running
@@ -256,7 +255,7 @@ def owners(root: Path) -> set[tuple[int, int]]:
 async def ready(client: RawClient, root: Path, shard: Shard) -> None:
     await client.join(root)
     client.root = ""  # the record of the epoch is there, written by its own user
-    await client.begin(1, commit_timeout_s=SOON_S)
+    await client.begin(1)
     await client.slot(0, shard)
     await client.layout(0, shard)
 
@@ -265,7 +264,7 @@ async def saved(client: RawClient, root: Path) -> wire.PhaseEntered:
     """How a save of the client ends."""
     shard = shard_of()
     await ready(client, root, shard)
-    await client.whole_save(1, shard, left_s=SOON_S)
+    await client.whole_save(1, shard)
     return await client.outcome(1)
 
 
@@ -341,7 +340,7 @@ async def test_user_1_a_root_that_was_exchanged_for_a_link_leads_nowhere(daemon:
         await answered(client)
         os.rename(root, f"{root}-away")
         os.symlink(victim, root)
-        await client.whole_save(1, shard, left_s=SOON_S)
+        await client.whole_save(1, shard)
         ended = await client.outcome(1)
     assert ended.phase == Phase.FAILED
     assert ended.error is not None
@@ -381,7 +380,7 @@ async def test_what_one_user_of_a_team_says_answers_no_save_of_another_one(daemo
     team = await team_root(root, ALICE)
     async with client_of(daemon, BOB, groups=[TEAM]) as bob, client_of(daemon, ALICE, groups=[TEAM]) as alice:
         await ready(bob, team, shard_of())
-        await bob.save(1, left_s=60.0)
+        await bob.save(1)
         await answered(bob)
         assert (await saved(alice, team)).phase == Phase.COMMITTED
 
@@ -417,8 +416,8 @@ async def test_users_of_one_root_have_snapshots_of_their_own(daemon: Daemon, roo
         await saved(alice, team)
         await ready(bob, team, shard)
         assert await held_steps(bob) == []
-        await bob.whole_save(2, shard, attempt="00000001-1", left_s=SOON_S)
-        await bob.outcome(2)
+        await bob.whole_save(2, shard, attempt="00000001-1")
+        await bob.phase(2, Phase.STAGED)
         assert (await held_steps(alice), await held_steps(bob)) == ([1], [2])
         await bob.send(wire.Fetch(tag="global_step1", attempt="00000001-0"))
         assert (await bob.refused()).code == "NotFoundError"

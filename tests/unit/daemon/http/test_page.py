@@ -126,6 +126,7 @@ async def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 async def opened(browser: Browser, daemon: Daemon, **settings: Any) -> Page:
     context = await browser.new_context(timezone_id="UTC", **settings)
+    context.set_default_timeout(120_000)
     page = await context.new_page()
     page.on("console", lambda message: daemon.complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: daemon.complaints.append(str(error)))

@@ -34,7 +34,7 @@ def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def seen(daemon: Daemon, root: Path) -> RootStatus:
     """What the daemon says of `root` on its socket, at the newest."""
-    async with AsyncStatusClient(daemon.path) as client:
+    async with AsyncStatusClient(daemon.path, timeout_s=60.0) as client:
         found = await client.status()
     return next(one for one in found.roots if one.root == str(root))
 

@@ -155,7 +155,7 @@ def test_the_file_names_exports_with_their_rules(tmp_path: Path) -> None:
 
 
 def awaited(daemon: Daemon, is_so: Callable[[ExportProgress], bool]) -> ExportProgress:
-    with StatusClient(str(daemon.socket)) as client:
+    with StatusClient(str(daemon.socket), timeout_s=60.0) as client:
         while not is_so(found := client.status().exports[0]):
             assert daemon.process.poll() is None, daemon.said()
     return found

@@ -353,7 +353,7 @@ async def test_tidy_3_a_save_whose_coordinator_has_begun_waits_for_no_other_save
     ]
     await asyncio.sleep(0.1)
     await store.put(other[1].key(vote_name(0)), encode(vote))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await waiting[1]
     assert not waiting[0].done()
     await tidier.close()

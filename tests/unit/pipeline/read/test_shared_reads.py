@@ -43,29 +43,47 @@ class CountingStore(MemoryStore):
         await super().get_range(key, offset, into)
 
 
+class Table:
+    """Where the coroutines of a circle lay what they send. Whoever leaves ends the turns that nobody has sent."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, asyncio.Future[bytes]] = {}
+        self._broken = False
+
+    def at(self, turn: int) -> asyncio.Future[bytes]:
+        future = self._turns.setdefault(turn, asyncio.get_running_loop().create_future())
+        if self._broken and not future.done():
+            future.cancel()
+        return future
+
+    def end(self) -> None:
+        self._broken = True
+        for turn in self._turns:
+            self.at(turn)
+
+
 class LocalCircle:
     """The circle of `RANKS` coroutines; `sent` may change or refuse what one of them sends in a turn."""
 
     size = RANKS
 
-    def __init__(self, place: int, table: dict[int, asyncio.Future[bytes]], sent: Callable[[int, bytes], bytes]) -> None:
+    def __init__(self, place: int, table: Table, sent: Callable[[int, bytes], bytes]) -> None:
         self.place, self._table, self._sent, self._turn, self.has_left = place, table, sent, 0, False
-
-    def _at(self, turn: int) -> asyncio.Future[bytes]:
-        return self._table.setdefault(turn, asyncio.get_running_loop().create_future())
 
     async def pass_on(self, memory: memoryview, source: int) -> None:
         turn, self._turn = self._turn, self._turn + 1
-        if source == self.place:
-            self._at(turn).set_result(self._sent(turn, bytes(memory)))
+        future = self._table.at(turn)
+        if source == self.place and not future.cancelled():
+            future.set_result(self._sent(turn, bytes(memory)))
             return
-        try:
-            memory[:] = await asyncio.wait_for(asyncio.shield(self._at(turn)), 0.2)
-        except TimeoutError:
-            raise CircleBroken("no answer") from None
+        await asyncio.wait({future})
+        if future.cancelled():
+            raise CircleBroken("a rank has left")
+        memory[:] = future.result()
 
     def leave(self) -> None:
         self.has_left = True
+        self._table.end()
 
 
 class LocalSharing:
@@ -89,7 +107,7 @@ async def load(
     store: CountingStore, index: Index, sent: Callable[[int, bytes], bytes] = lambda _, data: data
 ) -> tuple[list[dict[str, Bytes]], list[list[DamagedError]]]:
     """What each rank's tensors hold after it, and the damage that each rank found."""
-    table: dict[int, asyncio.Future[bytes]] = {}
+    table = Table()
     circles = [LocalCircle(place, table, sent) for place in range(RANKS)]
     prints: list[bytes] = []
     memory = [{"w": np.zeros(WEIGHT.nbytes, np.uint8), "small": np.zeros(SMALL.nbytes, np.uint8)} for _ in range(RANKS)]

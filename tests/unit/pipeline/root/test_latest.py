@@ -19,6 +19,7 @@ from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
+from checkpointd.testing import simloop
 from tests.builders import begin_epoch, save_checkpoint
 
 
@@ -144,26 +145,29 @@ async def test_pointer_2_a_tag_committed_again_while_latest_leaves_it_gets_it_ba
 
 
 @pytest.mark.parametrize("fault", ["stopped", "not answered"])
-async def test_pointer_2_a_mover_that_cannot_tell_whether_it_moved_latest_gives_it_back_too(
+def test_pointer_2_a_mover_that_cannot_tell_whether_it_moved_latest_gives_it_back_too(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was stopped for long just after its put, or the storage gave no answer. Meanwhile the tag was committed again."""
-    monkeypatch.setattr(latest, "PATIENCE_S", 0.2)
-    store, order = await left_for_late()
-    put_if_match = store.put_if_match
 
-    async def moves_and_fails(key: str, expected: bytes | None, data: bytes) -> bool:
-        monkeypatch.setattr(store, "put_if_match", put_if_match)
-        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
-        assert await put_if_match(key, expected, data)
-        if fault == "stopped":
-            await asyncio.sleep(1)
-        raise StoreError("no answer")
+    async def main() -> None:
+        store, order = await left_for_late()
+        put_if_match = store.put_if_match
 
-    monkeypatch.setattr(store, "put_if_match", moves_and_fails)
-    with pytest.raises(StoreError, match={"stopped": "this process was stopped", "not answered": "no answer"}[fault]):
-        await move_latest(store, "late", order)
-    assert await catalog.latest(store) == "again"
+        async def moves_and_fails(key: str, expected: bytes | None, data: bytes) -> bool:
+            monkeypatch.setattr(store, "put_if_match", put_if_match)
+            await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+            assert await put_if_match(key, expected, data)
+            if fault == "stopped":
+                await asyncio.sleep(2 * latest.PATIENCE_S)
+            raise StoreError("no answer")
+
+        monkeypatch.setattr(store, "put_if_match", moves_and_fails)
+        with pytest.raises(StoreError, match={"stopped": "this process was stopped", "not answered": "no answer"}[fault]):
+            await move_latest(store, "late", order)
+        assert await catalog.latest(store) == "again"
+
+    simloop.run(1, main())
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["not moved", "moved"])
@@ -222,8 +226,7 @@ async def test_pointer_2_latest_that_has_moved_on_to_an_older_commit_too_moves_t
     assert await catalog.latest(store) == "again"
     monkeypatch.setattr(store, "put_if_match", waits)
     lock.set()
-    async with asyncio.timeout(10):
-        await asyncio.gather(*moves)
+    await asyncio.gather(*moves)
     assert await catalog.latest(store) == "again"
 
 
@@ -247,19 +250,21 @@ async def test_pointer_2_both_tags_were_committed_again_and_the_newest_gets_late
     assert await catalog.latest(store) == "late"
 
 
-async def test_a_look_at_what_latest_left_that_hangs_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latest, "PATIENCE_S", 0.1)
-    (store, order), find = await left_for_late(), catalog.find
+def test_a_look_at_what_latest_left_that_hangs_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        (store, order), find = await left_for_late(), catalog.find
 
-    async def hangs_later(store: MemoryStore, tag: str) -> Checkpoint:
-        if await catalog.latest(store) == "late":
-            await asyncio.sleep(1000)
-        return await find(store, tag)
+        async def hangs_later(store: MemoryStore, tag: str) -> Checkpoint:
+            if await catalog.latest(store) == "late":
+                await asyncio.sleep(1000)
+            return await find(store, tag)
 
-    monkeypatch.setattr(catalog, "find", hangs_later)
-    async with asyncio.timeout(10):
+        monkeypatch.setattr(catalog, "find", hangs_later)
         with pytest.raises(StoreError, match="the storage does not answer"):
             await move_latest(store, "late", order)
+        assert asyncio.get_running_loop().time() < 1000
+
+    simloop.run(1, main())
 
 
 @pytest.mark.parametrize("tag", ["older", "newer"])

@@ -29,8 +29,9 @@ HERE = Identity(device=1, number=2, object_touched_ns=4)
 
 
 @pytest.fixture(autouse=True)
-def absence_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def absence_is_short_and_answers_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_root, "ABSENCE_S", 0.01)
+    monkeypatch.setattr(own_root, "ANSWER_S", 60.0)
 
 
 class Placed(MemoryStore):

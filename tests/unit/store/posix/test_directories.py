@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpointd.errors import StoreError
+from checkpointd.store.posix.directories import Directories
 from checkpointd.store.posix.disk import WritableFile
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
@@ -66,19 +67,33 @@ async def begun(disk: Gated, syncs: int) -> None:
         await asyncio.sleep(0)
 
 
-async def linked(root: Path, count: int) -> None:
-    while len(list((root / "t/a").glob("*.index"))) < count:
-        await asyncio.sleep(0.001)
+@pytest.fixture
+def asked(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has an entry for each sync of `t/a` that was asked for: whoever asks has given its file its name."""
+    asked, sync = list[str](), Directories.sync
+
+    async def noted(directories: Directories, directory: str) -> None:
+        if directory == str(root / "t/a"):
+            asked.append(directory)
+        await sync(directories, directory)
+
+    monkeypatch.setattr(Directories, "sync", noted)
+    return asked
 
 
-async def test_calls_that_come_while_a_sync_runs_share_the_next_one(root: Path) -> None:
+async def waiting(asked: list[str], count: int) -> None:
+    """Return when so many calls wait for a sync."""
+    while len(asked) < count:
+        await asyncio.sleep(0)
+
+
+async def test_calls_that_come_while_a_sync_runs_share_the_next_one(root: Path, asked: list[str]) -> None:
     disk = Gated(root)
     store = PosixStore(root, disk)
     first = asyncio.create_task(store.put_if_absent(KEYS[0], b""))
     await begun(disk, 1)
     others = [asyncio.create_task(store.put_if_absent(key, b"")) for key in KEYS[1:]]
-    await linked(root, len(KEYS))
-    await asyncio.sleep(0.05)
+    await waiting(asked, len(KEYS))
     assert len(disk.names) == 1
     assert not any(task.done() for task in (first, *others))
     disk.gate.set()
@@ -88,11 +103,11 @@ async def test_calls_that_come_while_a_sync_runs_share_the_next_one(root: Path) 
     assert len(disk.synced) < 5 * len(KEYS) / 2  # one by one, each call takes three
 
 
-async def test_a_sync_that_fails_fails_for_all_that_share_it_and_the_next_one_is_new(root: Path) -> None:
+async def test_a_sync_that_fails_fails_for_all_that_share_it_and_the_next_one_is_new(root: Path, asked: list[str]) -> None:
     disk = Gated(root)
     store = PosixStore(root, disk)
     calls = [asyncio.create_task(store.put_if_absent(key, b"")) for key in KEYS[:3]]
-    await linked(root, 3)
+    await waiting(asked, 3)
     disk.failing = True
     disk.gate.set()
     found = await asyncio.gather(*calls, return_exceptions=True)
@@ -103,7 +118,7 @@ async def test_a_sync_that_fails_fails_for_all_that_share_it_and_the_next_one_is
 
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ENOENT, errno.EMFILE])
-async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root: Path, reason: int) -> None:
+async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root: Path, asked: list[str], reason: int) -> None:
     """The kernel tells an error once, so a later sync can succeed although the names are lost. A directory that has gone away
     tells nothing about the one that is there now, nor does one that could not be opened.
     """
@@ -113,8 +128,7 @@ async def test_a_sync_that_fails_fails_for_those_who_wait_for_the_next_one(root:
     calls = [asyncio.create_task(store.put_if_absent(KEYS[0], b""))]
     await begun(disk, 1)
     calls += [asyncio.create_task(store.put_if_absent(key, b"")) for key in KEYS[1:3]]
-    await linked(root, 3)
-    await asyncio.sleep(0.05)
+    await waiting(asked, 3)
     disk.gate.set()
     found = await asyncio.gather(*calls, return_exceptions=True)
     if reason == errno.EIO:
@@ -178,14 +192,13 @@ async def test_a_large_object_whose_name_a_failed_sync_may_have_lost_is_not_call
     await later.finish(0)
 
 
-async def test_a_cancelled_call_takes_no_sync_from_the_others(root: Path) -> None:
+async def test_a_cancelled_call_takes_no_sync_from_the_others(root: Path, asked: list[str]) -> None:
     disk = Gated(root)
     store = PosixStore(root, disk)
     first = asyncio.create_task(store.put_if_absent(KEYS[0], b""))
     await begun(disk, 1)
     second, third = (asyncio.create_task(store.put_if_absent(key, b"")) for key in KEYS[1:3])
-    await linked(root, 3)
-    await asyncio.sleep(0.05)
+    await waiting(asked, 3)
     for task in (first, second):
         task.cancel()
     disk.gate.set()
@@ -196,15 +209,14 @@ async def test_a_cancelled_call_takes_no_sync_from_the_others(root: Path) -> Non
             await task
 
 
-async def test_a_loop_that_ends_in_a_sync_leaves_the_store_usable(root: Path) -> None:
+async def test_a_loop_that_ends_in_a_sync_leaves_the_store_usable(root: Path, asked: list[str]) -> None:
     """A sync that never began, since its loop was torn down, is not waited for."""
     disk = Gated(root)
     store = PosixStore(root, disk)
     first = asyncio.create_task(store.put_if_absent(KEYS[0], b""))
     await begun(disk, 1)
     second = asyncio.create_task(store.put_if_absent(KEYS[1], b""))
-    await linked(root, 2)
-    await asyncio.sleep(0.05)
+    await waiting(asked, 2)
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await asyncio.gather(first, second, return_exceptions=True)

@@ -38,13 +38,13 @@ async def test_a_read_that_is_cancelled_with_all_its_tasks_leaves_no_file_open(
     def slowly(anchor: Anchor, path: str, flags: int = 0) -> Iterator[int]:
         with really(anchor, path, flags) as descriptor:
             opened.set()
-            release.wait(30)
+            release.wait(60)
             yield descriptor
         closed.set()
 
     monkeypatch.setattr(osdisk, "_opened", slowly)
     task = asyncio.create_task(disk.read(str(tmp_path / "vote"), 100))
-    await asyncio.to_thread(opened.wait, 30)
+    await asyncio.to_thread(opened.wait, 60)
     for one in asyncio.all_tasks() - {asyncio.current_task()}:
         one.cancel()
     release.set()
@@ -104,7 +104,7 @@ async def test_a_file_whose_creation_was_cancelled_is_closed(
     def slow(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_CREAT:
             entered.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
         return opened(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", slow)

@@ -234,7 +234,7 @@ async def test_osfile_2_close_waits_for_calls_in_flight(
 
     def hold(direct: bool, offset: int) -> None:
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
 
     writes = Writes(monkeypatch, hold)
     write = asyncio.create_task(file.write_at(0, arena))

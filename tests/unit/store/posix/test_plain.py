@@ -88,13 +88,15 @@ async def test_what_is_put_into_the_directory_meanwhile_stays(
 
 async def test_what_is_about_to_be_shown_is_not_swept(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process on another machine counts as dead: only the lock that it holds says that it is at work."""
-    monkeypatch.setattr(posix_store, "_SWEEP_S", 0.1)
     built = tmp_path / SERVICE / SERVICE / "tmp" / "elsewhere.1.1.1.aa.shown0" / "built"
     built.mkdir(parents=True)
     (built / "file").write_bytes(b"1")
     async with plain_of(store).alone():
-        assert await store.sweep() == 0  # type: ignore[attr-defined]  # of this store alone
+        with monkeypatch.context() as patch:
+            patch.setattr(posix_store, "_SWEEP_S", 0.1)
+            assert await store.sweep() == 0  # type: ignore[attr-defined]  # of this store alone
         assert os.listdir(built) == ["file"]
+    monkeypatch.setattr(posix_store, "_SWEEP_S", 60.0)
     assert await store.sweep() == 1  # type: ignore[attr-defined]
     assert not built.parent.exists()
 

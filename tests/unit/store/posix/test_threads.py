@@ -27,7 +27,7 @@ class Held:
 
     def __call__(self) -> str:
         self.entered.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(60)
         self.ended.set()
         return "done"
 
