@@ -30,7 +30,7 @@ def names(files: list[Path]) -> str:
     return " ".join(file.stem for file in files)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("files", [pytest.param(files, id=names(files), marks=marks(files)) for files in TOGETHER])
 def test_on_the_simulated_device(
@@ -39,6 +39,7 @@ def test_on_the_simulated_device(
     passed_on = ("mistake_rounds", "chaos_seeds", "chaos_first")
     options = [f"--{name.replace('_', '-')}={pytestconfig.getoption(name)}" for name in passed_on]
     options += ["--nightly"] * pytestconfig.getoption("nightly")
+    options += ["--timeout=600"]  # the first test builds the device
     report = tmp_path / "report.xml"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--simulated-device", *options, f"--junitxml={report}", *map(str, files)],

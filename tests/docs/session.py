@@ -25,7 +25,7 @@ from tests.docs.blocks import REPOSITORY, Block
 from tests.docs.output import agrees
 
 BEFORE = Path(__file__).with_name("before")
-LIMIT_S = 100
+LIMIT_S = 200
 AS_ROOT = " --uid 0" if os.geteuid() == 0 else ""
 MARK = "--- the next command ---"
 

@@ -27,8 +27,8 @@ class Mistake:
     instead: str
     schedule: str
     """The schedule under which it shows every time."""
-    linger_s: float = 0.0
-    """How long the schedule lasts after the step, for the save to end too early."""
+    lingers: bool = False
+    """Whether the schedule lasts after the step, for the save to end too early, until the stager waits for the device."""
     gathered: bool = True
     """Whether the tensors are gathered. Otherwise they are copied directly."""
     steps: bool = True
@@ -102,7 +102,7 @@ STAGING: dict[str, Mistake] = {
         device_snapshot, "cloned", "source = bits(tensor.detach()).clone()", "pass", BEHIND, gathered=False
     ),
     "the snapshot is called whole before its copies are done": Mistake(
-        DeviceSnapshot, "synchronize", "self._wait_for(self._copied)", "pass", BEHIND, linger_s=5.0, mended=True
+        DeviceSnapshot, "synchronize", "self._wait_for(self._copied)", "pass", BEHIND, lingers=True, mended=True
     ),
     "the event is recorded before the copies": Mistake(
         DeviceSnapshot,

@@ -19,8 +19,8 @@ DEVICES = 2
 
 
 def _built() -> Path:
-    """The folder of this build: another one for each version of torch and of the sources."""
-    content = hashlib.sha256(torch.__version__.encode())
+    """The folder of this build: another one for each torch, checkout and version of the sources, which would be built anew."""
+    content = hashlib.sha256(f"{torch.__version__} {torch.__file__} {__file__}".encode())
     for path in SOURCES:
         content.update(path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -20,10 +20,12 @@ from checkpointd_client import Checkpointer, devices
 from checkpointd_client.restore.sinks import box_sink, sink_for
 from checkpointd_client.restore.uploads import Uploads
 from checkpointd_client.staging import device_plan
+from checkpointd_client.staging.device_snapshot import DeviceSnapshot
 from checkpointd_client.staging.stager import Staging
 from tests.accelerator.simulated.mistakes import LOADING, STAGING, Mistake
 from tests.accelerator.simulated.schedules import main_stream, under
 from tests.accelerator.simulated.small_nets import Net, loaded
+from tests.faults.jobs import wait_until
 
 
 @pytest.fixture
@@ -36,6 +38,8 @@ class Gate:
 
     def __init__(self, *, closed: bool) -> None:
         self._closed, self._go = closed, threading.Event()
+        self.waits = threading.Event()
+        """Set when a thread waits for copies from the device or for their sums, as the stager's does at the end."""
         if not closed:
             self._go.set()
 
@@ -57,13 +61,25 @@ class Gate:
 def conditions(mistake: Mistake) -> Iterator[Gate]:
     """The conditions under which `mistake` shows."""
     gate, finish = Gate(closed=mistake.late), Staging.finish
+    wait_for, differs = DeviceSnapshot._wait_for, DeviceSnapshot.differs
 
     def late(staging: Staging) -> None:
         gate.passed()
         finish(staging)
 
+    def waits(snapshot: DeviceSnapshot, event: torch.Event | None) -> None:
+        gate.waits.set()
+        wait_for(snapshot, event)
+
+    def adds_up(snapshot: DeviceSnapshot) -> tuple[int, int] | None:
+        if snapshot._sums is not None:
+            gate.waits.set()
+        return differs(snapshot)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Staging, "finish", late)
+        patch.setattr(DeviceSnapshot, "_wait_for", waits)
+        patch.setattr(DeviceSnapshot, "differs", adds_up)
         if not mistake.gathered:
             patch.setattr(device_plan, "GATHERED_BYTES", 0)
         try:
@@ -84,6 +100,7 @@ def staged(sim: ModuleType, root: Path, device: torch.device, mistake: Mistake, 
             ckpt.save(0, state).wait()
         torch.accelerator.synchronize(device)
         before = sim.counts()
+        go.waits.clear()
         with under(sim, mistake.schedule, main_stream(device), mistake.patience_ms):
             with torch.no_grad():
                 net.weight.mul_(5)
@@ -99,9 +116,8 @@ def staged(sim: ModuleType, root: Path, device: torch.device, mistake: Mistake, 
             if sim.counts().since(before).forced:
                 said.append("the training thread waited for the device")
             go.set()
-            if mistake.linger_s:
-                with suppress(CheckpointdError):
-                    handles[0].wait(timeout=mistake.linger_s)
+            if mistake.lingers:
+                wait_until(lambda: handles[0].done() or go.waits.is_set(), "the save ends, or waits for the device")
         for handle in handles:
             try:
                 handle.wait()

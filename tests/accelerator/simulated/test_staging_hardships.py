@@ -250,7 +250,7 @@ def test_the_stager_takes_the_next_snapshot_after_an_error(
         raise MemoryError
 
     _, state = trained(device)
-    with Checkpointer(tmp_path, commit_timeout_s=20) as ckpt:
+    with Checkpointer(tmp_path, commit_timeout_s=60) as ckpt:
         ckpt.save(0, state).wait()
         with monkeypatch.context() as patch:
             patch.setattr(DeviceSnapshot, "synchronize", no_memory)

@@ -38,6 +38,7 @@ from checkpointd_client.restore import store_source
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.staging.arena import Slot
 from tests.builders import HeldPersist
+from tests.faults.jobs import wait_until
 from tests.job_elsewhere import live_job
 
 
@@ -86,7 +87,7 @@ def test_a_handle_can_be_awaited_in_another_loop(tmp_path: Path) -> None:
 def test_wait_with_a_timeout_leaves_the_save_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = HeldPersist(monkeypatch)
     with Checkpointer(tmp_path) as ckpt:
-        handle = ckpt.save(1, _state())
+        handle = ckpt.save(1, _state()).wait(until="persisting")
         with pytest.raises(WaitTimeoutError, match="global_step1 is still persisting"):
             handle.wait(timeout=0.2)
         with pytest.raises(WaitTimeoutError):
@@ -106,11 +107,11 @@ def test_a_third_save_waits_for_a_slot(tmp_path: Path, monkeypatch: pytest.Monke
         third: list[object] = []
         thread = threading.Thread(target=lambda: third.append(ckpt.save(3, _state(3.0))))
         thread.start()
+        wait_until(lambda: ckpt.status().in_flight == 3, "the third save has begun")
         thread.join(0.3)
         assert thread.is_alive()
-        assert ckpt.status().in_flight == 3
         held.go.set()
-        thread.join(30)
+        thread.join()
         ckpt.wait()
         assert ckpt.latest() == "global_step3"
 
@@ -135,6 +136,7 @@ def test_status_is_typed_serialisable_and_has_errors(tmp_path: Path) -> None:
         with pytest.raises(StateError):
             ckpt.save(2, {"bad": object()})
         ckpt.save(3, _state()).wait()
+        wait_until(lambda: ckpt.status().latest == "global_step3", "the save is counted, just after its handle ends")
         status = ckpt.status()
         assert msgspec.json.decode(status.to_json(), type=Status) == status
     assert [a.phase for a in status.attempts] == ["committed", "failed", "committed"]

@@ -21,7 +21,7 @@ from checkpointd_client.checkpointer import core_of
 from tests.builders import HeldPersist
 
 SHORT_S = 0.05
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture

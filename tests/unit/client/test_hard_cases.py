@@ -31,12 +31,14 @@ from checkpointd.layout.keys import vote_name
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.write.job import PersistJob
+from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.restore.sinks import sink_for
 from checkpointd_client.restore.uploads import Uploads
 from checkpointd_client.staging.copies import Copies
 from tests.builders import HeldPersist, plan_save, rank_arrays, save_checkpoint
+from tests.lease_builders import simulated
 
 
 def _state(value: float = 1.0, size: int = 64) -> dict[str, object]:
@@ -68,18 +70,21 @@ async def test_an_uncertain_vote_is_never_taken_for_a_commit(tmp_path: Path) -> 
     assert await catalog.latest(store) == "global_step1"
 
 
-async def test_a_vote_that_vanishes_is_no_commit_either(tmp_path: Path) -> None:
-    store = PosixStore(tmp_path / "root")
-    plan = await plan_save(store, world_size=2, timeout_s=1.0)
-    run = asyncio.ensure_future(plan.run(0))
-    vote = tmp_path / "root" / plan.info(0).key(vote_name(0))
-    while not vote.exists():
-        await asyncio.sleep(0.005)
-    vote.unlink()
-    attempt = await run
-    assert attempt.phase is Phase.FAILED
-    assert "in doubt" in str(attempt.error)
-    assert await catalog.latest(store) is None
+def test_a_vote_that_vanishes_is_no_commit_either() -> None:
+    async def vanishes() -> None:
+        store = MemoryStore("root")
+        plan = await plan_save(store, world_size=2, timeout_s=1.0)
+        run = asyncio.ensure_future(plan.run(0))
+        vote = plan.info(0).key(vote_name(0))
+        while await store.stat(vote) is None:
+            await asyncio.sleep(0.005)
+        await store.delete(vote)
+        attempt = await run
+        assert attempt.phase is Phase.FAILED
+        assert "in doubt" in str(attempt.error)
+        assert await catalog.latest(store) is None
+
+    simulated(vanishes)
 
 
 async def test_two_steps_under_one_tag_do_not_commit_as_one(tmp_path: Path) -> None:

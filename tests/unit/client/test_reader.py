@@ -517,7 +517,7 @@ def test_forgotten_it_ends_by_itself(root: Path) -> None:
     del tensors
     gc.collect()
     for thread in loops:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -543,11 +543,23 @@ def test_what_each_rank_had_is_named_and_read_by_rank(tmp_path: Path) -> None:
 
 
 def test_a_long_wait_says_why_reads_fail(root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    said, listed = "reads fail, and are tried again: listing '' failed: permission is missing", PosixStore.list
+
     async def forbidden(self: PosixStore, prefix: str) -> list[Entry]:
+        if said in caplog.text:
+            return await listed(self, prefix)
         raise UnreadableError(f"listing {prefix!r} failed: permission is missing")
 
     monkeypatch.setattr(PosixStore, "list", forbidden)
     monkeypatch.setattr(waits, "FIRST_REPORT_S", 0.05)
+    with open_checkpoint(root) as opened:
+        assert opened.step == 4
+
+
+def test_a_wait_in_vain_ends_with_the_error_of_the_reads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forbidden(self: PosixStore, prefix: str) -> list[Entry]:
+        raise UnreadableError(f"listing {prefix!r} failed: permission is missing")
+
+    monkeypatch.setattr(PosixStore, "list", forbidden)
     with pytest.raises(UnreadableError, match="permission is missing"):
         open_checkpoint(root, timeout_s=0.5)
-    assert "reads fail, and are tried again: listing '' failed: permission is missing" in caplog.text

@@ -13,7 +13,7 @@ import pytest
 from checkpointd.doctor.scratch import PLACE, scratch
 from checkpointd.store.writers import new_writer
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 """Only a test that fails waits so long."""
 CHILD = """
 import signal, sys

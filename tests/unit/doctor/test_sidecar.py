@@ -105,7 +105,7 @@ def test_a_daemon_that_does_not_serve_this_user(socket_folder: Path) -> None:
     refused = wire.Refused(error=ErrorReport(code="UsageError", message="user 7 may not use this daemon"))
     path = socket_folder / "d.sock"
     with listener(path, lambda connection: connection.sendall(wire.encode(refused))):
-        found = sidecar.ask(str(path))
+        found = sidecar.ask(str(path), timeout_s=60.0)
     assert isinstance(found, Finding)
     assert found.level == "fail"
     assert "may not use this daemon" in found.seen
@@ -133,7 +133,7 @@ def test_a_daemon_that_hangs(socket_folder: Path) -> None:
 def test_one_that_closes_without_a_word(socket_folder: Path) -> None:
     path = socket_folder / "shut.sock"
     with listener(path, lambda connection: connection.shutdown(socket.SHUT_RDWR)):
-        found = sidecar.ask(str(path))
+        found = sidecar.ask(str(path), timeout_s=60.0)
     assert isinstance(found, Finding)
     assert "without an answer" in found.seen
 
@@ -153,7 +153,7 @@ def test_one_that_closes_without_a_word(socket_folder: Path) -> None:
 def test_something_else_that_listens_there(socket_folder: Path, answer: bytes, words: str) -> None:
     path = socket_folder / "other.sock"
     with listener(path, lambda connection: connection.sendall(answer)):
-        found = sidecar.ask(str(path))
+        found = sidecar.ask(str(path), timeout_s=60.0)
     assert isinstance(found, Finding)
     assert found.level == "fail"
     assert words in found.seen

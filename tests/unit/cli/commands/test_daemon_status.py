@@ -22,6 +22,7 @@ from checkpointd.cli.formatting import duration, speed
 from checkpointd.cli.render import plain
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.decoder import Decoder
+from checkpointd.daemon.query import AsyncStatusClient
 from checkpointd.daemon.status.changes import changes
 from checkpointd.daemon.status.model import DaemonStatus, SpoolStatus
 from checkpointd.daemon.status.verdict import judged
@@ -87,7 +88,8 @@ class Daemon:
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
+def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    monkeypatch.setitem(AsyncStatusClient.__init__.__kwdefaults__, "timeout_s", 60.0)  # none of its answers is late
     made = Daemon(tmp_path / "s")
     yield made
     made.end()

@@ -15,9 +15,10 @@ from checkpointd import waits
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DeadlineError, StoreError
 from checkpointd_client.ranks.board import broadcast_from_coordinator
+from tests.faults.jobs import wait_until
 
 WORLD = 4
-LONG_S, SHORT_S = 30.0, 0.3
+LONG_S, SHORT_S = 60.0, 0.3
 DOING = "making its Checkpointer"
 
 
@@ -71,7 +72,9 @@ def test_all_hear_what_rank_0_made_as_often_as_they_ask(job: Job) -> None:
 
 def test_nothing_is_made_and_everybody_hears_who_is_missing(job: Job) -> None:
     """Rank 0 gives up first, and tells those who came: nobody waits for as long as it is patient itself."""
-    came = [job.rank(0, come_s=SHORT_S), job.rank(1), job.rank(3)]
+    came = [job.rank(1), job.rank(3)]
+    wait_until(lambda: job.store.check([f"checkpointd/broadcast/here/{rank}" for rank in (1, 3)]), "both have come")
+    came.append(job.rank(0, come_s=SHORT_S))
     assert [missing_of(found) for found in came] == [(2,)] * 3
     assert job.made == []
 
@@ -110,9 +113,11 @@ def test_who_is_missing_stands_in_the_log_meanwhile(
 ) -> None:
     monkeypatch.setattr(waits, "FIRST_REPORT_S", SHORT_S / 10)
     with caplog.at_level(logging.WARNING, "checkpointd"):
-        assert missing_of(job.rank(1, come_s=SHORT_S))
-    words = [record.getMessage() for record in caplog.records]
-    assert len(words) > 1
+        came = [job.rank(1)]
+        wait_until(lambda: len(caplog.records) > 1, "it is said, and said again")
+        words = [record.getMessage() for record in caplog.records]
+        came += [job.rank(rank) for rank in (0, 2, 3)]
+        assert [found.result(60) for found in came] == [{"text": ""}] * WORLD
     assert all(f"ranks [0, 2, 3] have not come: every rank must be {DOING}" in word for word in words)
 
 

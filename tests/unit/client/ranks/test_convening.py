@@ -15,7 +15,7 @@ from checkpointd_client.ranks.board import StoreBoard
 from checkpointd_client.ranks.convening import Assembly, convene
 
 WORLD = 3
-LONG_S, SHORT_S = 30.0, 0.3
+LONG_S, SHORT_S = 60.0, 0.3
 
 
 class Job:

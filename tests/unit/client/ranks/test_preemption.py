@@ -27,7 +27,7 @@ from checkpointd_client.ranks.preemption import Preemption, graces_of
 from checkpointd_client.ranks.signals import Arrivals
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Order:
@@ -287,7 +287,7 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_c_code_that_does_not_come
 
     def signal_and_let_go() -> None:
         os.kill(os.getpid(), USR2)
-        told.wait(5.0)
+        told.wait(LIMIT_S)
         noted.set_result(USR2 in came)
         libc.pthread_mutex_unlock(mutex)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,9 +13,10 @@ from checkpointd.config import Ranks
 from checkpointd.errors import DeadlineError
 from checkpointd_client.ranks.board import SoloBoard, StoreBoard
 from checkpointd_client.ranks.rendezvous import Meetings
+from tests.faults.jobs import wait_until
 
 WORLD = 4
-LONG_S, SHORT_S = 30.0, 0.3
+LONG_S, SHORT_S = 60.0, 0.3
 
 
 class Job:
@@ -80,11 +80,10 @@ def test_who_gives_up_early_may_come_back_to_those_who_wait(job: Job) -> None:
     job.patience(LONG_S, SHORT_S, LONG_S, LONG_S)
 
     def again(rank: int) -> dict[int, str]:
-        if rank == 3:  # comes when rank 1 has given up
-            until = time.monotonic() + LONG_S
-            while not job.meetings[1]._old and time.monotonic() < until:
-                time.sleep(0)
+        if rank == 3:
+            wait_until(lambda: job.meetings[1]._old, "rank 1 has given up")
         if rank == 1:
+            wait_until(lambda: job.meetings[1].board.absent("meeting/1", [0, 2]) == [], "ranks 0 and 2 have come")
             with pytest.raises(DeadlineError, match=r"\[3\]"):
                 job.meetings[1].meet("first", "saving")
             job.meetings[1].timeout_s = LONG_S

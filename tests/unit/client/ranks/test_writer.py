@@ -19,7 +19,7 @@ def test_close_ends_the_thread_and_the_workers() -> None:
     async def work() -> int:
         return await asyncio.to_thread(lambda: 7)
 
-    assert writer.call(work(), 30) == 7
+    assert writer.call(work(), 60) == 7
     assert {thread.name.partition("_")[0] for thread in set(threading.enumerate()) - before} == {
         "checkpointd-writer",
         "checkpointd-worker",
@@ -50,7 +50,7 @@ def test_close_leaves_a_worker_behind_that_hangs(monkeypatch: pytest.MonkeyPatch
     try:
         assert begun.wait(60)
         writer.close()
-        writer._thread.join(20)
+        writer._thread.join(60)
         assert not writer._thread.is_alive()
         assert "without waiting for a call" in caplog.text
     finally:

@@ -17,6 +17,7 @@ from checkpointd.pipeline.spool.places import DiskPlace
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client import Checkpointer, SpoolConfig, loader, saver
 from checkpointd_client.saves.spool import ProcessSpool
+from tests.faults.jobs import wait_until
 from tests.spooled_saves import Node, until
 from tests.unit.client.shown_files import example, save
 
@@ -112,6 +113,7 @@ def test_superseded_saves_are_no_failures(tmp_path: Path) -> None:
     newest = ckpt.save(3, state(3)).wait("spooled")
     with pytest.raises(SupersededError, match="superseded in the spool by global_step2"):
         first.wait()
+    wait_until(lambda: ckpt.status().saves_superseded, "the save is counted, just after its handle ends")
     assert (first.phase, kept.phase, newest.phase) == ("superseded", "spooled", "spooled")
     status = ckpt.status()
     assert (status.saves_failed, status.saves_superseded) == (0, 1)
@@ -200,7 +202,7 @@ async def test_a_start_puts_the_leases_of_all_that_was_announced_at_once(tmp_pat
     spool = await with_two_left(root, held(tmp_path), announced=True)
     surviving = await spool.surviving()
     epoch = await epochs.take(root, 1, surviving)
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(60.0):
         await spool.take_up(epoch.epoch)
     assert {key.rpartition("/")[0] for key in root.putting} == set(surviving)
     await spool.close()

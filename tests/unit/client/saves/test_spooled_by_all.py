@@ -144,7 +144,7 @@ def test_a_board_that_hangs_takes_no_thread_of_the_writer(monkeypatch: pytest.Mo
             assert await first.hears() is None
         work = loop.run_in_executor(None, lambda: "a chunk is encoded")
         try:
-            assert await asyncio.wait_for(work, 10.0) == "a chunk is encoded"
+            assert await asyncio.wait_for(work, 60.0) == "a chunk is encoded"
             hanging = [one for one in set(threading.enumerate()) - before if one.name == "checkpointd-board"]
             assert [one.daemon for one in hanging] == [True], "nor does the process wait for it at its end"
         finally:

@@ -169,9 +169,9 @@ def test_a_save_returns_once_it_is_committed_whatever_is_removed_then(root: Path
 
     saving = threading.Thread(target=save)
     saving.start()
-    saving.join(30)
+    saving.join(60)
     returned = not saving.is_alive()
-    assert removing.wait(30)
+    assert removing.wait(60)
     saved.set()
     saving.join()
     assert returned

@@ -22,7 +22,7 @@ from checkpointd_client.ranks.convening import Assembly
 from tests.unit.client.integrations.deepspeed.deepspeed_engine import Engine
 
 WORLD = 2
-LONG_S, SHORT_S = 30.0, 0.3
+LONG_S, SHORT_S = 60.0, 0.3
 
 MakesJob = Callable[[float], "Job"]
 
