@@ -334,9 +334,10 @@ def poll(done: Callable[[], bool], timeout_s: float, missing: Callable[[], str])
     """Ask `done` again and again until it returns True; False after `timeout_s`. `missing` says what the wait is for."""
     until, waiting = time.monotonic() + timeout_s, Waiting(missing)
     for pause_s in pauses():
+        is_late = time.monotonic() >= until  # before the look: what came while this process stood still counts
         if done():
             return True
-        if time.monotonic() >= until:
+        if is_late:
             return False
         waiting.look()
         threading.Event().wait(pause_s)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed import HashStore
 from checkpointd import waits
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, DeadlineError, StoreError
+from checkpointd_client.ranks import board
 from checkpointd_client.ranks.board import broadcast_from_coordinator
 from tests.faults.jobs import wait_until
 
@@ -123,3 +125,15 @@ def test_who_is_missing_stands_in_the_log_meanwhile(
 
 def test_one_process_asks_nobody() -> None:
     assert broadcast_from_coordinator(Ranks(), lambda: {"a": 1}, doing=DOING, come_s=0.0, make_s=0.0) == {"a": 1}
+
+
+def test_what_came_while_this_process_stood_still_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looks = [0.0], list[float]()
+
+    def looked() -> bool:
+        looks.append(now[0])
+        now[0] = SHORT_S * 2  # the process is stopped after its first look, and the others come meanwhile
+        return len(looks) > 1
+
+    monkeypatch.setattr(board, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert board.poll(looked, SHORT_S, lambda: "")
