@@ -170,7 +170,7 @@ class Saver:
         self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
         self._arena, self._stager, self._when_busy = arena, stager, when_busy
         self._spooled = SpooledByAll(board, ranks.world_size, self._all_have)
-        self._endings = Endings(self.history, epoch.latest, self._spooled)
+        self._endings = Endings(self.history, epoch.latest, self._spooled, self._measured)
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._may_be_taken_over, self._pickles = sidecar is not None, pickles
@@ -358,7 +358,6 @@ class Saver:
         self._saves += 1
         progress = ShardProgress(pace=pace)
         save = SaveRecord(SaveHandle(info.tag, str(info.attempt), info.step, progress))
-        save.handle.when_done(lambda: self._measured(save.handle))
         self.history.add(save)
         return PendingSave(info, save, progress, Future())
 
@@ -534,8 +533,8 @@ class Saver:
 
     def _abandon(self, save: SaveRecord, why: str) -> None:
         """End the handle of a save that is left in flight."""
-        save.handle.advance(Phase.FAILED, StoreError(f"{save.handle.tag} was left in flight: {why}; the next start decides it"))
-        self.history.end(save, Phase.FAILED)
+        error = StoreError(f"{save.handle.tag} was left in flight: {why}; the next start decides it")
+        save.handle.advance(Phase.FAILED, error, lambda: self.history.end(save, Phase.FAILED))
 
     def _busy(self) -> set[Future[None]]:
         """The writer's works that this process waits for."""

@@ -255,8 +255,11 @@ class SaveHandle:
         """Seconds since save() was called."""
         return time.perf_counter() - self._began
 
-    def advance(self, phase: Phase, error: CheckpointdError | None = None) -> None:
-        """Enter `phase`, unless the save has ended or has reached it. So a takeover, which begins again, never leads back."""
+    def advance(self, phase: Phase, error: CheckpointdError | None = None, at_end: Callable[[], object] = lambda: None) -> None:
+        """Enter `phase`, unless the save has ended or has reached it. So a takeover, which begins again, never leads back.
+
+        If this ends the save, `at_end` is called before anybody who waits for the end goes on.
+        """
         now = self.elapsed()
         with self._change:
             if self.done() or (phase in ORDER and reached(self._phase, phase)):
@@ -271,6 +274,8 @@ class SaveHandle:
                 self._bytes.end()
             if phase is Phase.COMMITTED:
                 self.timings.committed_s = now
+            if phase in FINAL:
+                at_end()
             self._change.notify_all()
         if phase in FINAL and self._error is None:
             self._future.set_result(self)

@@ -105,12 +105,10 @@ class SaveHistory:
         with self._lock:
             self._live.append(save)
 
-    def end(self, save: SaveRecord, phase: Phase) -> bool:
-        """Count `save` as ended; False if it had ended before."""
+    def end(self, save: SaveRecord, phase: Phase) -> None:
+        """Count `save` as ended."""
         assert phase in FINAL
         with self._lock:
-            if save not in self._live:
-                return False
             self._live.remove(save)
             self._ended.append(save)
             self.committed += phase is Phase.COMMITTED
@@ -122,7 +120,6 @@ class SaveHistory:
             if save.began >= self._newest_began:
                 self._newest_began = save.began
                 self.last_failed = None if phase is Phase.COMMITTED or is_superseded else save.handle
-            return True
 
     def leave(self, save: SaveRecord) -> None:
         """This process hears no more of `save`, which is in the spool."""

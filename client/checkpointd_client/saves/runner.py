@@ -12,15 +12,17 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from checkpointd.commit.machine import FINAL, Phase, shown
+from checkpointd.commit.machine import Phase, shown
 from checkpointd.errors import CheckpointdError, SupersededError
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
+from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.spooled_by_all import SpooledByAll
 from checkpointd_client.staging.arena import SlotHold
@@ -101,18 +103,28 @@ class Runner(Protocol):
 class Endings:
     """Records the end of each save in the history, the log, and `latest`, the newest tag that this process knows."""
 
-    def __init__(self, history: SaveHistory, latest: str | None, spooled: SpooledByAll) -> None:
-        self.history, self.latest, self.spooled = history, latest, spooled
+    def __init__(
+        self, history: SaveHistory, latest: str | None, spooled: SpooledByAll, measured: Callable[[SaveHandle], None]
+    ) -> None:
+        self.history, self.latest, self.spooled, self._measured = history, latest, spooled, measured
 
     def entered(self, job: PendingSave, phase: Phase, error: CheckpointdError | None) -> None:
         """The save entered `phase`; a final phase ends it. A second end does nothing."""
-        job.save.handle.advance(phase, error)
+        has_ended = False
+
+        def end() -> None:
+            nonlocal has_ended
+            has_ended = True
+            self.history.end(job.save, phase)
+            self._measured(job.save.handle)
+            if phase is Phase.COMMITTED and job.info.save_latest:
+                self.latest = job.info.tag
+
+        job.save.handle.advance(phase, error, end)
         self.spooled.entered(job.info, phase)
-        if phase not in FINAL or not self.history.end(job.save, phase):
+        if not has_ended or phase is Phase.COMMITTED:
             return
-        if phase is Phase.COMMITTED:
-            self.latest = job.info.tag if job.info.save_latest else self.latest
-        elif phase is Phase.SKIPPED or isinstance(error, SupersededError):
+        if phase is Phase.SKIPPED or isinstance(error, SupersededError):
             log.warning("%s", error)
         else:
             log.error("%s: %s", shown(phase, error.code if error else ""), error)
