@@ -42,7 +42,8 @@ class Session:
         (self.folder / "work" / "examples").symlink_to(REPOSITORY / "examples")
         self.environment = {
             **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            # The environment with the frameworks lies over .venv, and has no torchrun of its own.
+            "PATH": f"{Path(sys.executable).parent}:{REPOSITORY / '.venv' / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": str(REPOSITORY),
             "XDG_RUNTIME_DIR": str(self.folder / "run"),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
