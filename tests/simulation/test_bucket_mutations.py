@@ -221,7 +221,7 @@ MORE_STEPS = {"no fence": 6}
 """A new job takes longer to begin in a bucket, and the old one must still be at work then."""
 OTHER_FAULTS: dict[str, Callable[[int], Faults]] = {
     "attempts of other daemons overlooked": lambda seed: (
-        (10 + seed // 2, Kill(0)),
+        (17 + seed % 6, Kill(0)),
         (1, Fail(1, "repeated", 20, "create", ".vote")),  # so that it is still undecided when the next job begins
     )
 }

@@ -727,11 +727,10 @@ def check_caught(
             try:
                 run_schedule(schedule(seed))
             except InvariantError as error:
-                return error.name
+                return error.name if error.name in invariants else None
         return None
 
-    seed, broken = named_seeds.caught(name, breaks, range(RUNS_MAX))
-    assert broken in invariants
+    seed, _ = named_seeds.caught(name, breaks, range(RUNS_MAX))
     return seed
 
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointd.commit import garbage
 from checkpointd.commit.facts import AttemptFacts, Order, State
-from checkpointd.commit.garbage import ABORTED_KEPT, RECORDS_KEPT, dead_weight, spent_records
+from checkpointd.commit.garbage import dead_weight, spent_records
 from checkpointd.layout.keys import AttemptId
+
+RECORDS_KEPT, ROOT_RECORDS_KEPT, ABORTED_KEPT = 2, 3, 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_records_stay() -> Iterator[None]:
+    """So few that a handful of attempts has more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(garbage, "RECORDS_KEPT", RECORDS_KEPT)
+        patch.setattr(garbage, "ROOT_RECORDS_KEPT", ROOT_RECORDS_KEPT)
+        patch.setattr(garbage, "ABORTED_KEPT", ABORTED_KEPT)
+        yield
 
 
 @st.composite
@@ -39,7 +55,7 @@ def test_garbage_2_of_an_aborted_attempt_only_the_bulk_goes(known: list[AttemptF
     for facts in known:
         if facts.state == "aborted":
             assert (facts in dead) == facts.bulk
-            assert facts not in spent_records(known)
+            assert not (facts.bulk and facts in spent_records(known))
 
 
 def test_garbage_2_so_many_aborted_attempts_of_all_tags_keep_their_records() -> None:
@@ -51,10 +67,21 @@ def test_garbage_2_so_many_aborted_attempts_of_all_tags_keep_their_records() -> 
 
 
 @given(attempts())
-def test_garbage_3_records_go_only_of_what_was_committed_and_removed(known: list[AttemptFacts]) -> None:
-    for facts in spent_records(known):
-        assert facts.state == "deleted"
+def test_garbage_3_records_go_only_of_what_was_deleted_or_aborted_and_the_newest_stay(known: list[AttemptFacts]) -> None:
+    spent = spent_records(known)
+    for facts in spent:
+        assert facts.state in ("deleted", "aborted")
         assert not facts.bulk
+        if facts.state == "aborted":
+            assert len(left(known, "aborted", spent)) == ABORTED_KEPT
+        else:
+            of_the_tag = [one for one in left(known, "deleted", spent) if one.tag == facts.tag]
+            assert len(of_the_tag) == RECORDS_KEPT or len(left(known, "deleted", spent)) == ROOT_RECORDS_KEPT
+
+
+def left(known: list[AttemptFacts], state: State, spent: list[AttemptFacts]) -> list[AttemptFacts]:
+    """The attempts of a state whose records stay, and that have nothing else any more."""
+    return [facts for facts in known if facts.state == state and not facts.bulk and facts not in spent]
 
 
 @given(attempts())
@@ -87,7 +114,8 @@ def test_each_reason_is_said_in_words() -> None:
     ]
 
 
-def test_the_newest_records_of_each_tag_stay() -> None:
+def test_the_newest_records_of_each_tag_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "ROOT_RECORDS_KEPT", 2 * RECORDS_KEPT)
     known = [
         AttemptFacts(tag, AttemptId(1, k), "deleted", None, bulk=False)
         for tag in "ab"

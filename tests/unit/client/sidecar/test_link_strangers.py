@@ -23,7 +23,7 @@ from checkpointd_client.staging.arena import Slot
 from tests.unit.client.scripted_sidecar import ScriptedSidecar
 from tests.unit.other_user import STRANGER
 
-GET_SEALS, SEAL_FUTURE_WRITE = 1034, 16
+SEAL_FUTURE_WRITE = 16
 SECRET = {"secret": torch.full((64, 48), 1234.5)}
 
 
@@ -140,7 +140,8 @@ def test_nobody_but_the_trainers_own_mapping_writes_a_slot() -> None:
     slot = Slot(4096)
     again = os.open(f"/proc/self/fd/{slot.fd}", os.O_RDWR) if os.geteuid() == 0 else slot.fd
     try:
-        assert fcntl.fcntl(slot.fd, GET_SEALS) & SEAL_FUTURE_WRITE
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | SEAL_FUTURE_WRITE
+        assert fcntl.fcntl(slot.fd, fcntl.F_GET_SEALS) & seals == seals
         with pytest.raises(PermissionError):
             mmap.mmap(again, slot.nbytes)
         for value in (1, 2):

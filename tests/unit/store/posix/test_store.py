@@ -144,6 +144,7 @@ async def test_posix_3_emptied_directories_go_with_their_last_object(store: Posi
     await store.put(".checkpointd/epochs/00000001", b"")
     await store.delete("t/a/outcome")
     assert not (root / "t/a").exists()
+    assert (root / "t/b/outcome").exists()
     await store.delete("t/b/outcome")
     assert not (root / "t").exists()
     await store.delete(".checkpointd/epochs/00000001")
