@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpointd.commit import garbage
@@ -38,6 +38,7 @@ def attempts(draw: st.DrawFn) -> list[AttemptFacts]:
     return found
 
 
+@settings(max_examples=500)  # several attempts of one tag must have one state
 @given(attempts())
 def test_garbage_1_what_is_undecided_or_cannot_be_read_is_never_touched(known: list[AttemptFacts]) -> None:
     touched = [facts for facts, _ in dead_weight(known)] + spent_records(known)
