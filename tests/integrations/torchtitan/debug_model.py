@@ -27,6 +27,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from checkpointd_client.integrations.torchtitan import CheckpointdManager
+from tests.faults.jobs import wait_until
 
 COMMON = ["--training.seq_len", "32", "--training.local_batch_size", "2", "--parallelism.spmd_backend", "partial_dtensor"]
 
@@ -49,8 +50,8 @@ def ours() -> Trainer.Config:
 
 @dataclass(frozen=True)
 class Run:
-    """One run. `stop`: leave the training loop after this step. `kill`: let rank 1 die by SIGKILL right after the save of this
-    step has begun. `resave`: save what was loaded, and do not train.
+    """One run. `stop`: leave the training loop after this step. `kill`: let rank 1 die by SIGKILL as soon as the save of this
+    step writes something. `resave`: save what was loaded, and do not train.
     """
 
     args: list[str]
@@ -77,6 +78,8 @@ def train(folder: Path, run: Run) -> None:
     def saved(manager: CheckpointManager, curr_step: int, last_step: bool = False) -> bool:
         begun = bool(save(manager, curr_step, last_step))
         if curr_step == run.kill and os.environ["RANK"] == "1":
+            tag = Path(run.args[run.args.index("--dump_folder") + 1]) / "checkpoint" / f"step-{curr_step}"
+            wait_until(lambda: tag.is_dir() and any(tag.iterdir()), "the save has begun to write")
             os.kill(os.getpid(), signal.SIGKILL)
         return begun
 

@@ -62,6 +62,7 @@ def main(given: Given) -> None:
         job.optimizers.step()
         job.schedulers.step()
         manager.save(job.step)
+        manager.maybe_wait_for_saving()  # else a save is skipped where two are in flight
         together += ft.manager.num_participants() == 2
     if given.dies:
         os.kill(os.getpid(), signal.SIGKILL)
