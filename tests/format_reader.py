@@ -377,7 +377,9 @@ def described(node: Any, tensors: dict[str, tuple[str, list[int], bytes]]) -> An
     if kind == "V":
         return {"library": rest[0], "parts": [described(part, tensors) for part in rest[1]]}
     if kind == "D":
-        return {"mapping": rest[0], "items": [[described(k, tensors), described(v, tensors)] for k, v in rest[1]]}
+        items = [[described(k, tensors), described(v, tensors)] for k, v in rest[1]]
+        carried = {} if rest[2] is None else {"attributes": described(rest[2], tensors)}
+        return {"mapping": rest[0], "items": items, **carried}
     if kind == "L":
         items = [described(item, tensors) for item in rest[1]]
         return {"sequence": rest[0], "items": sorted(items, key=json.dumps) if rest[0] in ("set", "frozenset") else items}

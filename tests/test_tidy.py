@@ -93,7 +93,7 @@ LAYERS = {
     "checkpointd_client.capture.plain": 31,
     "checkpointd_client.capture": 32,
     "checkpointd_client.staging": 33,
-    "checkpointd_client.export": 33,
+    "checkpointd_client.export": 36,
     "checkpointd_client.saves": 34,
     "checkpointd_client.sidecar": 35,
     "checkpointd_client.restore": 35,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from checkpointd.export.bucket_output import BucketOutput
 from checkpointd.export.output import ExportOutput, Output, on_thread, translated
 from checkpointd.export.record import ExportRecord, ballot_of
 from checkpointd.export.selection import (
+    METADATA,
     MODEL,
     Exported,
     Selection,
@@ -29,6 +31,7 @@ from checkpointd.export.selection import (
     with_plain_names,
 )
 from checkpointd.export.stream import PlacedTensor, Turn, at_once, stream
+from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import LATEST
 from checkpointd.layout.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
@@ -283,7 +286,7 @@ class Safetensors:
         names = file_names(len(parts))
         placed: list[PlacedTensor] = []
         for name, items in zip(names, parts, strict=True):
-            plan = _planned(name, items, tied)
+            plan = _planned(name, items, tied, selection.versions)
             path = output.create(name, plan.header, plan.size)
             in_file = [PlacedTensor(by_name[item.name], item.dtype, path, plan.offsets[item.name]) for item in items]
             placed += sorted(in_file, key=lambda item: item.offset)
@@ -296,10 +299,14 @@ class Safetensors:
         """Nothing is left to do: the header, which was written first, describes the whole file."""
 
 
-def _planned(name: str, items: Sequence[Item], tied: Mapping[str, str]) -> FilePlan:
-    """The file with Hugging Face's metadata: the framework, and for every tied name the name whose tensor it shares."""
+def _planned(name: str, items: Sequence[Item], tied: Mapping[str, str], versions: Mapping[str, tree.Node]) -> FilePlan:
+    """The file with Hugging Face's metadata: the framework, and for every tied name the name whose tensor it shares. The
+    versions of a module's parts are the JSON text under `_metadata`, where no format says that they should be.
+    """
     here = {item.name for item in items}
     metadata = {other: kept for other, kept in tied.items() if kept in here}
+    if versions:
+        metadata[METADATA] = json.dumps({path: dict(tree.items(version)) for path, version in versions.items()}, default=str)
     try:
         return plan_file(name, items, {**metadata, "format": "pt"})
     except Unsupported as error:

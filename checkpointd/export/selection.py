@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from checkpointd.errors import FormatError, NotFoundError, UsageError
 from checkpointd.layout import tree
@@ -18,6 +19,8 @@ MODEL, MASTERS = "model", "master"
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _PARALLEL = "module."
+METADATA = "_metadata"
+"""The attribute of a module's state_dict() with the versions of its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,12 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """All names in the export, with their tensors."""
+    """All names in the export, with their tensors. `versions`: what state_dict() noted of the parts of modules, by their paths
+    in the export (`_metadata`): a module needs it to read older or newer tensors rightly.
+    """
 
     names: tuple[Exported, ...]
+    versions: Mapping[str, tree.Node] = field(default_factory=dict)
 
     @property
     def untied(self) -> tuple[list[Exported], dict[str, str]]:
@@ -125,7 +131,31 @@ def select_all(
     if not found:
         raise _nothing(world, only)
     differing = {name: one.differs() for name, one in found.items() if len(one.contents) > 1}
-    return Selection(tuple(Exported(name, f.fqn, f.source, f.view) for name, f in found.items())), differing
+    names = tuple(Exported(name, f.fqn, f.source, f.view) for name, f in found.items())
+    return Selection(names, _versions(world, only)), differing
+
+
+def _versions(world: CheckpointView, only: str | None) -> dict[str, tree.Node]:
+    """What is stored of the versions of modules, by their paths below `only`. Of several ranks, the first one counts."""
+    found: dict[str, tree.Node] = {}
+    for data in dict.fromkeys(bytes(index.tree) for index in world.indexes.values() if tree.files_of(index.tree) is None):
+        states = [child for key, child in tree.items(tree.decode(data)) if key == "state"]
+        for path, version in chain.from_iterable(_noted_in(state, "") for state in states):
+            below = "" if path == only else _stripped(path, only)
+            if below is not None:
+                found.setdefault(below, version)
+    return found
+
+
+def _noted_in(node: tree.Node, fqn: str) -> Iterator[tuple[str, tree.Node]]:
+    """The entries of every `_metadata` at or below `node`, by the FQN of the module that each is about."""
+    if not isinstance(node, tree.Dict):
+        return
+    noted = next((child for key, child in tree.items(node.attributes) if key == METADATA), None)
+    for path, version in tree.items(noted):
+        yield ".".join(part for part in (fqn, str(path)) if part), version
+    for key, child in node.items:
+        yield from _noted_in(child, f"{fqn}.{key}" if fqn else str(key))
 
 
 @dataclass(slots=True)
@@ -195,7 +225,7 @@ def of_masters(world: CheckpointView, selection: Selection) -> Selection:
                 found[tensor.source, whole_view(master.shape)] = master
     # Owners come before the names tied to them, since the first name is kept.
     ordered = sorted(selection.names, key=lambda tensor: tensor.fqn != tensor.source.fqn)
-    return Selection(tuple(replace(t, source=found.get((t.source, t.view), t.source)) for t in ordered))
+    return replace(selection, names=tuple(replace(t, source=found.get((t.source, t.view), t.source)) for t in ordered))
 
 
 def is_of_module(world: CheckpointView, only: str | None) -> bool:
@@ -238,14 +268,18 @@ def check_ordinary(world: CheckpointView, selection: Selection) -> None:
         )
 
 
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def with_plain_names(selection: Selection, *, is_of_module: bool = False) -> Selection:
     """The tensors under the names that they have in the bare model: without what torch.compile, FSDP, activation checkpointing
     and DistributedDataParallel put into the names of a wrapped one. UsageError if two names become one. `is_of_module`: whether
     a `module` in front of all names is the model's own.
     """
-    names = [".".join(part for part in tensor.name.split(".") if part not in _WRAPPERS) for tensor in selection.names]
+    names, versions = ([_bare(name) for name in found] for found in ([t.name for t in selection.names], selection.versions))
     if not is_of_module and all(name.startswith(_PARALLEL) for name in names):
-        names = [name.removeprefix(_PARALLEL) for name in names]
+        names, versions = ([f"{name}.".removeprefix(_PARALLEL)[:-1] for name in found] for found in (names, versions))
     found: dict[str, Exported] = {}
     for name, tensor in zip(names, selection.names, strict=True):
         other = found.setdefault(name, replace(tensor, name=name))
@@ -253,7 +287,7 @@ def with_plain_names(selection: Selection, *, is_of_module: bool = False) -> Sel
             raise UsageError(
                 f"{other.fqn} and {tensor.fqn} would both be exported as {name!r}: export a part of the state with one model"
             )
-    return Selection(tuple(found.values()))
+    return Selection(tuple(found.values()), dict(zip(versions, selection.versions.values(), strict=True)))
 
 
 def _stripped(fqn: str, only: str | None) -> str | None:

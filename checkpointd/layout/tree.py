@@ -38,12 +38,17 @@ class Overlap(_Node, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Tensor(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="T"):
-    """A torch tensor stored under `fqn`. `device` is the type of its device (`cpu`, `cuda`), without the index."""
+    """A torch tensor stored under `fqn`. `device` is the type of its device (`cpu`, `cuda`), without the index.
+
+    `stride`: its strides in elements if its elements filled their memory in another order than row-major; None if row-major.
+    The parts of a sharded tensor had their dimensions in this order, too. The elements are stored row-major in any case.
+    """
 
     fqn: str
     requires_grad: bool = False
     device: str = "cpu"
     overlap: Overlap | None = None
+    stride: tuple[int, ...] | None = None
 
 
 class MeshTensor(Tensor, frozen=True, array_like=True, forbid_unknown_fields=True, tag="P"):
@@ -63,11 +68,13 @@ class Array(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag
     """A numpy array stored as the tensor `fqn`; `dtype` is numpy's name with byte order (`<u4`).
 
     A dtype that torch lacks (`>f8`, `<M8[ns]`, `<U5`) is stored as uint8 with one more dimension for the bytes of an item.
+    `stride`: as in Tensor, for a dtype that torch has.
     """
 
     fqn: str
     dtype: str
     overlap: Overlap | None = None
+    stride: tuple[int, ...] | None = None
 
 
 class NumpyScalar(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="N"):
@@ -95,11 +102,13 @@ class Complex(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, t
 class Dict(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="D"):
     """A mapping with its order of keys. `kind` is its class: dict, OrderedDict, defaultdict (loads as dict) or Counter.
 
-    A SimpleNamespace and an argparse.Namespace are mappings of their attributes (NAMESPACES).
+    A SimpleNamespace and an argparse.Namespace are mappings of their attributes (NAMESPACES). `attributes`: a Dict of the
+    attributes that a mapping has beside its items, such as the `_metadata` of a module's state_dict; None if it has none.
     """
 
     kind: Literal["dict", "OrderedDict", "Counter", "SimpleNamespace", "Namespace"]
     items: tuple[tuple[Node, Node], ...]
+    attributes: Dict | None = None
 
 
 NAMESPACES: Final = ("SimpleNamespace", "Namespace")
@@ -275,12 +284,12 @@ def _is_flat_enough(root: Node) -> bool:
 
 
 def children(node: Node) -> Iterable[Node]:
-    """The nodes directly below `node`: the elements of a sequence, the keys and values of a mapping, the parts of a value, and
-    the inner tensors and the context of a composite tensor.
+    """The nodes directly below `node`: the elements of a sequence, the keys, values and attributes of a mapping, the parts of a
+    value, and the inner tensors and the context of a composite tensor.
     """
     match node:
         case Dict():
-            return chain.from_iterable(node.items)
+            return chain(chain.from_iterable(node.items), () if node.attributes is None else (node.attributes,))
         case Composite():
             return (*(child for _, child in node.inner), node.context)
         case Named():

@@ -46,6 +46,7 @@ from checkpointd_client.capture.torch_files import capture_files
 from checkpointd_client.ranks.board import Board
 from checkpointd_client.ranks.startup import Begun, say_unknown
 from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.restore.matching.loadable import check_loadable
 from checkpointd_client.saves.governor import Governor
 from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
@@ -174,7 +175,7 @@ class Saver:
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._may_be_taken_over, self._pickles = sidecar is not None, pickles
-        self._classes, self._capturer = classes, Capturer(classes)
+        self._classes, self._capturer = classes, Capturer(classes, check_loadable)
         self._arrangement: object = None
         self._layout: SlotLayout | None = None
         self._stagings: list[tuple[Staging, SaveHandle]] = []

@@ -81,7 +81,8 @@ def describe(value: object) -> Described:
     if type(value) in _LIBRARY:
         return {"library": type(value).__name__, "parts": [describe(part) for part in _LIBRARY[type(value)](value)]}
     if isinstance(value, dict):
-        return mapping(_MAPPINGS.get(type(value), "dict"), ((describe(k), describe(v)) for k, v in value.items()))
+        made = mapping(_MAPPINGS.get(type(value), "dict"), ((describe(k), describe(v)) for k, v in value.items()))
+        return {**made, "attributes": describe(vars(value))} if getattr(value, "__dict__", None) else made
     if type(value) in _SEQUENCES:
         return sequence(_SEQUENCES[type(value)], map(describe, value))  # type: ignore[call-overload]  # one of them
     return plain(value)

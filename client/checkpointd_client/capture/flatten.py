@@ -23,7 +23,7 @@ from checkpointd_client.capture.tensor_kinds import contexts, sharded
 from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses, kind_of_torch
 from checkpointd_client.capture.tensor_kinds.kind import OuterFacts, TensorKind
 from checkpointd_client.capture.tensor_kinds.low_bit import is_low_bit
-from checkpointd_client.capture.tensors import array_tensor, refusal
+from checkpointd_client.capture.tensors import array_tensor, refusal, stride_of, stride_of_whole
 from checkpointd_client.sharding import fsdp1
 from checkpointd_client.sharding.dtensor import (
     ALONE,
@@ -71,7 +71,8 @@ class Flattener:
     `held`: by position, the local shard of a distributed tensor; `tensors` has its local memory. `sharded`: by position, the
     DTensor or FlatShard itself. `tied`: by position of a LocalShardTensor that the walk has met before, its first position.
     `begins`: the position at which each item of the state begins, then the one at which client_state begins. `outer`: by
-    position of an inner tensor, the composite tensor around it, with its FQN.
+    position of an inner tensor, the composite tensor around it, with its FQN. `has_foreign`: there are values that an
+    integration will put back itself. `modules`: those of the state.
     """
 
     def __init__(self, *, exclude_frozen_parameters: bool, classes: TensorClasses = ONLY_BUILT_IN) -> None:
@@ -82,6 +83,7 @@ class Flattener:
         self.tied: dict[int, int] = {}
         self.begins: list[int] = []
         self.outer: dict[int, tuple[str, Any]] = {}
+        self.has_foreign = False
         self._classes = classes
         self._met: dict[int, int] = {}
         self.optimizer_only: set[int] = set()
@@ -90,16 +92,17 @@ class Flattener:
         self._exclude = exclude_frozen_parameters
         self._objects_allowed = True
         self._path: set[int] = set()
-        self._modules = Modules({})
+        self.modules = Modules({})
         self._loose = Loose()
         self._explained = False
+        self._in_module = False
         self._owners: Mapping[int, Any] = {}
         self._low_bit: torch.optim.Optimizer | None = None
 
     def root(self, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> tree.Node:
         """The tree of both; StateError for a value that cannot be stored."""
         self.check_names(state)
-        self._modules = Modules(state)
+        self.modules = Modules(state)
         stored: list[tuple[tree.Node, tree.Node]] = []
         for name, value in state.items():
             self.begins.append(len(self.tensors))
@@ -139,7 +142,7 @@ class Flattener:
             kind = kind_of_torch(value)
             if kind is not None:
                 return self._composite(value, kind, fqn)
-        return self._noted(value, fqn, trained=value.requires_grad)
+        return self._noted(value, fqn, trained=value.requires_grad, stride=stride_of(value))
 
     def _composite(self, value: torch.Tensor, kind: TensorKind, fqn: str) -> tree.Node:
         self._enter(value, fqn)
@@ -155,10 +158,10 @@ class Flattener:
         dtype = str(facts.dtype).removeprefix("torch.")
         return tree.Composite(kind.name, facts.shape, dtype, inner, context, facts.requires_grad)
 
-    def _noted(self, memory: torch.Tensor, fqn: str, *, trained: bool) -> tree.Tensor:
+    def _noted(self, memory: torch.Tensor, fqn: str, *, trained: bool, stride: tuple[int, ...] | None = None) -> tree.Tensor:
         self.fqns.append(fqn)
         self.tensors.append(memory)
-        return tree.Tensor(fqn, trained, "cpu" if memory.is_cpu else memory.device.type)
+        return tree.Tensor(fqn, trained, "cpu" if memory.is_cpu else memory.device.type, stride=stride)
 
     def _sharded(self, value: Any, fqn: str) -> tree.Node:
         if is_dtensor(value):
@@ -171,7 +174,8 @@ class Flattener:
         self.held[position], self.sharded[position] = held_by(value, fqn), value
         if not self._explained and type(value) is not FlatShard:
             self._loose.note(position, value)
-        node = self._noted(local, fqn, trained=value.requires_grad)
+        stride = stride_of_whole(local, tuple(value.shape))
+        node = self._noted(local, fqn, trained=value.requires_grad, stride=stride)
         owner = self._owners.get(id(value))
         has_own_layout = owner is not None and owner.shape != value.shape and is_dtensor(value)
         return optimizer_layout.noted(node, value) if has_own_layout else node
@@ -205,24 +209,32 @@ class Flattener:
         first = self._met.setdefault(id(value), position)
         if first != position:
             self.tied[position] = first
+        self.has_foreign = True
         if value.optimizer_only:
             self.optimizer_only.add(position)
         self.held[position] = value.held
         return self._noted(value.tensor, fqn, trained=value.trained)
 
     def _handed_out(self, value: HandedOut, fqn: str) -> tree.Node:
+        self.has_foreign = True
         return self.node(value.content, fqn)
 
     def _array(self, value: NDArray[np.generic], fqn: str) -> tree.Node:
+        tensor = array_tensor(value, fqn)
         self.fqns.append(fqn)
-        self.tensors.append(array_tensor(value, fqn))
-        return tree.Array(fqn, value.dtype.str)
+        self.tensors.append(tensor)
+        return tree.Array(fqn, value.dtype.str, stride=stride_of(tensor))
 
     def _dict(self, value: dict[object, object], fqn: str) -> tree.Node:
         self._enter(value, fqn)
-        node = tree.Dict(DICT_KINDS[type(value)], self._pairs(value.items(), fqn))
+        node = tree.Dict(DICT_KINDS[type(value)], self._pairs(value.items(), fqn), self._attributes(value, fqn))
         self._path.discard(id(value))
         return node
+
+    def _attributes(self, value: object, fqn: str) -> tree.Dict | None:
+        """The attributes of a dict, such as torch's `_metadata`; None if it has none."""
+        found = vars(value) if type(value) in objects.ATTRIBUTED else {}
+        return tree.Dict("dict", self._pairs(found.items(), fqn)) if found else None
 
     def _namespace(self, value: Any, fqn: str) -> tree.Node:
         if objects.is_object(value):  # it has functions state_dict and load_state_dict
@@ -279,9 +291,11 @@ class Flattener:
             return self._sharded(value, fqn)
         if isinstance(value, torch.Tensor):
             kind = self._classes.kind_of(value)
-            if kind is None:
-                raise StateError(f"{fqn}: {refusal(value)}")
-            return self._composite(value, kind, fqn)
+            if kind is not None:
+                return self._composite(value, kind, fqn)
+            if not (self._in_module and self._classes.is_plain_parameter(value)):
+                raise StateError(f"{fqn}: {refusal(value, in_module=self._in_module)}")
+            return self._tensor(value, fqn)
         if not objects.is_object(value):
             if classes.is_namedtuple(value):
                 return self._sequence(value, fqn)
@@ -303,19 +317,17 @@ class Flattener:
         return self.node(objects.state_dict_of(value, fqn), fqn)
 
     def _module(self, wrapped: nn.Module, fqn: str) -> tree.Node:
-        part = self._modules.part(wrapped, fqn)
-        tensors, renamed = part.tensors, part.renamed
+        part = self.modules.part(wrapped, fqn)
+        tensors = part.tensors
         left_out = objects.frozen_names(part.module, tensors) if self._exclude else ()
         self.excluded.extend(f"{fqn}.{part.name(key)}" for key in tensors if key in left_out)
         first = len(self.tensors)
-        around, self._explained = self._explained, True
-        if renamed or left_out:
-            # Pairs, not a dict: if two keys get the same clean name, the state must be refused.
-            kept: Iterable[tuple[str, Any]] = [(part.name(key), one) for key, one in tensors.items() if key not in left_out]
-        else:
-            kept = tensors.items()
-        node = tree.Dict("OrderedDict", self._pairs(kept, fqn))
-        self._explained = around
+        around, self._explained, self._in_module = self._explained, True, True
+        # Pairs, not a dict: if two keys get the same clean name, the state must be refused.
+        kept = [(part.name(key), one) for key, one in tensors.items() if key not in left_out]
+        attributes = tree.Dict("dict", self._pairs(part.attributes.items(), fqn)) if part.attributes else None
+        node = tree.Dict("OrderedDict", self._pairs(kept, fqn), attributes)
+        self._explained, self._in_module = around, False
         for i in [i for i in self.sharded if i >= first] if part.beyond else ():
             outer = part.beyond.get(self.sharded[i]._spec.mesh) if is_dtensor(self.sharded[i]) else None
             if outer is not None:
@@ -336,7 +348,7 @@ class Flattener:
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, fqn: str) -> tree.Node:
         self.optimizers.append(optimizer)
-        names, shards = self._modules.names(), self._modules.shards()
+        names, shards = self.modules.names(), self.modules.shards()
         stored = optimizers.state_dict(optimizer, fqn, shards)
         first = len(self.tensors)
         numbers = optimizers.numbered(optimizer, stored, shards)
@@ -365,18 +377,18 @@ class Flattener:
 
     def _note_shared(self, i: int, parameter: Any) -> None:
         """Note the replicas of the optimizer state at position `i`: the ranks that hold `parameter` hold its state, too."""
-        if is_dtensor(parameter) and not self._modules.explains(parameter):
+        if is_dtensor(parameter) and not self.modules.explains(parameter):
             if i in self.sharded:
                 self._loose.note(i, self.sharded[i])
             elif self.tensors[i].numel() == 1:
                 self._loose.note_beside(i, parameter, self.tensors[i].shape)
             return
         if i in self.sharded:
-            outer = self._modules.beyond(parameter)
+            outer = self.modules.beyond(parameter)
             if outer is not None:
                 self.held[i] = spread(self.held[i], outer)
             return
-        tensor, group = self.tensors[i], self._modules.group(parameter)
+        tensor, group = self.tensors[i], self.modules.group(parameter)
         # Plain state of a sharded parameter may describe this rank's part alone, unless it has one element.
         if group is not None and (not is_sharded(parameter) or tensor.numel() == 1):
             self.held[i] = replicated(tuple(tensor.shape), group)

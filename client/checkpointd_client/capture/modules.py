@@ -6,6 +6,7 @@ another wrapper, or another split of the model over ranks.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from checkpointd.errors import StateError
 from checkpointd_client.capture import objects
 from checkpointd_client.capture.plain.containers import pairs_in
 from checkpointd_client.capture.scalars import key_text
-from checkpointd_client.sharding import fsdp1
+from checkpointd_client.sharding import fsdp1, wrappers
 from checkpointd_client.sharding.dtensor import (
     FlatShard,
     LocalShard,
@@ -29,16 +30,18 @@ from checkpointd_client.sharding.dtensor import (
     replicated,
 )
 from checkpointd_client.sharding.meshes import beyond
+from checkpointd_client.sharding.wrappers import Names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateModule:
-    """One module of a state. `tensors`: its state_dict. `renamed`: by key of `tensors`, the stored name if it differs."""
+    """One module of a state. `tensors`: its state_dict. `attributes`: what that dict has beside its items, as it is stored."""
 
     fqn: str
     module: nn.Module
     tensors: dict[str, Any]
-    renamed: Mapping[str, str]
+    names: Names
+    attributes: Mapping[str, Any]
     replicas: tuple[Replicas, ...]
     beyond: Mapping[Any, ReplicaGroup]
     """By mesh that is a part of the module's whole mesh: the ranks outside it that hold replicas (`meshes.beyond`)."""
@@ -47,7 +50,7 @@ class StateModule:
 
     def name(self, key: str) -> str:
         """The stored name of the tensor at `key`, below the module's FQN."""
-        return self.renamed.get(key, key)
+        return self.names.clean(key)
 
     def held(self, key: str, shape: tuple[int, ...]) -> LocalShard | None:
         """The local shard of the plain tensor at `key`, or of its inner tensor, if it has replicas; None if it is this rank's
@@ -59,15 +62,16 @@ class StateModule:
 
     def replicated(self, key: str) -> Replicas | None:
         """The DistributedDataParallel that keeps the tensor at `key` equal on its ranks; None if there is none."""
+        name = self.name(key) if self.replicas else key
         for around in self.replicas:
-            if key.startswith(around.prefix):
-                return None if key.removeprefix(around.prefix) in around.ignored else around
+            if name.startswith(around.prefix):
+                return None if name.removeprefix(around.prefix) in around.ignored else around
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The replicas of a DistributedDataParallel at the keys that begin with `prefix`. Its parameters are always equal. Its
+    """The replicas of a DistributedDataParallel at the names that begin with `prefix`. Its parameters are always equal. Its
     `buffers`, if True, are equal after it has broadcast those of rank 0 before a forward pass.
     """
 
@@ -84,22 +88,25 @@ class Replicas:
         return replicated(shape, self.group, first_writes=True) if self.buffers else None
 
 
-def _replicas_in(wrapped: nn.Module, fqn: str, keys: Mapping[str, object]) -> tuple[Replicas, ...]:
+def _replicas_in(wrapped: nn.Module, fqn: str, keys: Mapping[str, object], names: Names) -> tuple[Replicas, ...]:
     """The replicas of each DistributedDataParallel around the module or around a part of it."""
     module: Any = wrapped
-    while (inner := objects.inner_name(module)) is not None:
+    while (inner := wrappers.inner_name(module)) is not None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             return (_replicas_of(module, fqn, ""),)
         module = getattr(module, inner)
-    if not any(".module." in key for key in keys):
+    if not any("module." in key for key in keys):
         return ()
     parts = ((path, part) for path, part in module.named_modules() if isinstance(part, nn.parallel.DistributedDataParallel))
-    return tuple(_replicas_of(part, f"{fqn}.{path}", f"{path}.module.") for path, part in parts)
+    return tuple(
+        _replicas_of(part, f"{fqn}.{path}", f"{clean}." if (clean := names.clean(path)) else "") for path, part in parts
+    )
 
 
 def _replicas_of(module: nn.parallel.DistributedDataParallel, fqn: str, prefix: str) -> Replicas:
     _refuse_taken_apart(module, fqn)
-    ignored = frozenset(module.parameters_to_ignore)
+    inside = Names(module.module, module.parameters_to_ignore)
+    ignored = frozenset(map(inside.clean, module.parameters_to_ignore))
     return Replicas(prefix, group_of(module.process_group), bool(module.broadcast_buffers), ignored)
 
 
@@ -121,13 +128,19 @@ def _refuse_taken_apart(module: Any, fqn: str) -> None:
 
 def state_module(wrapped: nn.Module, fqn: str) -> StateModule:
     """Look at one module of a state."""
-    module = objects.unwrap(wrapped)
+    module = wrappers.unwrap(wrapped)
     is_flat = fsdp1.is_flat(module)
     tensors = fsdp1.module_tensors(module, fqn) if is_flat else objects.module_tensors(module, fqn)
+    attributes = {objects.METADATA: fsdp1.versions(module)} if is_flat else objects.attributes_of(tensors)
+    versions = attributes.get(objects.METADATA)
+    versions = versions if isinstance(versions, Mapping) else {}
+    names = Names(module, [*tensors, *versions])
+    if versions:
+        attributes[objects.METADATA] = OrderedDict((names.clean(path), version) for path, version in versions.items())
     meshes = {id(mesh): mesh for value in tensors.values() if is_dtensor(value) for mesh in (value._spec.mesh,)}
     outer = beyond(meshes.values())
-    replicas = () if is_flat else _replicas_in(wrapped, fqn, tensors)
-    return StateModule(fqn, module, tensors, {} if is_flat else objects.clean_names(module, tensors), replicas, outer, is_flat)
+    replicas = () if is_flat else _replicas_in(wrapped, fqn, tensors, names)
+    return StateModule(fqn, module, tensors, names, attributes, replicas, outer, is_flat)
 
 
 def modules_in(value: object, fqn: str, depth: int = 0) -> Iterator[tuple[str, nn.Module]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeGuard
 
@@ -13,6 +13,13 @@ from torch import nn
 from checkpointd.errors import StateError
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.sharding.dtensor import FlatShard
+
+METADATA = "_metadata"
+"""The attribute of a module's state_dict() with the versions of its parts, by their paths."""
+
+
+ATTRIBUTED: tuple[type, ...] = (collections.OrderedDict, collections.Counter)
+"""The classes of dicts of a state that may have attributes."""
 
 
 class Stateful(Protocol):
@@ -34,29 +41,6 @@ def is_object(value: object) -> bool:
     return isinstance(value, torch.Generator) or is_stateful(value)
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel, DataParallel and what torch.compile returns, in any order."""
-    while True:
-        inner = inner_name(module)
-        if inner is None:
-            return module
-        module = getattr(module, inner)
-
-
-def inner_name(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper keeps the user's module; None if `module` is not a wrapper."""
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        return "module"
-    compiled = compiled_class()
-    return "_orig_mod" if compiled is not None and isinstance(module, compiled) else None
-
-
-def compiled_class() -> type[nn.Module] | None:
-    """The class of the modules that torch.compile returns; None if this process has compiled nothing."""
-    # Do not import this: it takes more than a second. If the user has compiled a module, it is already imported.
-    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
-
-
 def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
     """The unwrapped module's `state_dict`, with the live parameters (not detached) and under the module's own keys."""
     # An override may take no arguments. The detached tensors that it returns share the memory of the parameters, too.
@@ -64,7 +48,18 @@ def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
     found = state_dict_of(module, fqn, keep_vars=True) if keeps else state_dict_of(module, fqn)
     if not isinstance(found, Mapping):
         raise StateError(f"{fqn}: state_dict() of the module {type_name(module)} returned {type_name(found)}, not a dict")
-    return found if isinstance(found, dict) else dict(found)
+    if isinstance(found, dict):
+        return found
+    made = collections.OrderedDict(found)
+    vars(made).update({METADATA: getattr(found, METADATA)} if hasattr(found, METADATA) else {})
+    return made
+
+
+def attributes_of(found: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a state_dict(). Of a dict of a class of the user's own, only torch's."""
+    if type(found) in ATTRIBUTED:
+        return dict(vars(found))
+    return {METADATA: getattr(found, METADATA)} if hasattr(found, METADATA) else {}
 
 
 def frozen_names(module: nn.Module, tensors: Mapping[str, object]) -> set[str]:
@@ -74,25 +69,6 @@ def frozen_names(module: nn.Module, tensors: Mapping[str, object]) -> set[str]:
         frozen = (name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
         names.update(name for name in frozen if name in tensors)
     return names
-
-
-def clean_names(module: nn.Module, keys: Mapping[str, object]) -> dict[str, str]:
-    """For keys that pass through a wrapper inside the module, such as a compiled block: the keys without the wrapper."""
-    if not any("_orig_mod." in key or ".module." in key for key in keys):
-        return {}
-    wrapped = {f"{path}.{inner}" for path, part in module.named_modules() if path and (inner := inner_name(part))}
-    cleaned = {key: _without(wrapped, key) for key in keys}
-    return {key: clean for key, clean in cleaned.items() if clean != key}
-
-
-def _without(wrapped: set[str], key: str) -> str:
-    kept: list[str] = []
-    path = ""
-    for part in key.split("."):
-        path = f"{path}.{part}" if path else part
-        if path not in wrapped:
-            kept.append(part)
-    return ".".join(kept)
 
 
 def takes(function: object, argument: str) -> bool:

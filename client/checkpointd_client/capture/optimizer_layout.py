@@ -31,6 +31,7 @@ def noted(node: tree.Tensor, tensor: Any) -> tree.MeshTensor:
         node.requires_grad,
         node.device,
         node.overlap,
+        node.stride,
         tuple(zip(map(int, mesh.shape), names, strict=True)),
         tuple(None if axis is None else (axis.dim, axis.pieces) for axis in axes_of(tensor._spec.placements)),
     )
@@ -170,14 +171,14 @@ def _apart(value: Any, met: dict[int, Any] | None = None) -> Any:
 def _tensor_apart(tensor: Any) -> Any:
     if tensor.numel() <= _COPIED_MAX:
         return tensor.detach().clone()
-    return _like_it_without_memory(tensor.detach())
+    return like_without_memory(tensor.detach())
 
 
 def _stand_in(parameter: Any) -> torch.nn.Parameter:
-    return torch.nn.Parameter(_like_it_without_memory(parameter))
+    return torch.nn.Parameter(like_without_memory(parameter))
 
 
-def _like_it_without_memory(tensor: Any) -> Any:
+def like_without_memory(tensor: Any) -> Any:
     """A meta tensor like `tensor`."""
     if not is_dtensor(tensor):
         return torch.empty_like(tensor, device="meta")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,12 +43,31 @@ def numbered(optimizer: torch.optim.Optimizer, stored: Any, shards: Shards) -> d
 
 
 def owners(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    """By the id() of each value in the optimizer's state, the parameter that it belongs to."""
+    """By the id() of each value in the state of a parameter, the parameter that it belongs to."""
     found: dict[int, torch.Tensor] = {}
     for part in parts(optimizer):
         for parameter, entry in state_of(part).items():
-            _note(entry, parameter, found)
+            if isinstance(parameter, torch.Tensor):  # under other keys are counters and the like, of no parameter
+                _note(entry, parameter, found)
     return found
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """All tensors in the state that the optimizer keeps, also under keys that are no parameters."""
+    for part in parts(optimizer):
+        yield from _tensors_in(state_of(part))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    for _, child in pairs_in(value):
+        yield from _tensors_in(child)
+
+
+def of_no_parameter(optimizer: Any) -> dict[Hashable, Any]:
+    """The optimizer's state under keys that are no parameters, such as a counter of its steps."""
+    return {key: value for key, value in state_of(optimizer).items() if not isinstance(key, torch.Tensor)}
 
 
 def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -84,9 +103,9 @@ def is_partitioned(optimizer: torch.optim.Optimizer) -> bool:
     return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
 
 
-def state_of(optimizer: Any) -> dict[torch.Tensor, Any]:
-    """The state that this rank keeps, by parameter."""
-    found: dict[torch.Tensor, Any] = optimizer.optim.state if is_partitioned(optimizer) else optimizer.state
+def state_of(optimizer: Any) -> dict[Hashable, Any]:
+    """The state that this rank keeps, by parameter, and by keys of the optimizer's own."""
+    found: dict[Hashable, Any] = optimizer.optim.state if is_partitioned(optimizer) else optimizer.state
     return found
 
 
@@ -102,14 +121,16 @@ def state_dict(optimizer: Any, fqn: str, shards: Shards) -> Any:
     optimizer of flat parameters gives the state of the original parameters.
     """
     if fsdp1.has_flat(optimizer, shards):
-        return fsdp1.state_dict(optimizer, shards, fqn)
+        found = fsdp1.state_dict(optimizer, shards, fqn)
+        found["state"].update(of_no_parameter(optimizer))
+        return found
     if not is_partitioned(optimizer):
         return objects.state_dict_of(optimizer, fqn)
-    numbers: dict[torch.Tensor, int] = {}
+    numbers: dict[Hashable, int] = {}
     groups = []
     for group in optimizer.param_groups:
         packed = {key: value for key, value in group.items() if key != "params"}
         packed["params"] = [numbers.setdefault(parameter, len(numbers)) for parameter in group["params"]]
         groups.append(packed)
     state = {numbers[parameter]: entry for parameter, entry in state_of(optimizer).items() if parameter in numbers}
-    return {"state": state, "param_groups": groups}
+    return {"state": {**state, **of_no_parameter(optimizer)}, "param_groups": groups}

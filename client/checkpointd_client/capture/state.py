@@ -157,7 +157,7 @@ def _places(node: tree.Node, path: tuple[object, ...]) -> Iterator[tuple[tuple[o
     if isinstance(node, tree.Tensor | tree.Array):
         yield path, node
     elif isinstance(node, tree.Dict):
-        for key, child in node.items:
+        for key, child in (*node.items, *tree.items(node.attributes)):
             yield from _places(child, (*path, decode_key(key, stand_in=True)))
     elif isinstance(node, tree.Sequence):
         for i, child in enumerate(node.items):
@@ -328,11 +328,16 @@ def _mark(node: tree.Node, overlaps: Mapping[str, tree.Overlap]) -> tree.Node:
     match node:
         case tree.Tensor(fqn) | tree.Array(fqn) if fqn in overlaps:
             return msgspec.structs.replace(node, overlap=overlaps[fqn])
-        case tree.Dict(kind, items):
-            return tree.Dict(kind, tuple((key, _mark(child, overlaps)) for key, child in items))
+        case tree.Dict():
+            return _marked(node, overlaps)
         case tree.Sequence(_, items):
             return tree.with_elements(node, (_mark(child, overlaps) for child in items))
         case tree.Composite():
             return msgspec.structs.replace(node, inner=tuple((name, _mark(child, overlaps)) for name, child in node.inner))
         case _:
             return node
+
+
+def _marked(node: tree.Dict, overlaps: Mapping[str, tree.Overlap]) -> tree.Dict:
+    attributes = None if node.attributes is None else _marked(node.attributes, overlaps)
+    return tree.Dict(node.kind, tuple((key, _mark(child, overlaps)) for key, child in node.items), attributes)

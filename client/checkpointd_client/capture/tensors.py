@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from checkpointd.errors import FormatError, StateError
-from checkpointd.layout.strides import contiguous_stride
+from checkpointd.layout.strides import contiguous_stride, stride_in_order_of
 from checkpointd_client.capture.dtypes import DTYPES, NAMES
 from checkpointd_client.capture.scalars import type_name
 
@@ -20,10 +20,12 @@ LIKELY_LOWEST_ADDRESS = 1 << 40
 """A lower address is checked more closely: a freed storage starts at 0."""
 
 
-def refusal(tensor: torch.Tensor) -> str | None:
-    """The reason why `tensor` can be neither stored nor filled, with a remedy; None if it can."""
+def refusal(tensor: torch.Tensor, *, in_module: bool = False) -> str | None:
+    """The reason why `tensor` can be neither stored nor filled, with a remedy; None if it can. `in_module`: it is one of a
+    module's.
+    """
     if type(tensor) not in PLAIN_TENSORS:
-        return _subclass_refusal(tensor)
+        return _subclass_refusal(tensor, in_module=in_module)
     if tensor.is_meta:
         return "a meta tensor has no data: materialise it first (module.to_empty(device=...))"
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -37,14 +39,33 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 
 def stride_like(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of `torch.empty_like(tensor)`, as torch's optimizers make the state of a parameter; None if contiguous.
+    """The strides of `torch.empty_like(tensor)`, as torch's optimizers make the state of a parameter; None if row-major.
 
     If the elements of `tensor` fill their memory, these are its own strides. Otherwise they keep the order of its dimensions.
     """
-    if tensor.layout is not torch.strided or tensor.stride() == contiguous_stride(tensor.shape):
+    row_major = contiguous_stride(tensor.shape)
+    if tensor.layout is not torch.strided or tensor.stride() == row_major:
         return None
     without_memory = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-    return torch.empty_like(without_memory, memory_format=torch.preserve_format).stride()
+    stride = torch.empty_like(without_memory, memory_format=torch.preserve_format).stride()
+    return None if stride == row_major else stride
+
+
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor in the layout of `tensor`: its own, or those of `stride_like` if its memory has gaps; None if
+    row-major.
+    """
+    if tensor.layout is not torch.strided or tensor.stride() == contiguous_stride(tensor.shape):
+        return None
+    return tensor.stride() if tensor.is_contiguous() else stride_like(tensor)
+
+
+def stride_of_whole(local: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a tensor of `shape` whose dimensions lie in memory as in its part `local`; None if row-major."""
+    if local.dim() != len(shape) or local.is_contiguous():
+        return None
+    stride = stride_in_order_of(local.stride(), shape)
+    return None if stride == contiguous_stride(shape) else stride
 
 
 def is_meta(value: object) -> bool:
@@ -61,7 +82,7 @@ def refuse_meta(fqn: str, found: Sequence[str]) -> None:
         )
 
 
-def _subclass_refusal(tensor: torch.Tensor) -> str:
+def _subclass_refusal(tensor: torch.Tensor, *, in_module: bool) -> str:
     name = type_name(tensor)
     if any(cls.__name__ == "ShardedTensor" for cls in type(tensor).__mro__):
         return f"a {name} cannot be stored: use a DTensor for a tensor that is sharded over ranks"
@@ -71,6 +92,12 @@ def _subclass_refusal(tensor: torch.Tensor) -> str:
         return (
             f"the class {name} is not allowed: if it has __tensor_flatten__ and __tensor_unflatten__, pass "
             f"tensor_classes=[{type(tensor).__name__}] to the Checkpointer, which then stores its inner tensors"
+        )
+    if in_module and isinstance(tensor, nn.Parameter):
+        return (
+            f"the parameter class {name} is not allowed: pass tensor_classes=[{type(tensor).__name__}] to the Checkpointer, "
+            "which then stores its elements, and at a load fills those of the module's own parameter. "
+            "save(..., exclude_frozen_parameters=True) leaves out a frozen one, as under LoRA"
         )
     return f"the tensor subclass {name} would lose its class: store .as_subclass(torch.Tensor)"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,14 +16,21 @@ from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink
 from checkpointd_client.capture.dtypes import DTYPES, empty
+from checkpointd_client.restore import building
+
+
+def metadata_of(selection: Selection) -> OrderedDict[str, Any] | None:
+    """The `_metadata` of a state_dict() of these tensors; None if the checkpoint has none."""
+    return OrderedDict((path, building.value_of(node)) for path, node in selection.versions.items()) or None
 
 
 class StateDict(Mapping[str, torch.Tensor]):
     """Tensors on the CPU by name, read and verified on access, each time anew unless the last one is still in use.
 
-    Names that shared memory when they were saved share it again while one of them is in use. Access raises DamagedError with
-    object, FQN and rank if stored bytes have changed, NotFoundError if the checkpoint was removed, and UsageError if ranks
-    stored different tensors under the name.
+    Pass it to load_state_dict() as it is: a dict of it has lost the versions of the module's parts. Names that shared memory
+    when they were saved share it again while one of them is in use. Access raises DamagedError with object, FQN and rank if
+    stored bytes have changed, NotFoundError if the checkpoint was removed, and UsageError if ranks stored different tensors
+    under the name.
     """
 
     def __init__(
@@ -35,6 +43,8 @@ class StateDict(Mapping[str, torch.Tensor]):
         """`read` fills the sinks of the boxes that it gets. `differing`: the names that cannot be read, each with the error."""
         self._world, self._differing, self.read = world, differing, read
         self._tensors = {tensor.name: tensor for tensor in selection.names}
+        self._metadata = metadata_of(selection)
+        """What torch's load_state_dict() looks for: the versions of the parts of modules."""
         self._live: WeakValueDictionary[StoredSourceTensor, torch.Tensor] = WeakValueDictionary()
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ from checkpointd.export.selection import Exported, Selection, StoredSourceTensor
 from checkpointd.export.stream import PlacedTensor
 from checkpointd_client.capture.dtypes import DTYPES
 from checkpointd_client.capture.torch_files import Placeholder, placeholders_of
+from checkpointd_client.export.state_dict import metadata_of
 
 
 class TorchFile:
@@ -81,10 +83,14 @@ def _write_hollow(selection: Selection, dtypes: Mapping[StoredSourceTensor, str]
         raise UsageError(f"{missing.fqn} has the dtype {dtypes[missing]}, which this torch does not have")
     with _quiet(), FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         storages = {source: torch.empty(source.shape, dtype=DTYPES[dtype]) for source, dtype in dtypes.items()}
-        shown = {
+        shown: dict[str, torch.Tensor] = {
             tensor.name: storages[tensor.source].as_strided(tensor.view.shape, tensor.view.stride, tensor.view.offset)
             for tensor in selection.names
         }
+        versions = metadata_of(selection)
+        if versions is not None:
+            shown = OrderedDict(shown)
+            shown._metadata = versions  # type: ignore[attr-defined]  # where torch looks for it
         try:
             torch.save(shown, path)
         except KeyError as error:

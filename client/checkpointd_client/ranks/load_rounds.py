@@ -283,7 +283,7 @@ def _nowhere(fqns: list[str], *, strict: bool) -> Word:
     told = tuple(fqn for fqn in fqns if not mismatches.stands_in(fqn.rpartition(".")[0], found))
     if not strict or not told:
         return Word(nowhere=told)
-    differences = tuple(f"{fqn}: in the checkpoint, and nowhere in the objects of any rank" for fqn in told)
+    differences = tuple(mismatches.unexpected(fqn, " of any rank") for fqn in told)
     return Word(problem=Problem.of(mismatches.error(differences)))
 
 

@@ -9,8 +9,8 @@ Invariants
       bit for bit count as one.
   BINDING-4  Every binding gets the stored values in its own dtype. They are converted at most once: never first to the dtype of
       another binding.
-  BINDING-5  New memory for an optimizer's state has the strides of its parameter, unless BINDING-2 ties it to memory with other
-      strides.
+  BINDING-5  New memory has the strides that it had when it was saved, unless BINDING-2 ties it to memory with other strides.
+      If an optimizer's state had the strides of its parameter, it has those of the parameter here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.regions import slices
+from checkpointd.layout.strides import contiguous_stride
 from checkpointd_client.capture.aliasing import MemoryRegion, address_of, extent, overlapping, overlapping_pairs
 from checkpointd_client.capture.dtypes import DTYPES, copy_bits, empty, overlaps_itself
 from checkpointd_client.capture.tensors import array_dtype, stride_like, tensor_array
@@ -74,7 +75,7 @@ class Binding:
     dtype: torch.dtype | None = None
     """The dtype of a new tensor, if not the stored one."""
     stride: tuple[int, ...] | None = None
-    """The strides of a new tensor that is neither sharded nor contiguous."""
+    """The strides of a new tensor; None if it is row-major, or if it is sharded and has those of `like`."""
     scratch: bool = False
     """Whether `live` is memory that was allocated for this load, and that only `Context.checks` use."""
 
@@ -316,10 +317,13 @@ def _bind_plain(
 
 
 def _stride_of(bindings: Iterable[Binding]) -> tuple[int, ...] | None:
-    """The strides of new memory that all of `bindings` share. Parts of a tensor, and arrays, need contiguous elements."""
-    if not all(binding.place.whole and isinstance(binding.node, tree.Tensor) for binding in bindings):
+    """The strides of new memory that all of `bindings` share. Parts of a tensor need contiguous elements, and arrays need the
+    strides that they had.
+    """
+    if not all(binding.place.whole for binding in bindings):
         return None
-    return next((binding.stride for binding in bindings if binding.stride is not None), None)
+    arrays = [binding for binding in bindings if isinstance(binding.node, tree.Array)]
+    return next((one.stride for one in arrays or bindings if arrays or one.stride is not None), None)
 
 
 def _same_part(binding: Binding, other: Binding) -> bool:
@@ -332,7 +336,9 @@ def _same_part(binding: Binding, other: Binding) -> bool:
 def _make_sharded(binding: Binding) -> None:
     assert binding.like is not None
     try:
-        binding.live, binding.value = sharded_like(binding.like, binding.dtype or DTYPES[binding.place.dtype], binding.device)
+        binding.live, binding.value = sharded_like(
+            binding.like, binding.dtype or DTYPES[binding.place.dtype], binding.device, binding.stride
+        )
     except RuntimeError as error:  # out of memory
         raise StateError(f"{binding.fqn}: its part of a new {binding.place.dtype} tensor cannot be made: {error}") from error
 
@@ -382,13 +388,14 @@ def _made(binding: Binding, filled: torch.Tensor, direct: torch.Tensor, copies: 
     """The memory for a binding that has none: tied to `filled` if possible, else new memory that is copied from `direct`."""
     place = binding.place
     # numpy sees only host memory, and a dtype that torch lacks needs the bytes of each item in a row.
-    fit_for_array = filled.device.type == "cpu" and filled.is_contiguous()
+    has_its_strides = filled.stride() == (binding.stride or contiguous_stride(place.shape))
+    fit_for_array = filled.device.type == "cpu" and has_its_strides
     if fit_for_array or isinstance(binding.node, tree.Tensor):
         if place.whole:
             return filled.detach()
         if filled.is_contiguous():
             return _view(filled, place)
-    made = allocate(binding.fqn, place.shape, filled.dtype, binding.device)
+    made = allocate(binding.fqn, place.shape, filled.dtype, binding.device, binding.stride)
     copies.append(_copy(made, direct, place))
     return made
 

@@ -55,9 +55,17 @@ def given(value: object) -> Build:
     return lambda: value
 
 
-def dict_of(kind: str, parts: Mapping[Hashable, Build]) -> Build:
-    """A dict of the stored class."""
-    return lambda: _DICTS[kind]((key, part()) for key, part in parts.items())
+def dict_of(kind: str, parts: Mapping[Hashable, Build], attributes: Build | None = None) -> Build:
+    """A dict of the stored class. `attributes`: those that it has beside its items, as a dict."""
+    if attributes is None:
+        return lambda: _DICTS[kind]((key, part()) for key, part in parts.items())
+    return lambda: _with_attributes(_DICTS[kind]((key, part()) for key, part in parts.items()), attributes())
+
+
+def _with_attributes(made: Any, attributes: Mapping[str, Any]) -> Any:
+    if type(made) is not dict:  # which cannot have any
+        vars(made).update(attributes)
+    return made
 
 
 def list_of(parts: Iterable[Build]) -> Build:
@@ -112,7 +120,8 @@ def value_of(node: tree.Node, leaf: Callable[[tree.Node], Any] = _leaf) -> Any:
     """
     if isinstance(node, tree.Dict):
         pairs = ((scalars.decode_key(key, stand_in=True), value_of(child, leaf)) for key, child in node.items)
-        return _DICTS[node.kind](pairs)
+        made = _DICTS[node.kind](pairs)
+        return made if node.attributes is None else _with_attributes(made, value_of(node.attributes, leaf))
     if isinstance(node, tree.Sequence):
         return _sequence(node, _maker(node, None, stand_in=True), [value_of(child, leaf) for child in node.items])
     return leaf(node)

@@ -126,10 +126,10 @@ def part_of(content: RankContent, names: Collection[str], *, client_state: bool)
         if key == CLIENT_STATE:
             kept.append((key, child if client_state else None))
         elif isinstance(child, tree.Dict):
-            kept.append((key, tree.Dict(child.kind, tuple(item for item in child.items if item[0] in names))))
+            kept.append((key, msgspec.structs.replace(child, items=tuple(item for item in child.items if item[0] in names))))
     inside = (*names, CLIENT_STATE) if client_state else tuple(names)
     left = (fqn for fqn in content.left if any(fqn == name or fqn.startswith(f"{name}.") for name in inside))
-    return replace(content, root=tree.Dict(content.root.kind, tuple(kept)), left=frozenset(left))
+    return replace(content, root=msgspec.structs.replace(content.root, items=tuple(kept)), left=frozenset(left))
 
 
 Givers = Callable[[BoxRequest], Iterable[tuple[int, bytes]]]

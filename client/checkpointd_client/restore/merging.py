@@ -80,7 +80,7 @@ class Merging:
         """Take all tensors at or below `node` from `rank`."""
         self.chosen |= dict.fromkeys(tree.fqns(node), rank)
 
-    def _dict(self, first: tree.Dict, having: Having, fqn: str) -> tree.Node:
+    def _dict(self, first: tree.Dict, having: Having, fqn: str) -> tree.Dict:
         children: dict[bytes, tuple[tree.Node, list[tuple[Ranks, tree.Node]]]] = {}
         for ranks, node in having:
             for key, child in tree.items(node):
@@ -96,7 +96,12 @@ class Merging:
             kept.append((key, made))
             if len(found) < len(having):
                 self.partial.add(path)
-        return tree.Dict(first.kind, tuple(kept))
+        return tree.Dict(first.kind, tuple(kept), self._attributes(having, fqn))
+
+    def _attributes(self, having: Having, fqn: str) -> tree.Dict | None:
+        """Merge the attributes of dicts as the items of a dict; those that not all ranks have, too."""
+        found = [(ranks, node.attributes) for ranks, node in having if isinstance(node, tree.Dict) and node.attributes]
+        return self._dict(found[0][1], found, fqn) if found else None
 
     def _sequence(self, first: tree.Sequence, having: Having, fqn: str) -> tree.Node | _Different:
         lists = [list(tree.elements(node)) for _, node in having]
@@ -209,7 +214,7 @@ class _Group:
         params = dict(node.items)[_PARAMS]
         assert isinstance(params, tree.Sequence)  # _is_named looked
         names = tree.with_elements(params, self.names)
-        return tree.Dict(node.kind, tuple((key, names if key == _PARAMS else child) for key, child in kept))
+        return msgspec.structs.replace(node, items=tuple((key, names if key == _PARAMS else child) for key, child in kept))
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.bind import Equal, Target
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.matching.match_composite import conflicts
-from checkpointd_client.restore.matching.matcher import Matcher, with_weights
+from checkpointd_client.restore.matching.matcher import Matcher, matched, with_weights
 from checkpointd_client.restore.stored import Stored
 from checkpointd_client.restore.target_chooser import TargetChooser, described
 
@@ -72,7 +72,7 @@ class Restoration:
     @property
     def differences(self) -> tuple[str, ...]:
         """One line for each missing, unexpected or mismatched value."""
-        return (*self._missing_told, *map(_unexpected, self.unexpected), *self.mismatched)
+        return (*self._missing_told, *map(mismatches.unexpected, self.unexpected), *self.mismatched)
 
     def placed(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """Those of `fqns` that were matched and have a place here."""
@@ -176,10 +176,17 @@ def _prepare(
         state, faults = places.state, places.faults
     elif (refused := state_dicts.refused(state)) is not None:
         raise refused
-    modules = Modules(state)
-    match = Matcher(stored, content, modules, cast=options.cast, equal=equal, answers=answers, classes=options.classes)
-    match.stand_in = options.stand_in
-    match.mapping(state, stored.state, "")
+    match = matched(
+        state,
+        stored,
+        content,
+        Modules(state),
+        equal=equal,
+        answers=answers,
+        classes=options.classes,
+        cast=options.cast,
+        stand_in=options.stand_in,
+    )
     if faults is not None:  # a TargetChooser leaves out what it does not want
         match.unexpected.clear()
         match.elsewhere.clear()
@@ -225,17 +232,13 @@ def _prepare(
 
 
 def _differences(match: Matcher, state: MutableMapping[str, Any]) -> tuple[str, ...]:
-    return (*_missing(match, state), *map(_unexpected, match.unexpected), *match.mismatched)
+    return (*_missing(match, state), *map(mismatches.unexpected, match.unexpected), *match.mismatched)
 
 
 def _missing(match: Matcher, state: MutableMapping[str, Any]) -> tuple[str, ...]:
     parts = set(map(key_text, state))
     has = f", which has {_parts(match)}"
     return tuple(f"{fqn}: missing from the checkpoint{has if fqn in parts else ''}" for fqn in match.missing)
-
-
-def _unexpected(fqn: str) -> str:
-    return f"{fqn}: in the checkpoint, and nowhere in the objects"
 
 
 def _paths(node: tree.Node, fqn: str) -> Iterator[str]:

@@ -41,6 +41,8 @@ class Stored:
             raise FormatError("the state tree does not hold a state and a client_state")
         if not isinstance(parts["client_state"], tree.Dict | None):
             raise FormatError("the client_state of the state tree is not a dict")
+        self._places: dict[str, StridedView] = {}
+        self._strides: dict[str, tuple[int, ...]] | None = None
         self.state: tree.Dict = parts["state"]
         self.client_state: tree.Dict | None = parts["client_state"]
 
@@ -53,8 +55,20 @@ class Stored:
         """The place of the tensor at `fqn`; None if no such tensor is stored."""
         return self.place(fqn) if isinstance(fqn, str) and (fqn in self.entries or fqn in self.aliases) else None
 
+    def stride(self, fqn: str) -> tuple[int, ...] | None:
+        """The strides that the tensor at `fqn` had; None if its elements lay row-major."""
+        if self._strides is None:
+            self._strides = dict(_strides(self.state))
+        return self._strides.get(fqn)
+
     def place(self, fqn: str) -> StridedView:
         """Where the elements of the tensor at `fqn` are."""
+        found = self._places.get(fqn)
+        if found is None:
+            found = self._places[fqn] = self._placed(fqn)
+        return found
+
+    def _placed(self, fqn: str) -> StridedView:
         alias = self.aliases.get(fqn)
         owner = alias.owner if alias else fqn
         if owner not in self.entries:
@@ -69,6 +83,13 @@ class Stored:
         check_alias(alias, shape)
         whole = (alias.shape, alias.stride, alias.offset) == (shape, contiguous_stride(shape), 0)
         return StridedView(fqn, owner, dtype, alias.shape, alias.stride, alias.offset, whole)
+
+
+def _strides(node: tree.Node) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if isinstance(node, tree.Tensor) and node.stride is not None:
+        yield node.fqn, node.stride
+    for child in tree.children(node):
+        yield from _strides(child)
 
 
 def by_name(node: tree.Node) -> dict[str, tree.Node]:

@@ -23,6 +23,7 @@ import torch
 
 from checkpointd.errors import StateError
 from checkpointd.layout.boxes import Box, whole
+from checkpointd.layout.strides import stride_in_order_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -383,9 +384,11 @@ def replicated(shape: tuple[int, ...], group: ReplicaGroup, *, first_writes: boo
     return LocalShard(shape, (part,) if 0 not in shape else (), group.replica, group.replicas, first_writes)
 
 
-def sharded_like(like: object, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, object]:
-    """A new tensor of `dtype` with arbitrary content, sharded and strided as `like`; returns its local part and itself. It is
-    on the device of `like`, or on `device` if `like` is a meta tensor.
+def sharded_like(
+    like: object, dtype: torch.dtype, device: torch.device, stride: tuple[int, ...] | None = None
+) -> tuple[torch.Tensor, object]:
+    """A new tensor of `dtype` with arbitrary content, sharded as `like`; returns its local part and itself. It is on the device
+    of `like`, or on `device` if `like` is a meta tensor. `stride`: the strides of the whole tensor; by default those of `like`.
     """
     if type(like) is FlatShard:
         made_flat = like.like(dtype)
@@ -395,10 +398,14 @@ def sharded_like(like: object, dtype: torch.dtype, device: torch.device) -> tupl
 
     there = local_of(like)
     where = device if there.is_meta else there.device
-    local = torch.empty_like(there, dtype=dtype, device=where, memory_format=torch.preserve_format)
+    if stride is None:
+        local = torch.empty_like(there, dtype=dtype, device=where, memory_format=torch.preserve_format)
+    else:
+        in_order = stride_in_order_of(stride, there.shape)
+        local = torch.empty_strided(there.shape, in_order, dtype=dtype, device=where)
     # As FSDP2 does it, not with from_local, which would copy `local` to the mesh's kind of device: the shards that FSDP2
     # offloads are in host memory.
     meta = like._spec.tensor_meta
     assert meta is not None
-    spec = replace(like._spec, tensor_meta=meta._replace(dtype=dtype))
+    spec = replace(like._spec, tensor_meta=meta._replace(dtype=dtype, stride=meta.stride if stride is None else stride))
     return local, DTensor(local, spec, requires_grad=False)

@@ -21,8 +21,6 @@ from checkpointd.errors import StateError
 from checkpointd.layout.boxes import boxes_of_range
 from checkpointd_client.sharding.dtensor import ALONE, FlatShard, LocalBox, LocalShard, ReplicaGroup, group_of
 
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-
 
 def wrapper_class() -> Any:
     """FullyShardedDataParallel; None if this process has not imported it."""
@@ -37,7 +35,10 @@ def is_flat(module: nn.Module) -> bool:
 
 
 def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
-    """The tensors of `state_dict()`, without gathering any: FlatShards, and tensors that FSDP does not manage as they are."""
+    """The tensors of `state_dict()`, without gathering any: FlatShards, and tensors that FSDP does not manage as they are.
+
+    Their names still have what wrappers add.
+    """
     wrapper = wrapper_class()
     found: dict[str, Any] = {}
     managed: set[tuple[int, str]] = set()
@@ -54,14 +55,13 @@ def module_tensors(module: nn.Module, fqn: str) -> dict[str, Any]:
     return found
 
 
-def _clean(path: str) -> str:
-    """The path without the names of wrappers."""
-    return ".".join(step for step in path.split(".") if step not in _WRAPPERS)
+def versions(module: nn.Module) -> dict[str, Any]:
+    """The versions of all parts of a module by their paths, as `state_dict()` notes them."""
+    return {path: {"version": part._version} for path, part in module.named_modules(remove_duplicate=False)}
 
 
 def _prefix(path: str) -> str:
-    clean = _clean(path)
-    return f"{clean}." if clean else ""
+    return f"{path}." if path else ""
 
 
 def _managed(flat: Any) -> Iterator[tuple[int, str]]:
@@ -124,10 +124,10 @@ def _shards(wrapped: Any, fqn: str) -> Iterator[tuple[str, FlatShard]]:
         shard = FlatShard(local.narrow(0, at.start, at.count), at.held, parameter, at.start, at.holders)
         info = flat._param_infos[i]
         by_place[id(info.module), info.param_name] = shard
-        yield _clean(key), shard
+        yield key, shard
     for info in flat._shared_param_infos:
         key = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
-        yield _clean(key), by_place[id(info.prim_module), info.prim_param_name]
+        yield key, by_place[id(info.prim_module), info.prim_param_name]
 
 
 def _ranges(wrapped: Any, fqn: str) -> tuple[_Range, ...]:

@@ -9,6 +9,7 @@ import torch
 
 from checkpointd.pipeline.shard import PAGE
 from checkpointd_client import devices
+from checkpointd_client.capture.optimizers import tensors_of
 from checkpointd_client.capture.state import Captured
 from checkpointd_client.sharding.dtensor import is_dtensor, local_of
 
@@ -32,16 +33,12 @@ def expected(state: Mapping[str, object], captured: Captured) -> tuple[int, torc
     # If other ranks hold replicas, this rank writes only a part of its parameters and moments: scale the new moments alike.
     written = sum(tensor.nbytes for tensor in compress(tensors, by_steps))
     fresh = sum(_nbytes(p) for optimizer in optimizers for p in _parameters(optimizer) if p not in optimizer.state)
-    held = sum(_nbytes(t) for optimizer in optimizers for t in _parameters(optimizer) + _state_tensors(optimizer))
+    held = sum(_nbytes(t) for optimizer in optimizers for t in [*_parameters(optimizer), *tensors_of(optimizer)])
     return present + (MOMENTS * fresh * min(written, held) // held if held else 0), device
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -83,7 +83,8 @@ def _without(node: tree.Node, path: str, left: AbstractSet[str]) -> tree.Node:
     if not isinstance(node, tree.Dict):
         return node
     below = ((key, child, f"{path}.{key}" if path else str(key)) for key, child in node.items)
-    return tree.Dict(node.kind, tuple((key, _without(child, at, left)) for key, child, at in below if at not in left))
+    kept = tuple((key, _without(child, at, left)) for key, child, at in below if at not in left)
+    return tree.Dict(node.kind, kept, node.attributes)
 
 
 def tensor_of(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -25,13 +25,19 @@ STATES_MAX = 4
 """The most states that are remembered, for a Checkpointer that saves several in turn."""
 
 
+Check = Callable[[State, Walked, TensorClasses], None]
+
+
 class Capturer:
     """Captures one state after another, and gives captures that are arranged alike the same `Captured.arrangement`."""
 
-    def __init__(self, classes: TensorClasses = ONLY_BUILT_IN) -> None:
-        self._classes = classes
+    def __init__(self, classes: TensorClasses = ONLY_BUILT_IN, check: Check = lambda _state, _whole, _classes: None) -> None:
+        """`check` is given every state that was walked whole and is arranged as none of the last ones; it may raise."""
+        self._classes, self._check = classes, check
         self._known: dict[object, _Remembered] = {}
         self._arrangements: list[_Arrangement] = []
+        self._checked: list[object] = []
+        """The arrangements that have passed the check."""
 
     def capture(self, state: State, client_state: State | None, *, exclude_frozen_parameters: bool) -> Captured:
         """Do what `state.capture` does."""
@@ -45,8 +51,12 @@ class Capturer:
                 known.walks = 0
                 return self._arranged_by(known, again)
         whole = walked(state, client_state, exclude_frozen_parameters=exclude_frozen_parameters, classes=self._classes)
+        captured = self.arranged(whole.captured)
+        if not any(captured.arrangement is known for known in self._checked):
+            self._check(state, whole, self._classes)
+            self._checked = [captured.arrangement, *self._checked][:STATES_MAX]
         known.plan_for(state, whole, self._classes)
-        return self.arranged(whole.captured)
+        return captured
 
     def arranged(self, captured: Captured) -> Captured:
         """`captured` with the arrangement of an earlier capture, if that was arranged alike."""

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpointd_client.capture import objects
 from checkpointd_client.capture.tensor_kinds.classes import kind_of_torch
 from checkpointd_client.capture.tensors import PLAIN_TENSORS
-from checkpointd_client.sharding import fsdp1
+from checkpointd_client.sharding import fsdp1, wrappers
 from checkpointd_client.sharding.dtensor import group_of, is_dtensor
 
 SCALARS: frozenset[type] = frozenset({type(None), bool, int, float, str})
@@ -79,7 +78,7 @@ def of_module(wrapped: nn.Module) -> Found:
 
 
 def _unwrapped(module: Any, found: Found) -> nn.Module:
-    while (inner := objects.inner_name(module)) is not None:
+    while (inner := wrappers.inner_name(module)) is not None:
         found.facts.append(inner)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             if getattr(module, "device_mesh", None) is not None:
@@ -104,7 +103,10 @@ class _Level:
     children: list[str]
     are_there: list[bool]
     """By child, whether it is not None."""
-    are_compiled: list[bool]
+    are_wrappers: list[bool]
+    """By module, whether it is a wrapper, which adds to the names of its tensors."""
+    versions: list[object]
+    """By module, its `_version`, which state_dict() notes."""
     hooks: list[int]
     """By module, the number of its hooks; empty if there are none."""
 
@@ -135,7 +137,6 @@ def _look_at(level: list[nn.Module], found: Found) -> list[nn.Module]:
     found.values.extend(chain.from_iterable(map(_VALUES, buffers)))
     inner = list(chain.from_iterable(map(_VALUES, children)))
     are_there = list(map(is_not, inner, repeat(None)))
-    compiled = objects.compiled_class()
     noted = _Level(
         (list(map(len, parameters)), list(map(len, buffers)), list(map(len, children))),
         list(chain.from_iterable(parameters)),
@@ -143,7 +144,8 @@ def _look_at(level: list[nn.Module], found: Found) -> list[nn.Module]:
         list(map(frozenset, not_persistent)) if any(not_persistent) else [],
         list(chain.from_iterable(children)),
         are_there,
-        [] if compiled is None else list(map(isinstance, level, repeat(compiled))),
+        list(map(isinstance, level, repeat(wrappers.classes()))),
+        list(map(attrgetter("_version"), level)),
         list(map(len, chain(after, before))) if has_hooks else [],
     )
     found.facts.append(noted)

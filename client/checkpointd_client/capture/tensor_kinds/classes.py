@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from checkpointd.errors import StateError, UsageError
 from checkpointd_client.capture.tensor_kinds import four_bit, tiles
@@ -138,10 +139,11 @@ class TensorClasses:
             )
         own: dict[str, type] = {}
         for one in classes:
-            if not isinstance(one, type) or not (_follows_protocol(one) or _is_of_contexts(one)):
+            if not isinstance(one, type) or not (_follows_protocol(one) or _is_of_contexts(one) or _is_of_parameters(one)):
                 raise UsageError(
-                    f"tensor_classes has {one!r:.80}; give subclasses of torch.Tensor with {_FLATTEN} and {_UNFLATTEN}, and "
-                    "the enumerations, dataclasses and namedtuples that these return beside their inner tensors"
+                    f"tensor_classes has {one!r:.80}; give subclasses of torch.Tensor with {_FLATTEN} and {_UNFLATTEN}, the "
+                    "enumerations, dataclasses and namedtuples that these return beside their inner tensors, and subclasses of "
+                    "nn.Parameter"
                 )
             own[name_of(one)] = one
         return cls(own)
@@ -160,6 +162,11 @@ class TensorClasses:
         name = name_of(cls)
         allowed = self.own.get(name) is cls or name in BUILT_IN
         return _kind_of_class(cls) if allowed else None
+
+    def is_plain_parameter(self, tensor: Any) -> bool:
+        """Whether `tensor` is of an allowed subclass of nn.Parameter whose elements are all that is stored of it."""
+        cls = type(tensor)
+        return _is_of_parameters(cls) and self.own.get(name_of(cls)) is cls
 
     def kind(self, name: str) -> TensorKind:
         """The kind that the state tree calls `name`. StateError, with what to do, if it cannot be made here."""
@@ -211,6 +218,10 @@ def _kind_of_class(cls: type) -> TensorKind | None:
 
 def _follows_protocol(cls: type) -> bool:
     return issubclass(cls, torch.Tensor) and all(callable(getattr(cls, name, None)) for name in (_FLATTEN, _UNFLATTEN))
+
+
+def _is_of_parameters(cls: type) -> bool:
+    return issubclass(cls, nn.Parameter) and cls is not nn.Parameter and not _follows_protocol(cls)
 
 
 def _is_of_contexts(cls: type) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 
 from checkpointd.errors import StateError
 from checkpointd_client.capture import objects
+from checkpointd_client.capture.optimizers import of_no_parameter
 from checkpointd_client.capture.state_dicts import HandedOut
 from checkpointd_client.integrations.deepspeed.zero_optimizer import (
     Bundle,
@@ -32,6 +33,7 @@ from checkpointd_client.integrations.deepspeed.zero_optimizer import (
     parameter_held,
 )
 from checkpointd_client.sharding.flat_range import LocalShardTensor, same
+from checkpointd_client.sharding.wrappers import Names
 
 MODEL, OPTIMIZER, MASTER, SCHEDULER, ENGINE = "model", "optimizer", "master", "scheduler", "deepspeed"
 STEP = "step"
@@ -64,9 +66,17 @@ def state_of(engine: Any, *, exclude_frozen_parameters: bool = False) -> dict[st
 def module_entries(engine: Any) -> Iterator[tuple[str, str, Any]]:
     """Key in the module, name under which it is stored, and the live value of everything in the module's state_dict."""
     live = objects.module_tensors(engine.module, MODEL)
-    renamed = objects.clean_names(engine.module, live)
+    names = Names(engine.module, live)
     for key, value in live.items():
-        yield key, renamed.get(key, key), value
+        yield key, names.clean(key), value
+
+
+def versions_of(engine: Any) -> dict[str, Any]:
+    """What state_dict() notes of the version of each part of the module, by its path without wrappers."""
+    live = objects.module_tensors(engine.module, MODEL)
+    noted: dict[str, Any] = getattr(live, objects.METADATA, None) or {}
+    names = Names(engine.module, [*live, *noted])
+    return {names.clean(path): dict(version) for path, version in noted.items()}
 
 
 def _model(engine: Any, *, exclude_frozen_parameters: bool) -> tuple[dict[str, Any], list[str]]:
@@ -103,9 +113,9 @@ def stored_name(name: str) -> str:
 # --- the optimizer --------------------------------------------------------------------------------------------------
 
 
-def _optimizer_state(engine: Any, bundles: list[Bundle]) -> dict[str, dict[Hashable, Any]]:
+def _optimizer_state(engine: Any, bundles: list[Bundle]) -> dict[Hashable, Any]:
     base = base_optimizer(engine)
-    found: dict[str, dict[Hashable, Any]] = {}
+    found: dict[Hashable, Any] = of_no_parameter(base)
     for bundle in bundles:
         entry = base.state.get(bundle.tensor, {})
         for one in bundle.ranges if entry else ():
@@ -169,6 +179,7 @@ def _engine_state(engine: Any) -> dict[str, Any]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "ds_version": deepspeed.__version__,
         "dtype": str(engine.get_data_types()[0]),
+        "versions": versions_of(engine),
         "scales": {holder: _plain(value) for holder, value in scale_holders(engine).items()},
         **({_SPARSE: sorted(getattr(engine, _SPARSE))} if hasattr(engine, _SPARSE) else {}),
     }

@@ -78,12 +78,14 @@ class EngineTargets:
         self._stored = stored
         self._places = LoadTargets({})
         self._fresh: dict[int, _BundleState] = {}
-        self._entries: dict[str, dict[Hashable, Any]] = {}
+        self._entries: dict[Hashable, Any] = {}
+        self._of_no_parameter: list[Hashable] = []
         self._extra: dict[str, str] = {}
 
     def places(self, stored: Described) -> LoadTargets:
         """The targets for the state `stored` (ENGINELOAD-1)."""
         self._begin(stored)
+        self._check_versions()
         self._module(_dict(stored, MODEL), _dict(stored, MASTER))
         if self.what.masters and self._bundles:
             self._optimizer(stored)
@@ -93,6 +95,17 @@ class EngineTargets:
         return self._places
 
     # --- parameters ----------------------------------------------------------------------------------------------
+
+    def _check_versions(self) -> None:
+        """Note the parts of the module that would have to convert what another version of them has stored."""
+        was = _dict(_dict(self._stored, ENGINE), "versions")
+        now = engine_state.versions_of(self.engine) if was else {}
+        self._places.faults += [
+            f"{MODEL}.{path}: its version was {was[path]} when it was saved, and is {version} now; the module converts it "
+            "only in the layout deepspeed"
+            for path, version in now.items()
+            if path in was and was[path] != version
+        ]
 
     def _module(self, stored: Mapping[str, Any], masters: Mapping[str, Any]) -> None:
         model: dict[str, Any] = {}
@@ -163,6 +176,9 @@ class EngineTargets:
         for number, bundle in enumerate(self._bundles):
             self._fresh[number] = self._fill(bundle, parts["state"])
         self._group_numbers(parts["param_groups"])
+        named = {name for group in parts["param_groups"] for name in group["params"]}
+        self._of_no_parameter = [key for key in parts["state"] if key not in named]
+        self._entries.update(dict.fromkeys(self._of_no_parameter))
         self._places.state[OPTIMIZER] = {"state": self._entries, "param_groups": None}
 
     def _fill(self, bundle: Bundle, stored: Mapping[str, Any]) -> _BundleState:
@@ -237,6 +253,7 @@ class EngineTargets:
             before = base.state.pop(bundle.tensor, {})
             if fresh.elements or kept:
                 base.state[bundle.tensor] = {**fresh.elements, **{k: _as(before.get(k), v) for k, v in kept.items()}}
+        base.state.update({key: stored["state"][key] for key in self._of_no_parameter if key in stored["state"]})
         for group, j in zip(base.param_groups, self._groups, strict=True):
             settings = {} if j is None else stored["param_groups"][j]
             group.update({key: value for key, value in settings.items() if key != "params"})

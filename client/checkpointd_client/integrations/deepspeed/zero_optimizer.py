@@ -22,9 +22,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from checkpointd.errors import StateError, UsageError
-from checkpointd_client.capture import objects
 from checkpointd_client.sharding.dtensor import ReplicaGroup, group_of
 from checkpointd_client.sharding.flat_range import LocalShardTensor, flat, same
+from checkpointd_client.sharding.wrappers import Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ def names_of(engine: Any) -> dict[int, str]:
     """The name of each parameter by its identity; the first one, if it has several."""
     found: dict[int, str] = {}
     named = dict(engine.module.named_parameters())
-    clean = objects.clean_names(engine.module, named)
+    names = Names(engine.module, named)
     for name, parameter in named.items():
-        found.setdefault(id(parameter), str(clean.get(name, name)))
+        found.setdefault(id(parameter), names.clean(name))
     return found
 
 

@@ -32,6 +32,7 @@ from checkpointd.errors import (
     UsageError,
 )
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd_client.capture.optimizers import tensors_of
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.directories.agreement import agreed
 from checkpointd_client.integrations.directories.opening import (
@@ -233,7 +234,6 @@ def stepped(optimizers: tuple[Any, ...]) -> set[int]:
     for optimizer in (getattr(one, "optimizer", one) for one in optimizers):
         if isinstance(optimizer, torch.optim.Optimizer):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            states = [value for state in optimizer.state.values() for value in state.values()]
-            tensors = [getattr(one, "_local_tensor", one) for one in [*parameters, *states]]
-            found |= {one.untyped_storage().data_ptr() for one in tensors if isinstance(one, torch.Tensor)}
+            tensors = [getattr(one, "_local_tensor", one) for one in [*parameters, *tensors_of(optimizer)]]
+            found |= {one.untyped_storage().data_ptr() for one in tensors}
     return found - {0}

@@ -6,7 +6,7 @@ A load changes the user's objects in steps, once every tensor is filled.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -59,6 +59,20 @@ class Conversion:
     fill: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """For each param group of an optimizer the number of the stored group whose settings it gets, None for one that keeps its
+    own; or None, if nothing is loaded. `stored`: how many groups are stored.
+    """
+
+    of: list[int | None] | None
+    stored: int
+
+    @property
+    def are_as_stored(self) -> bool:
+        return self.of == list(range(self.stored))
+
+
 class Context(ABC):
     """The stored content, the changes that the load would make, and everything that does not fit."""
 
@@ -94,6 +108,14 @@ class Context(ABC):
         self.filled = False
         """Whether every tensor is filled, so that composite tensors can be made."""
         self.steps: list[Step] = []
+        self.optimizers: list[Callable[[], None]] = []
+        """The matches of optimizers, which come after those of all modules."""
+        self.schedulers: list[Callable[[], None]] = []
+        """The matches of their schedulers, which come after those of all optimizers."""
+        self.groups: dict[int, Groups] = {}
+        """The param groups of each optimizer, by its id()."""
+        self.renamed: dict[str, str] = {}
+        """By FQN of a stored parameter, that of the one here which gets its values, if its module has renamed it."""
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.elsewhere: list[str] = []
@@ -144,6 +166,10 @@ class Context(ABC):
         """Whether two stored tensors are the same, bit for bit."""
         return one == two or (self.stored.entries[one] == self.stored.entries[two] and self._equal(one, two))
 
+    def was_excluded(self, fqn: str) -> bool:
+        """Whether the save left out the frozen parameter `fqn`."""
+        return fqn in self._excluded
+
     def note_missing(self, fqn: str) -> None:
         if fqn in self._content.left:
             self.per_rank_left.append(fqn)
@@ -177,6 +203,10 @@ class Context(ABC):
         one = live._local_tensor if is_dtensor(live) else live
         return isinstance(one, torch.Tensor) and self.classes.kind_of(one) is not None
 
+    def dict_of(self, node: tree.Dict, parts: Mapping[Hashable, Build]) -> Build:
+        """A dict like the stored one, of other parts."""
+        return building.dict_of(node.kind, parts, None if node.attributes is None else self.fresh(node.attributes))
+
     def finally_do(self, check: Callable[[], None]) -> None:
         """Run `check` once every tensor is filled."""
         self.checks.append(check)
@@ -199,8 +229,19 @@ class Context(ABC):
         """Match one value of the user's, of any kind."""
 
     @abstractmethod
-    def tensor(self, live: torch.Tensor | FlatShard, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
-        """Match one tensor. `replaceable`: another tensor may take its place."""
+    def tensor(
+        self,
+        live: torch.Tensor | FlatShard,
+        node: tree.Node,
+        fqn: str,
+        *,
+        replaceable: bool = False,
+        like: torch.Tensor | FlatShard | None = None,
+        was: StridedView | None = None,
+    ) -> Build | None:
+        """Match one tensor. `replaceable`: another tensor may take its place, and does if the stored one had other strides;
+        `like` and `was` decide on these as in `fresh`.
+        """
 
     @abstractmethod
     def fresh(
@@ -211,7 +252,7 @@ class Context(ABC):
         was: StridedView | None = None,
     ) -> Build:
         """Make the stored value anew: on `device`, or on the kind of device that it was saved from. A tensor of the shape of
-        `like` gets its sharding and its strides.
+        `like` gets its sharding, and its strides if it had those of `was`.
 
         With cast=True it also gets the dtype of `like`, unless its stored dtype differs from that of `was`, the stored
         counterpart of `like`: a master copy in float32 stays one.

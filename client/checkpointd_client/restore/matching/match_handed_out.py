@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from checkpointd.layout import tree
@@ -51,7 +52,7 @@ def _mapping(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: str)
         if key not in parts and isinstance(value, torch.Tensor):
             match.note_missing(f"{fqn}.{key}")
             parts[key] = building.given(value)
-    return building.dict_of(node.kind, parts)
+    return match.dict_of(node, parts)
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------------
@@ -188,7 +189,9 @@ def _flat_optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fq
         "param_groups": [{"params": [name], **items} for name, items in own_groups.items()],
         **own_others,
     }
-    build: Callable[[], Any] = _optimizer(match, own, tree.Dict(node.kind, tuple(nested.items())), fqn, is_flat=True)
+    build: Callable[[], Any] = _optimizer(
+        match, own, msgspec.structs.replace(node, items=tuple(nested.items())), fqn, is_flat=True
+    )
     return lambda: _flattened(build())
 
 

@@ -20,8 +20,11 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 
+from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client.capture import objects, optimizer_layout, optimizers
 from checkpointd_client.capture.plain.containers import NAMESPACES
@@ -31,7 +34,7 @@ from checkpointd_client.capture.tensor_kinds.sharded import ROWS
 from checkpointd_client.capture.tensors import is_meta, refuse_meta
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
-from checkpointd_client.restore.matching.context import Context, StepOrder
+from checkpointd_client.restore.matching.context import Context, Groups, StepOrder
 from checkpointd_client.restore.matching.conversion import shape_of
 from checkpointd_client.restore.matching.optimizer_fit import (
     OF_OTHERS,
@@ -72,6 +75,7 @@ def match_optimizer(match: Context, optimizer: torch.optim.Optimizer, node: tree
     if stored_ids is None:
         return bool(left)
     pairing = _paired(match, live, stored_ids, node, fqn)
+    match.groups[id(optimizer)] = Groups(None if pairing is None else pairing.groups, len(stored_ids))
     build = _whole(match, live, pairing, dict(match.stored.children(node)), fqn) if pairing is not None else None
     if build is not None:
         load = objects.loading(optimizer, fqn, lambda state: _load_optimizer(live, state))
@@ -88,6 +92,10 @@ def _live(match: Context, optimizer: torch.optim.Optimizer, fqn: str) -> Live | 
     known = match.modules.names()
     alone = [f"parameter {number}" for number, one in params.items() if is_meta(one) and id(one) not in known]
     refuse_meta(fqn, alone)
+    if any(is_lazy(one) for one in params.values()):
+        raise StateError(
+            f"{fqn}: some of its parameters have no shape yet, since they are of a lazy module: run one forward pass first"
+        )
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = {number: live for live, group in pairs for number in group["params"]}
     return Live(optimizer, state, params, groups, shards)
@@ -117,7 +125,7 @@ def _paired(match: Context, live: Live, stored_ids: list[list[Hashable]], node: 
     if any(isinstance(name, str) for name in ids):
         number_of = {id(parameter): number for number, parameter in live.params.items()}
         names = match.modules.all_names()
-        known = {name: id(names[name]) for name in ids if name in names}
+        known = {name: id(names[here]) for name in ids if (here := match.renamed.get(str(name), name)) in names}
         named: dict[Hashable, Hashable] = {}
         taken: set[int] = set()
         for name, it in known.items():
@@ -247,7 +255,8 @@ def filled_group(match: Context, node: tree.Node, live: Mapping[str, Any], left:
 def _settings(group: tree.Node, left: Collection[object] = ()) -> tree.Dict:
     """A stored group without the list of its parameters and without the settings in `left`."""
     assert isinstance(group, tree.Dict)  # ids_by_group looked
-    return tree.Dict(group.kind, tuple((key, child) for key, child in group.items if key not in {*OF_PARAMETERS, *left}))
+    kept = tuple((key, child) for key, child in group.items if key not in {*OF_PARAMETERS, *left})
+    return msgspec.structs.replace(group, items=kept)
 
 
 def _is_of_kind(
@@ -354,9 +363,13 @@ def _entries(
                 if not any(line.startswith((f"{path}:", f"{path}.")) for line in told)
             ]
     entries |= {number: building.given(entry) for number, entry in live.state["state"].items() if number in left}
+    own = {key: entry for key, entry in live.state["state"].items() if key not in live.params}
     for key, node in nodes.items():
-        if key not in pairing.stored:  # a hook added it
-            entries[key] = filled(match, live.state["state"].get(key), node, f"{fqn}.state.{key}")
+        if key not in pairing.stored:  # of no parameter, such as a counter
+            entries[key] = filled(match, own.pop(key, None), node, f"{fqn}.state.{key}")
+    for key, entry in own.items():
+        match.note_missing(f"{fqn}.state.{key}")
+        entries[key] = building.given(entry)
     return entries
 
 
@@ -438,7 +451,7 @@ def _entry(match: Context, live: Live, number: Hashable, node: tree.Node, was: S
             like = _Like(torch.device("cpu") if steps_stay else device)
         parts[key] = filled(match, value, child, f"{fqn}.{key}", like)
     match.low_bit = False
-    return building.dict_of(node.kind, parts)
+    return match.dict_of(node, parts)
 
 
 def _is_low_bit_state(node: tree.Node) -> bool:
@@ -461,11 +474,12 @@ def _state_like(match: Context, optimizer: Any, parameter: Any, node: tree.Node,
 def filled(match: Context, live: Any, node: tree.Node, fqn: str, like: _Like = _ANYHOW) -> Build:
     """The stored value: tensors that `live` has at the same places are filled, and all others are made like `like`."""
     if isinstance(node, tree.Tensor | tree.Composite) and isinstance(live, torch.Tensor | FlatShard):
-        return match.tensor(live, node, fqn, replaceable=True) or building.given(live)
+        build = match.tensor(live, node, fqn, replaceable=True, like=like.parameter, was=like.was)
+        return build or building.given(live)
     if isinstance(node, tree.Dict):
         children = match.stored.children(node)
         parts = {key: filled(match, _item(live, key), child, f"{fqn}.{key}", like.below(key)) for key, child in children}
-        return building.dict_of(node.kind, parts)
+        return match.dict_of(node, parts)
     if isinstance(node, tree.Sequence):
         numbered = enumerate(node.items)
         made = [filled(match, _item(live, i), child, f"{fqn}.{i}", like.below(i)) for i, child in numbered]

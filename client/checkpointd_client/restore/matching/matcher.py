@@ -7,7 +7,7 @@ lists of the values that did not match.
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from operator import setitem
 from typing import Any
@@ -15,16 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
-from checkpointd.errors import StateError
+from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
+from checkpointd.layout.strides import check_dense, contiguous_stride
 from checkpointd_client.capture import objects, scalars, tensors
 from checkpointd_client.capture.dtypes import NAMES, is_floating
+from checkpointd_client.capture.modules import Modules
 from checkpointd_client.capture.plain import classes, values
 from checkpointd_client.capture.plain.containers import NAMESPACES, is_container, pairs_in
+from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from checkpointd_client.restore import building
-from checkpointd_client.restore.bind import Binding
+from checkpointd_client.restore.answers import HandedOutStates
+from checkpointd_client.restore.bind import Binding, Equal
 from checkpointd_client.restore.building import Build
+from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.matching.context import Context, StepOrder
 from checkpointd_client.restore.matching.match_composite import fresh, match_composite
 from checkpointd_client.restore.matching.match_objects import hands_out_weights, match_object
@@ -74,7 +80,16 @@ class Matcher(Context):
 
     # --- tensors -------------------------------------------------------------------------------------------------
 
-    def tensor(self, live: torch.Tensor | FlatShard, node: tree.Node, fqn: str, *, replaceable: bool = False) -> Build | None:
+    def tensor(
+        self,
+        live: torch.Tensor | FlatShard,
+        node: tree.Node,
+        fqn: str,
+        *,
+        replaceable: bool = False,
+        like: torch.Tensor | FlatShard | None = None,
+        was: StridedView | None = None,
+    ) -> Build | None:
         if isinstance(node, tree.Composite) or self.is_composite(live):
             return match_composite(self, live, node, fqn)
         try:
@@ -83,7 +98,10 @@ class Matcher(Context):
             self.mismatched.append(str(error))
             return None
         has_no_memory = tensors.is_meta(live)
-        why = tensors.refusal(live) if held is None and isinstance(live, torch.Tensor) and not has_no_memory else None
+        why = None
+        if held is None and isinstance(live, torch.Tensor) and not has_no_memory:
+            is_plain = self.classes.is_plain_parameter(live)
+            why = tensors.refusal(live.detach() if is_plain else live, in_module=isinstance(live, nn.Parameter))
         if why is not None:
             self.mismatched.append(f"{fqn}: it cannot be filled: {why}")
             return None
@@ -101,6 +119,10 @@ class Matcher(Context):
             return None
         memory = local_of(live) if is_sharded(live) else live.detach()  # type: ignore[union-attr]  # a FlatShard is sharded
         binding = Binding(node, place, live.device, memory, live, replaceable, held)
+        stride = self._stride(node, like, was) if replaceable else None
+        if replaceable and stride != _stride_of(live, tensors.stride_of):
+            binding.vacate()
+            binding.stride = stride or contiguous_stride(place.shape)
         self.bindings.add(binding)
         return (lambda: binding.value) if replaceable else None
 
@@ -155,9 +177,12 @@ class Matcher(Context):
         if isinstance(node, tree.Tensor | tree.Array):
             place = self.stored.place(node.fqn)
             if isinstance(node, tree.Array):
-                tensors.array_dtype(node.dtype, place.dtype)
+                dtype = tensors.array_dtype(node.dtype, place.dtype)
+                if node.stride is not None and not tensors.is_native(dtype):
+                    raise FormatError(f"{node.fqn} is an array of dtype {dtype}, which cannot have strides", fqn=node.fqn)
             where = _CPU if isinstance(node, tree.Array) else device or _device(node.device)
             binding = Binding(node, place, where, replaceable=True)
+            binding.stride = self._stride(node, like, was)
             if like is not None and isinstance(node, tree.Tensor):
                 self._made_like(binding, like, was)
             self.bindings.add(binding)
@@ -166,7 +191,7 @@ class Matcher(Context):
             return fresh(self, node, _name_of(node), device)
         if isinstance(node, tree.Dict):
             children = self.stored.children(node, stand_in=self.stand_in)
-            return building.dict_of(node.kind, {key: self.fresh(child, device, like, was) for key, child in children})
+            return self.dict_of(node, {key: self.fresh(child, device, like, was) for key, child in children})
         if isinstance(node, tree.Sequence):
             parts = [self.fresh(child, device, like, was) for child in node.items]
             return building.sequence_of(node, parts, stand_in=self.stand_in)
@@ -177,11 +202,24 @@ class Matcher(Context):
             return
         if is_sharded(like):
             binding.like, binding.held = like, held_by(like, binding.fqn)
-        elif isinstance(like, torch.Tensor):
-            binding.stride = tensors.stride_like(like)  # fused optimizers take parameter and state in the order of memory
+            binding.stride = binding.stride or contiguous_stride(binding.place.shape)
         follows = was is None or was.dtype == binding.place.dtype
         if self.cast and follows and like.is_floating_point() and is_floating(binding.place.dtype):
             binding.dtype = like.dtype
+
+    def _stride(
+        self, node: tree.Tensor | tree.Array, like: torch.Tensor | FlatShard | None, was: StridedView | None
+    ) -> tuple[int, ...] | None:
+        """The strides of a new tensor; None if row-major. State that had the strides of its parameter gets those of `like`:
+        fused optimizers take parameter and state in the order of memory.
+        """
+        stride, shape = node.stride, self.stored.place(node.fqn).shape
+        if stride is not None:
+            check_dense(node.fqn, stride, shape)
+        if like is None or tuple(like.shape) != shape:
+            return stride
+        followed = stride is None if was is None else stride == self.stored.stride(was.fqn)
+        return _stride_of(like, tensors.stride_like) if followed else stride
 
     def device_of(self, kind: str) -> torch.device:
         return _device(kind)
@@ -203,6 +241,8 @@ class Matcher(Context):
         if not live:
             self.per_rank_left += self.left_below(fqn)
             return self.do(StepOrder.CONTAINERS, self.fresh(node), partial(_update, live))
+        if node.attributes is not None and type(live) in objects.ATTRIBUTED:
+            self._attributes(live, node.attributes, fqn)
         stored = dict(self.stored.children(node))
         for key, child in live.items():
             path = _join(fqn, key)
@@ -215,6 +255,18 @@ class Matcher(Context):
         for key in stored:
             self.note_unexpected(_join(fqn, key))
         return None
+
+    def _attributes(self, live: MutableMapping[Any, Any], node: tree.Dict, fqn: str) -> None:
+        """Match the attributes of a dict. The versions in that of a module tell how its tensors are to be read."""
+        build = self.fresh(node)
+        versions, now = dict(self.stored.children(node)).get(objects.METADATA), vars(live).get(objects.METADATA)
+        if versions is not None and now is not None and building.value_of(versions) != now:
+            self.mismatched.append(
+                f"{fqn}: it is a module's state_dict(), and parts of that module had another version when it was saved: pass "
+                "the module itself, which converts what it loads"
+            )
+        else:
+            self.do(StepOrder.CONTAINERS, build, vars(live).update)
 
     def _counter(self, live: collections.Counter[Any], node: tree.Node, fqn: str) -> Build | None:
         if not isinstance(node, tree.Dict):
@@ -260,6 +312,27 @@ class Matcher(Context):
             self.note_missing(fqn)
 
 
+def matched(
+    state: MutableMapping[str, Any],
+    stored: Stored,
+    content: RankContent,
+    modules: Modules,
+    *,
+    equal: Equal,
+    answers: HandedOutStates | None,
+    classes: TensorClasses,
+    cast: bool = False,
+    stand_in: bool = False,
+) -> Matcher:
+    """Match the objects in `state`, without client_state."""
+    match = Matcher(stored, content, modules, cast=cast, equal=equal, answers=answers, classes=classes)
+    match.stand_in = stand_in
+    match.mapping(state, stored.state, "")
+    for match_later in (*match.optimizers, *match.schedulers):
+        match_later()
+    return match
+
+
 def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -> Iterator[tuple[str, object]]:
     """By FQN, the objects in `live` that the match may ask for their state, because weights are stored for them."""
     if isinstance(live, list | tuple | collections.deque) and not objects.is_object(live):
@@ -274,6 +347,13 @@ def with_weights(live: object, node: tree.Node, stored: Stored, fqn: str = "") -
         yield fqn, live
 
 
+def _stride_of(
+    live: torch.Tensor | FlatShard, of_plain: Callable[[torch.Tensor], tuple[int, ...] | None]
+) -> tuple[int, ...] | None:
+    """The strides of the whole tensor of which `live` is all or a part; None if row-major."""
+    return tensors.stride_of_whole(local_of(live), tuple(live.shape)) if is_sharded(live) else of_plain(live)  # type: ignore[arg-type]  # not a FlatShard
+
+
 def _name_of(node: tree.Composite) -> str:
     """The FQN of a composite tensor, from that of its first inner tensor."""
     name, first = node.inner[0] if node.inner else ("", None)
@@ -286,7 +366,12 @@ def _join(fqn: str, key: Hashable) -> str:
 
 
 def _update(live: MutableMapping[Any, Any], value: Any) -> None:
-    live.update(value if isinstance(value, Mapping) else vars(value))
+    if isinstance(value, Mapping):
+        live.update(value)
+        if {type(live), type(value)}.issubset(objects.ATTRIBUTED):
+            vars(live).update(vars(value))
+    else:
+        live.update(vars(value))
 
 
 def _replace(live: collections.deque[Any], value: Iterable[Any]) -> None:
@@ -297,6 +382,8 @@ def _replace(live: collections.deque[Any], value: Iterable[Any]) -> None:
 def _refill(live: Any, value: Any) -> None:
     live.clear()
     live.update(value)
+    if type(live) in objects.ATTRIBUTED:
+        vars(live).update(vars(value))
 
 
 def _holds_objects(value: object) -> bool:

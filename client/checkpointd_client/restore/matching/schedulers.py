@@ -1,24 +1,92 @@
-"""Tests whether torch's learning-rate schedulers and gradient scalers can load the stored state of another one.
+"""Tests whether torch's learning-rate schedulers and gradient scalers can load the stored state of another one, and gives the
+schedulers of an optimizer with other param groups what they need for these.
 
 Their load_state_dict() takes any dict, so a scheduler of another class would continue with a wrong learning rate, or fail once
 the model is filled. Their state_dict() only reads attributes, so it can be called before a load.
+
+Invariants
+  SCHEDULERS-1  A value that a scheduler keeps for each param group goes to the group here that gets the settings of the group
+      for which it was stored. A group of which nothing is stored keeps its own value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkpointd.layout import tree
 from checkpointd_client.capture.scalars import type_name
+from checkpointd_client.restore import building
+from checkpointd_client.restore.building import Build
+from checkpointd_client.restore.matching.context import Context, Groups
 from checkpointd_client.restore.stored import Stored
 
 _WITHIN = "_schedulers"
 """The key under which a scheduler that consists of others keeps their states."""
 _NOT_ALWAYS = frozenset({"verbose", "default_min_lr", "use_beta1", "base_momentums", "max_momentums"})
 """Keys that torch's schedulers have only in some versions, or only with some arguments (`cycle_momentum`)."""
+
+
+_OF_GROUPS = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "base_values", "last_lrs"}
+)
+"""Keys under which schedulers of torch and timm keep a value for each param group."""
+
+
+def optimizer_of(live: object) -> torch.optim.Optimizer | None:
+    """The optimizer whose learning rates `live` sets; None if it is not a scheduler."""
+    found = getattr(live, "optimizer", None)
+    return found if isinstance(found, torch.optim.Optimizer) else None
+
+
+def regrouped(match: Context, live: object, node: tree.Node, fqn: str) -> Build | None:
+    """The stored state of a scheduler, for the param groups that its optimizer has now; None, with a note, if it has none."""
+    optimizer = optimizer_of(live)
+    groups = None if optimizer is None else match.groups.get(id(optimizer))
+    if optimizer is None or groups is None:
+        return match.fresh(node)
+    now = len(optimizer.param_groups)
+    if groups.of is None and groups.stored != now:
+        were = f"it was saved for {groups.stored} param groups, and its optimizer, which does not fit either, has {now} now"
+        match.mismatched.append(f"{fqn}: {were}")
+        return None
+    return _Regrouping(match, groups, now).of(live, node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Regrouping:
+    """Makes the state of schedulers for the param groups that their optimizer has `now`."""
+
+    match: Context
+    groups: Groups
+    now: int
+
+    def of(self, live: object, node: tree.Node) -> Build:
+        if not isinstance(node, tree.Dict) or self.groups.are_as_stored:
+            return self.match.fresh(node)
+        own = vars(live)
+        if isinstance(live, LRScheduler) and _is_torchs(type(live).state_dict):
+            own = {**live.state_dict(), _WITHIN: getattr(live, _WITHIN, None)}
+        return self.match.dict_of(
+            node, {key: self._value(str(key), own.get(str(key)), child) for key, child in self.match.stored.children(node)}
+        )
+
+    def _value(self, key: str, live: object, node: tree.Node) -> Build:
+        if not isinstance(node, tree.Sequence) or not isinstance(live, list | tuple):
+            return self.match.fresh(node)
+        if key == _WITHIN and len(live) == len(node.items):
+            within = [self.of(one, child) for one, child in zip(live, node.items, strict=True)]
+            return building.sequence_of(node, within, known=type(live))
+        is_of_groups = key in _OF_GROUPS or self.now != self.groups.stored
+        if self.groups.of is None or not is_of_groups or (len(node.items), len(live)) != (self.groups.stored, self.now):
+            return self.match.fresh(node)
+        parts = [
+            building.given(live[i]) if j is None else self.match.fresh(node.items[j]) for i, j in enumerate(self.groups.of)
+        ]
+        return building.sequence_of(node, parts, known=type(live))
 
 
 def misfit(live: object, node: tree.Node, stored: Stored, fqn: str) -> str | None:

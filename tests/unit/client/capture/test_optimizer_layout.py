@@ -244,7 +244,7 @@ def test_placements_that_cannot_be_are_not_followed(placements: tuple[Any, ...])
 
     def forged(node: Any) -> Any:
         if isinstance(node, tree.MeshTensor):
-            return tree.MeshTensor(node.fqn, node.requires_grad, node.device, None, node.mesh, placements)
+            return tree.MeshTensor(node.fqn, node.requires_grad, node.device, None, None, node.mesh, placements)
         if isinstance(node, tree.Dict):
             return tree.Dict(node.kind, tuple((key, forged(child)) for key, child in node.items))
         return tree.Sequence(node.kind, tuple(map(forged, node.items))) if isinstance(node, tree.Sequence) else node

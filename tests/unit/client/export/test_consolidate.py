@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from torch import nn
 
 from checkpointd.errors import DamagedError, UsageError
 from checkpointd_client import Checkpointer, consolidate, open_checkpoint
@@ -176,3 +180,37 @@ def test_it_works_where_a_loop_runs_already(root: Path, tmp_path: Path, model: T
 
     assert same(asyncio.run(cell()), model)
     assert same(torch.load(tmp_path / "model.pt", weights_only=True), model)
+
+
+class Turned(nn.Module):
+    """It turns the rows that were stored by a version before its own."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.arange(6.0).reshape(3, 2))
+
+    def _load_from_state_dict(self, found: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            found[f"{prefix}rows"] = found[f"{prefix}rows"].flip(0)
+        super()._load_from_state_dict(found, prefix, metadata, *rest)
+
+
+def test_the_versions_of_a_modules_parts_go_with_its_tensors(tmp_path: Path) -> None:
+    model, mine = nn.Sequential(torch.nn.ReLU(), Turned()), nn.Sequential(torch.nn.ReLU(), Turned())
+    with torch.no_grad():
+        model[1].rows.add_(10)  # type: ignore[operator]  # a tensor
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.save(1, {"model": nn.ModuleDict({"inner": model})}).wait()
+    consolidate(tmp_path / "root", tmp_path / "m.pt", only="model.inner", format="torch")
+    with open_checkpoint(tmp_path / "root") as opened:
+        for found in (torch.load(tmp_path / "m.pt", weights_only=True), opened.tensors("model.inner")):
+            mine.load_state_dict(found)
+            assert torch.equal(mine[1].rows, model[1].rows)
+        whole = nn.ModuleDict({"model": nn.ModuleDict({"inner": mine})})
+        whole.load_state_dict(opened.tensors())
+        assert torch.equal(mine[1].rows, model[1].rows)
+    consolidate(tmp_path / "root", tmp_path / "m.safetensors", only="model.inner")
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["_metadata"])["1"] == {"version": 2}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from checkpointd.errors import FormatError
+from checkpointd.layout import tree
 from tests.unit.client.capture_and_fill import same, save
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -149,12 +154,107 @@ def test_binding_5_state_that_cannot_be_filled_is_replaced_by_its_like(cast: boo
 def test_binding_5_state_that_was_apart_and_is_tied_now_is_replaced_in_its_strides() -> None:
     model, again = module_of(turned()), module_of(turned())
     optimizer, other = Keeping(model.parameters()), Keeping(again.parameters())
-    optimizer.state[model.weight] = {"one": torch.ones(5, 3), "two": torch.zeros(5, 3)}
+    optimizer.state[model.weight] = {"one": torch.ones_like(turned()), "two": torch.zeros_like(turned())}
     other.state[again.weight] = dict.fromkeys(("one", "two"), turned())
     save({"m": model, "o": optimizer}).load({"m": again, "o": other})
     found = other.state[again.weight]
     assert same(found, optimizer.state[model.weight])
     assert {value.stride() for value in found.values()} == {turned().stride()}
+
+
+class Object:
+    """An object that keeps what its state_dict() gave it."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def numbered(sizes: list[int]) -> torch.Tensor:
+    return torch.arange(float(torch.Size(sizes).numel())).reshape(sizes)
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "turned": lambda: numbered([3, 5]).t(),
+    "channels_last": lambda: numbered([2, 3, 4, 5]).to(memory_format=torch.channels_last),
+    "channels_last_3d": lambda: numbered([2, 3, 2, 2, 2]).to(memory_format=torch.channels_last_3d),
+    "any_order": lambda: numbered([2, 3, 4]).permute(1, 2, 0),
+    "of_one_row": lambda: numbered([4, 1]).t(),
+    "of_one_column": lambda: torch.linalg.qr(numbered([4, 1]))[0],
+    "eigenvectors": lambda: torch.linalg.eigh(numbered([3, 3]) + numbered([3, 3]).t())[1],
+    "empty": lambda: torch.empty(3, 0, 2).permute(2, 1, 0),
+    "bfloat16": lambda: numbered([3, 5]).bfloat16().t(),
+    "conjugate": lambda: torch.complex(numbered([3, 5]), numbered([3, 5])).t().conj(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_binding_5_any_dense_layout_comes_back_wherever_it_was(name: str) -> None:
+    one = LAYOUTS[name]()
+    nested: dict[str, Any] = {"inner": [one, (LAYOUTS[name](), {"deep": LAYOUTS[name]()})]}
+    model, again = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer, other = Keeping(model.parameters()), Keeping(again.parameters())
+    optimizer.state[model.weight] = {"q": one.real, "many": [one.real, None]}
+    mine, empty = Object(), dict[str, Any]()
+    state = {"object": Object(nested), "dict": nested, "m": model, "o": optimizer}
+    saved = save(state, {"extra": one})
+    client = saved.load({"object": mine, "dict": empty, "m": again, "o": other})
+    found = [mine.value["inner"][0], mine.value["inner"][1][0], mine.value["inner"][1][1]["deep"]]
+    found += [empty["inner"][0], empty["inner"][1][1]["deep"], client["extra"]]
+    for value in found:
+        assert value.stride() == one.stride()
+        assert torch.equal(value, one)
+    for value in (other.state[again.weight]["q"], other.state[again.weight]["many"][0]):
+        assert value.stride() == torch.empty_like(one.real).stride()
+        assert torch.equal(value, one.real)
+
+
+def test_binding_5_existing_state_in_other_strides_is_replaced() -> None:
+    model, again = nn.Linear(3, 5), nn.Linear(3, 5)
+    optimizer, other = Keeping(model.parameters()), Keeping(again.parameters())
+    optimizer.state[model.weight] = {"turned": turned(), "plain": torch.ones(5, 3)}
+    other.state[again.weight] = {"turned": torch.ones(5, 3), "plain": torch.zeros(3, 5).t()}
+    save({"m": model, "o": optimizer}).load({"m": again, "o": other})
+    found = other.state[again.weight]
+    assert found["turned"].stride() == turned().stride()
+    assert found["plain"].is_contiguous()
+    assert same(found, optimizer.state[model.weight])
+
+
+def test_binding_5_a_part_of_a_sharded_tensor_keeps_the_order_of_its_dimensions(one_rank: DeviceMesh) -> None:
+    model, again = module_of(on(one_rank, torch.ones(5, 3))), module_of(on(one_rank, torch.zeros(5, 3)))
+    optimizer, other = Keeping(model.parameters()), Keeping(again.parameters())
+    optimizer.state[model.weight] = {"q": on(one_rank, turned())}
+    save({"m": model, "o": optimizer}).load({"m": again, "o": other})
+    assert other.state[again.weight]["q"].to_local().stride() == turned().stride()
+
+
+def test_binding_5_an_array_comes_back_in_its_order() -> None:
+    mine = Object()
+    save({"object": Object(np.asfortranarray(np.arange(6.0).reshape(2, 3)))}).load({"object": mine})
+    assert mine.value.flags.f_contiguous
+    assert mine.value.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize(("live", "stride"), [(torch.ones(5, 3), (1, 1)), (np.ones(3, "<M8[s]"), (8, 1))])
+def test_strides_that_cannot_be_are_damage(live: Any, stride: tuple[int, ...]) -> None:
+    saved = save({"object": Object(live)})
+    forged = replace(saved, tree=with_stride(saved.tree, stride))
+    with pytest.raises(FormatError, match="strides"):
+        forged.prepare({"object": Object()})
+
+
+def with_stride(node: tree.Node, stride: tuple[int, ...]) -> tree.Node:
+    if isinstance(node, tree.Tensor | tree.Array):
+        return msgspec.structs.replace(node, stride=stride)
+    if isinstance(node, tree.Dict):
+        return tree.Dict(node.kind, tuple((key, with_stride(child, stride)) for key, child in node.items))
+    return node
 
 
 # --- dtypes ----------------------------------------------------------------------------------------------------------

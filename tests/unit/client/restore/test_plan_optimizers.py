@@ -291,3 +291,45 @@ def test_that_of_another_version_of_torch_is_not(other: dict[str, int]) -> None:
     saved = save({"optimizer": first})
     saved.load({"optimizer": second})
     step(model, second, 0)
+
+
+class Counting(torch.optim.SGD):
+    """It keeps values in its state that belong to no parameter, as MADGRAD and SPAM do."""
+
+    def __init__(self, parameters: Any, **own: Any) -> None:
+        super().__init__(parameters, lr=0.25, momentum=0.5)
+        self.state.update(own)
+
+
+OWN: list[dict[str, Any]] = [
+    {"k": torch.tensor([3])},
+    {"k": 3},
+    {"k": 3, "seen": [torch.ones(2), None], "of": {"deep": {"tensor": torch.ones(2).t()}}},
+]
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("named", [True, False])
+def test_what_an_optimizer_keeps_for_no_parameter_comes_back(own: dict[str, Any], named: bool) -> None:
+    model, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, other = Counting(model.parameters(), **own), Counting(again.parameters(), k=0)
+    step(model, optimizer, 0)
+    state, into = {"o": optimizer}, dict[str, Any](o=other)
+    if named:
+        state, into = {"m": model, **state}, {"m": again, **into}
+    save(state).load(into)
+    found, wanted = (one.state_dict()["state"] for one in (other, optimizer))
+    assert found.keys() == wanted.keys()
+    assert all(same(found[key], wanted[key]) for key in wanted)
+
+
+def test_what_it_keeps_and_is_not_stored_stays_and_is_told() -> None:
+    model, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved = save({"m": model, "o": Counting(model.parameters())})
+    other = Counting(again.parameters(), k=7)
+    with pytest.raises(MismatchError, match=r"o\.state\.k: missing"):
+        saved.prepare({"m": again, "o": other})
+    restoration = saved.prepare({"m": again, "o": other}, strict=False)
+    saved.fill(restoration)
+    restoration.finish()
+    assert other.state["k"] == 7

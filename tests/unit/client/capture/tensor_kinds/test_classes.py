@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from checkpointd.errors import FormatError, StateError, UsageError
 from checkpointd.layout import tree
 from checkpointd_client.capture.tensor_kinds import contexts
 from checkpointd_client.capture.tensor_kinds.classes import BUILT_IN, ONLY_BUILT_IN, TensorClasses
+from tests.unit.client.capture_and_fill import same, save
 from tests.unit.client.composite_tensors import OWN, Halves, Recipe, Rounding, halves
 
 
@@ -56,3 +58,36 @@ def test_a_context_comes_back_with_its_classes() -> None:
 def test_a_context_that_no_save_makes_is_an_error(node: tree.Node) -> None:
     with pytest.raises(FormatError):
         contexts.decode(node, TensorClasses.of(OWN).in_context)
+
+
+class Manifold(nn.Parameter):
+    """One tensor, as nn.Parameter; it knows more about itself."""
+
+
+def of_manifold() -> nn.Module:
+    model = nn.Linear(3, 2)
+    model.weight = Manifold(model.weight.detach())
+    model.weight.of = "sphere"
+    return model
+
+
+def test_an_allowed_subclass_of_parameter_is_filled_in_place_with_its_optimizer() -> None:
+    classes, trained, mine = TensorClasses.of([Manifold]), of_manifold(), of_manifold()
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (trained, mine)]
+    trained(torch.ones(3)).sum().backward()
+    optimizers[0].step()
+    weight = mine.weight
+    save({"m": trained, "o": optimizers[0]}, classes=classes).load({"m": mine, "o": optimizers[1]}, classes=classes)
+    assert mine.weight is weight
+    assert (type(weight), weight.of) == (Manifold, "sphere")
+    assert same(dict(mine.state_dict()), dict(trained.state_dict()))
+    assert same(optimizers[0].state_dict()["state"], optimizers[1].state_dict()["state"])
+
+
+def test_the_refusal_names_what_works_in_a_module_and_what_elsewhere() -> None:
+    with pytest.raises(StateError, match=r"m\.weight: .*tensor_classes=\[Manifold\].*exclude_frozen_parameters=True"):
+        save({"m": of_manifold()})
+    with pytest.raises(StateError, match=r"x: .*as_subclass\(torch.Tensor\)"):
+        save({"x": Manifold(torch.ones(1))}, classes=TensorClasses.of([Manifold]))
+    frozen = of_manifold().requires_grad_(False)
+    assert save({"m": frozen}, exclude_frozen=True).excluded == ("m.weight", "m.bias")

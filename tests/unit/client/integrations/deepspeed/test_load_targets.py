@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpoint
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from checkpointd_client.integrations.deepspeed.engine_state import _optimizer_state, versions_of
 from checkpointd_client.integrations.deepspeed.load_targets import EngineTargets, LoadRequest
 from checkpointd_client.integrations.deepspeed.zero_optimizer import Bundle, Range, _bundles
 from checkpointd_client.restore.target_chooser import StoredTensor
@@ -69,3 +70,41 @@ def test_what_has_another_shape_than_its_parameter_cannot_be_cut() -> None:
     elements, whole, faults = filled([(2, 1), (2,)], rows=[(2,), (2,)])
     assert (elements, whole) == (set(), set())
     assert faults == ["optimizer.state: rows is stored in another shape than its parameters' and cannot be cut for this stage"]
+
+
+class Second(torch.nn.Linear):
+    _version = 2
+
+
+def targets(**attributes: Any) -> EngineTargets:
+    places = object.__new__(EngineTargets)
+    places.engine, places.what, places._bundles = SimpleNamespace(**attributes), LoadRequest(), []
+    return places
+
+
+def test_a_part_of_the_module_in_another_version_is_a_fault() -> None:
+    """This layout fills memory, and does not ask the module."""
+    places = targets(module=torch.nn.Sequential(Second(1, 1), torch.nn.Linear(1, 1)))
+    versions = {"": {"version": 1}, "0": {"version": 1}, "1": {"version": 1}, "gone": {"version": 1}}
+    places._begin({"deepspeed": {"versions": versions}})
+    places._check_versions()
+    [fault] = places._places.faults
+    assert fault.startswith("model.0: its version was {'version': 1} when it was saved, and is {'version': 2} now")
+    places._begin({"deepspeed": {"versions": versions_of(places.engine)}})
+    places._check_versions()
+    assert not places._places.faults
+
+
+def test_what_the_optimizer_keeps_for_no_parameter_is_stored_and_set_again() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(4)])
+    optimizer.state["k"] = torch.tensor([3])  # type: ignore[index]  # as MADGRAD has it
+    places = targets(optimizer=optimizer)
+    stored = {"state": _optimizer_state(places.engine, []), "param_groups": [{"params": []}]}
+    assert stored["state"] == {"k": torch.tensor([3])}
+    places._begin({"optimizer": stored})
+    places._optimizer({"optimizer": stored})
+    assert places._places.state["optimizer"]["state"] == {"k": None}
+    places._groups = [None]
+    optimizer.state.clear()
+    places._settle_optimizer(stored)
+    assert optimizer.state == {"k": torch.tensor([3])}

@@ -187,3 +187,102 @@ def test_any_other_scaler_is_loaded(stored: bool, live: bool, scale: float) -> N
     target = scaler(enabled=live)
     save({"w": torch.ones(1), "s": scaler(enabled=stored, scale=8.0)}).load({"w": torch.zeros(1), "s": target})
     assert target.get_scale() == scale
+
+
+# --- other param groups ----------------------------------------------------------------------------------------------
+
+
+def in_groups(make: Make, split: list[list[int]], rates: list[float], *, steps: int = 0) -> dict[str, Any]:
+    """A model of three layers, whose optimizer has them in these groups, with its scheduler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    groups = [{"params": [model[i].weight for i in group], "lr": rate} for group, rate in zip(split, rates, strict=True)]
+    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.5)
+    scheduler = make(optimizer)
+    state = {"m": model, "o": optimizer, "s": scheduler}
+    for _ in range(steps):
+        go_on(state)
+    return state
+
+
+def go_on(state: dict[str, Any]) -> None:
+    state["m"](torch.ones(1, 2)).sum().backward()
+    state["o"].step()
+    scheduler = state["s"]
+    scheduler.step(*([1.0] if isinstance(scheduler, lrs.ReduceLROnPlateau) else []))
+
+
+def rates_of(state: dict[str, Any]) -> list[float]:
+    """The learning rate of each layer."""
+    found = {id(p): float(group["lr"]) for group in state["o"].param_groups for p in group["params"]}
+    return [found[id(layer.weight)] for layer in state["m"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", [[[0], [1, 2]], [[2], [0, 1]], [[0], [1], [2]]])
+def test_schedulers_1_a_scheduler_follows_the_groups_of_its_optimizer(kind: str, split: list[list[int]]) -> None:
+    """One group becomes several: each has the rates that the one would have had."""
+    trained = in_groups(KINDS[kind], [[0, 1, 2]], [0.5], steps=2)
+    mine = in_groups(KINDS[kind], split, [0.5] * len(split))
+    save(trained).load(mine)
+    for _ in range(3):
+        go_on(trained)
+        go_on(mine)
+        assert rates_of(mine) == rates_of(trained)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedulers_1_groups_that_change_places_keep_their_values(kind: str) -> None:
+    trained = in_groups(KINDS[kind], [[0], [1], [2]], [0.5, 0.25, 0.125], steps=2)
+    mine = in_groups(KINDS[kind], [[2], [0], [1]], [0.125, 0.5, 0.25])
+    save(trained).load(mine)
+    for _ in range(3):
+        go_on(trained)
+        go_on(mine)
+        assert rates_of(mine) == rates_of(trained)
+
+
+def test_schedulers_1_a_new_group_keeps_its_own_value() -> None:
+    trained = in_groups(KINDS["LambdaLR"], [[0]], [0.5], steps=2)
+    mine = in_groups(KINDS["LambdaLR"], [[0], [1, 2]], [0.5, 0.25])
+    saved = save(trained)
+    restoration = saved.prepare(mine, strict=False)
+    saved.fill(restoration)
+    restoration.finish()
+    assert mine["s"].base_lrs == [0.5, 0.25]
+    go_on(mine)
+
+
+class Own:
+    """A scheduler of the user's, of no class of torch."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.steps = optimizer, 0
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.pairs = [1.0, 2.0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "rates": self.rates, "pairs": self.pairs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def step(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+
+
+def test_schedulers_1_so_does_one_of_the_users_own() -> None:
+    trained = in_groups(Own, [[0, 1, 2]], [0.5], steps=2)
+    mine = in_groups(Own, [[0], [1, 2]], [0.5, 0.5])
+    save(trained).load(mine)
+    assert (mine["s"].rates, mine["s"].pairs) == ([0.5, 0.5], [1.0, 2.0])
+    go_on(mine)
+
+
+def test_a_scheduler_whose_optimizer_does_not_fit_is_not_loaded_either() -> None:
+    """By numbers, since no module names the parameters."""
+    trained, mine = (in_groups(KINDS["StepLR"], split, [0.5] * len(split)) for split in ([[0, 1, 2]], [[0], [1, 2]]))
+    saved = save({"o": trained["o"], "s": trained["s"]})
+    with pytest.raises(MismatchError, match=r"s: it was saved for 1 param groups, and its optimizer.*has 2 now"):
+        saved.prepare({"o": mine["o"], "s": mine["s"]})

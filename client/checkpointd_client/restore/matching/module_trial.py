@@ -1,0 +1,139 @@
+"""Asks a module what it takes, by a trial of its load_state_dict() on tensors without memory.
+
+A module may rename, resize or convert what it loads: by the `_version` of a part, by a hook, or by a method of its own. Only
+the module knows. So if the stored tensors have other names, shapes or versions than those here, it is asked before anything is
+called a mismatch, and before any of its tensors changes.
+
+Invariants
+  MODULETRIAL-1  After a trial the module has the tensors, attributes and hooks that it had before, and their values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from checkpointd_client.capture import objects
+from checkpointd_client.capture.optimizer_layout import like_without_memory
+from checkpointd_client.capture.tensors import PLAIN_TENSORS
+from checkpointd_client.sharding.dtensor import is_dtensor
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the module said of the keys that it was offered. `missing` are keys of its own, `unexpected` are offered ones.
+
+    `renamed`: by offered key, the key of the tensor here that gets its values as they are, if that is another one.
+    `converted`: by key of a tensor here, the dtypes of what it gets and of itself, if they differ.
+    """
+
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+    renamed: Mapping[str, str]
+    converted: Mapping[str, tuple[torch.dtype, torch.dtype]]
+
+
+def ask(module: nn.Module, live: Mapping[str, Any], offered: Mapping[str, Any], versions: object) -> Verdict | str:
+    """What the module says of `offered`, or why it cannot load it. `live`: its state_dict(). `versions`: the `_metadata`."""
+    given = OrderedDict(offered)
+    setattr(given, objects.METADATA, versions)
+    copies = _Copies()
+    options = {"strict": False} if objects.takes(module.load_state_dict, "strict") else {}
+    with _apart(module) as stand_ins:
+        try:
+            with copies:
+                told = module.load_state_dict(given, **options)
+        except Exception as error:  # the user's code may raise anything, and torch raises for wrong shapes
+            return f"{type(error).__name__}: {error}"
+        keys = {id(stand_ins.get(id(value), value)): key for key, value in live.items()}
+    names = {id(value): key for key, value in offered.items()}
+    found = [(keys[id(to)], names.get(id(source)), to, source) for to, source in copies.made if id(to) in keys]
+    return Verdict(
+        frozenset(getattr(told, "missing_keys", ())),
+        frozenset(getattr(told, "unexpected_keys", ())),
+        {name: key for key, name, _, _ in found if name is not None and name != key},
+        {key: (source.dtype, to.dtype) for key, _, to, source in found if source.dtype != to.dtype},
+    )
+
+
+@dataclass(slots=True)
+class _Made:
+    """Stand-ins for tensors, by the id() of each."""
+
+    known: dict[int, Any] = field(default_factory=dict)
+
+    def of(self, live: Any) -> Any:
+        """A tensor like `live` without memory; `live` itself if it is None or of a class that may not allow one."""
+        if id(live) not in self.known:
+            self.known[id(live)] = _stand_in(live)
+        return self.known[id(live)]
+
+
+def _stand_in(live: Any) -> Any:
+    if is_lazy(live):
+        cls: Any = type(live)
+        return cls(device="meta", dtype=live.dtype, requires_grad=live.requires_grad)
+    if type(live) not in PLAIN_TENSORS and not is_dtensor(live):
+        return live
+    made = like_without_memory(live.detach())
+    if isinstance(live, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=live.requires_grad)
+    vars(made).update(vars(live))
+    return made
+
+
+class _Copies(TorchFunctionMode):
+    """Notes which tensor is copied to which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and len(args) > 1 and isinstance(args[1], torch.Tensor):
+            self.made.append((args[0], args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _apart(module: nn.Module) -> Iterator[Mapping[int, Any]]:
+    """The module with stand-ins for its tensors, which are given by the id() of each. At the end all is put back."""
+    made, saved = _Made(), [_Attributes.of(vars(part)) for part in module.modules()]
+    try:
+        for kept in saved:
+            for tensors in (kept.inside["_parameters"], kept.inside["_buffers"]):
+                tensors.update({name: made.of(one) for name, one in tensors.items()})
+        yield made.known
+    finally:
+        for kept in saved:
+            kept.put_back()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attributes:
+    """The attributes of an object as they were, with the content of those that are containers."""
+
+    inside: dict[str, Any]
+    was: dict[str, Any]
+    contents: list[tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, inside: dict[str, Any]) -> _Attributes:
+        containers = [value for value in inside.values() if type(value) in (dict, OrderedDict, set, list)]
+        return cls(inside, dict(inside), [(value, copy.copy(value)) for value in containers])
+
+    def put_back(self) -> None:
+        self.inside.clear()
+        self.inside.update(self.was)
+        for value, content in self.contents:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)

@@ -1,0 +1,258 @@
+"""A module is asked what it takes, as torch asks it, before anything is called a mismatch."""
+
+from __future__ import annotations
+
+import collections
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils import weight_norm as old_weight_norm
+
+from checkpointd.errors import MismatchError, StateError
+from tests.unit.client.capture_and_fill import same, save
+
+
+class Plain(nn.Module):
+    """Version 1: rows in one order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.arange(12.0).reshape(6, 2))
+
+
+class Turned(nn.Module):
+    """Version 2: the same rows in another order, into which it converts those of version 1."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(6, 2))
+
+    def _load_from_state_dict(self, found: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            found[f"{prefix}rows"] = found[f"{prefix}rows"].flip(0)
+        super()._load_from_state_dict(found, prefix, metadata, *rest)
+
+
+class Transposed(Turned):
+    """It hands on a view of what it gets, so its parameter must not be that memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(2, 6))
+
+    def _load_from_state_dict(self, found: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            found[f"{prefix}rows"] = found[f"{prefix}rows"].t()
+        nn.Module._load_from_state_dict(self, found, prefix, metadata, *rest)
+
+
+class Split(nn.Module):
+    """Its one tensor of earlier times is two, which a hook makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.upper, self.lower = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(3, 2))
+        self.register_load_state_dict_pre_hook(self._split)
+
+    @staticmethod
+    def _split(_module: nn.Module, found: Any, prefix: str, *_: Any) -> None:
+        whole = found.pop(f"{prefix}rows", None)
+        if whole is not None:
+            found[f"{prefix}upper"], found[f"{prefix}lower"] = whole.chunk(2)
+
+
+class Renamed(nn.Module):
+    """It calls its tensor by another name now, and once, and for all, forgets the hook that says so."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.lines = nn.Parameter(torch.zeros(6, 2, dtype=dtype))
+        self._hook = self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module: Any, found: Any, prefix: str, *_: Any) -> None:
+        if f"{prefix}rows" in found:
+            found[f"{prefix}lines"] = found.pop(f"{prefix}rows")
+        module._hook.remove()
+
+
+class Resizing(nn.Module):
+    """Its buffer is empty before the first batch, as that of an observer."""
+
+    def __init__(self, size: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.arange(float(size)).to(dtype))
+
+    def _load_from_state_dict(self, found: Any, prefix: str, *rest: Any) -> None:
+        self.low.resize_(found[f"{prefix}low"].shape)
+        super()._load_from_state_dict(found, prefix, *rest)
+
+
+def by_torch(trained: nn.Module, mine: nn.Module) -> dict[str, Any]:
+    """What torch.save and load_state_dict make of it."""
+    file = io.BytesIO()
+    torch.save(trained.state_dict(), file)
+    file.seek(0)
+    mine.load_state_dict(torch.load(file, weights_only=True))
+    return mine.state_dict()
+
+
+def weight_normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), norm(nn.Linear(3, 2)))
+
+
+def observed(batches: int) -> nn.Module:
+    found = torch.ao.quantization.PerChannelMinMaxObserver()
+    for _ in range(batches):
+        found(torch.randn(4, 5))
+    return found
+
+
+def faked(batches: int) -> nn.Module:
+    observer = torch.ao.quantization.default_per_channel_weight_fake_quant
+    found: nn.Module = observer()
+    for _ in range(batches):
+        found(torch.randn(4, 5))
+    return found
+
+
+PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "version": (Plain, Turned),
+    "version_of_a_part": (lambda: nn.Sequential(nn.ReLU(), Plain()), lambda: nn.Sequential(nn.ReLU(), Turned())),
+    "version_and_shape": (Plain, Transposed),
+    "same_version": (Turned, Turned),
+    "split": (Plain, Split),
+    "renamed": (Plain, Renamed),
+    "weight_norm": (lambda: weight_normed(old_weight_norm), lambda: weight_normed(parametrizations.weight_norm)),
+    "resized": (lambda: Resizing(4), Resizing),
+    "observer": (lambda: observed(2), lambda: observed(0)),
+    "fake_quantize": (lambda: faked(2), lambda: faked(0)),
+    "lazy": (lambda: nn.Linear(3, 2), lambda: nn.LazyLinear(2)),
+    "lazy_inside": (
+        lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)),
+        lambda: nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_torch_loads_is_loaded(name: str) -> None:
+    torch.manual_seed(0)
+    make, make_now = PAIRS[name]
+    trained = make()
+    want, mine = by_torch(trained, make_now()), make_now()
+    save({"m": trained}).load({"m": mine})
+    assert same(dict(mine.state_dict()), dict(want))
+
+
+@pytest.mark.parametrize("name", [name for name in PAIRS if name != "same_version"])
+def test_a_trial_changes_nothing(name: str) -> None:
+    """MODULETRIAL-1."""
+    torch.manual_seed(0)
+    make, make_now = PAIRS[name]
+    mine = make_now()
+    inside = [(part, dict(vars(part)), dict(part._parameters), dict(part._buffers)) for part in mine.modules()]
+    hooks = [list(part._load_state_dict_pre_hooks) for part in mine.modules()]
+    values = {key: value for key, value in mine.state_dict().items() if not nn.parameter.is_lazy(value)}
+    copies = {key: value.clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
+    save({"m": make()}).prepare({"m": mine})
+    for part, attributes, parameters, buffers in inside:
+        assert vars(part).keys() == attributes.keys()
+        assert all(vars(part)[key] is value for key, value in attributes.items())
+        assert {key: id(value) for key, value in part._parameters.items()} == {key: id(p) for key, p in parameters.items()}
+        assert {key: id(value) for key, value in part._buffers.items()} == {key: id(b) for key, b in buffers.items()}
+    assert [list(part._load_state_dict_pre_hooks) for part in mine.modules()] == hooks
+    assert all(same(values[key].detach(), value.detach()) for key, value in copies.items())
+
+
+def test_the_optimizer_finds_the_state_of_a_parameter_that_its_module_renames() -> None:
+    trained, mine = Plain(), Renamed()
+    adam, mine_adam = torch.optim.Adam(trained.parameters()), torch.optim.Adam(mine.parameters())
+    trained.rows.sum().backward()
+    adam.step()
+    for order in (("m", "o"), ("o", "m")):
+        now: dict[str, Any] = {"m": mine, "o": mine_adam}
+        save({"m": trained, "o": adam}).load({key: now[key] for key in order})
+        assert same(mine_adam.state[mine.lines], adam.state[trained.rows])
+        mine, mine_adam = (again := Renamed()), torch.optim.Adam(again.parameters())
+
+
+def test_what_the_module_does_not_take_is_told_as_before() -> None:
+    with pytest.raises(MismatchError, match=r"m\.more: in the checkpoint, and nowhere") as told:
+        save({"m": nn.ParameterDict({"more": torch.ones(1), "rows": torch.ones(1)})}).prepare({"m": Renamed()})
+    assert "m.rows: " in str(told.value)  # its size is another one, so it is not taken under any name
+    with pytest.raises(MismatchError, match=r"m\.lines: missing"):
+        save({"m": nn.ParameterDict({})}).prepare({"m": Renamed()})
+
+
+@pytest.mark.parametrize("make", [lambda: Renamed(torch.bfloat16), lambda: Resizing(0, torch.bfloat16)])
+def test_the_module_converts_no_dtype_unless_the_load_may(make: Callable[[], nn.Module]) -> None:
+    trained = Plain() if isinstance(make(), Renamed) else Resizing(4)
+    with pytest.raises(MismatchError, match="dtype float32 is stored, and bfloat16 is there now"):
+        save({"m": trained}).prepare({"m": make()})
+    mine = make()
+    save({"m": trained}).load({"m": mine}, cast=True)
+    [want], [value] = trained.state_dict().values(), mine.state_dict().values()
+    assert same(value, want.to(torch.bfloat16))
+
+
+def test_a_version_that_the_module_cannot_convert_is_a_mismatch_and_its_tensors_stay() -> None:
+    class Strict(Turned):
+        def _load_from_state_dict(self, found: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+            raise NotImplementedError("rows of version 1 mean something else")
+
+    mine = Strict()
+    with pytest.raises(MismatchError, match=r"m.rows: .*another version of its module.*mean something else"):
+        save({"m": Plain()}).prepare({"m": mine})
+    saved = save({"m": Plain(), "other": torch.ones(2)})
+    into: dict[str, Any] = {"m": mine, "other": torch.zeros(2)}
+    restoration = saved.prepare(into, strict=False)
+    saved.fill(restoration)
+    restoration.finish()
+    assert same(into["other"], torch.ones(2))
+    assert not mine.rows.any()
+
+
+def test_a_state_dict_in_place_of_a_module_of_another_version_is_a_mismatch() -> None:
+    trained, mine = Plain(), Turned()
+    with pytest.raises(MismatchError, match="pass the module itself"):
+        save({"m": trained.state_dict()}).prepare({"m": mine.state_dict()})
+
+
+def test_attributes_of_a_dict_come_back() -> None:
+    class Versioned:
+        """Its state_dict() has more than items, as that of a TensorDict."""
+
+        def __init__(self, value: float) -> None:
+            self.value = torch.tensor(value)
+
+        def state_dict(self) -> Any:
+            found = Plain().state_dict()
+            found.clear()
+            found["value"] = self.value
+            found._metadata = {"": {"shape": [2, 3]}}
+            found.more = {"inner": torch.full((2,), float(self.value))}
+            return found
+
+        def load_state_dict(self, state: Any) -> None:
+            assert state._metadata == {"": {"shape": [2, 3]}}
+            assert same(state.more["inner"], torch.full((2,), 7.0))
+            self.value = state["value"]
+
+    mine = Versioned(0.0)
+    save({"buffer": Versioned(7.0)}).load({"buffer": mine})
+    assert mine.value == 7.0
+
+
+def test_an_attribute_that_cannot_be_stored_is_refused_by_name() -> None:
+    found: Any = collections.OrderedDict(a=1)
+    found.hook = lambda: None
+    with pytest.raises(StateError, match=r"m\.hook: .*function"):
+        save({"m": found})
