@@ -96,16 +96,16 @@ def client_state(node: bytes) -> Callable[[Forger], None]:
     """A tree whose client_state is the msgpack `node`."""
 
     def forge(forger: Forger) -> None:
-        [_, _, [[_, state], _]] = msgspec.msgpack.decode(forger.index()["tree"])
-        head = b"\x93\xa1D\xa4dict\x92" + msgspec.msgpack.encode(["state", state])
-        forger.edit_index(tree=head + b"\x92\xacclient_state" + node)
+        [_, _, [[_, state], _], _] = msgspec.msgpack.decode(forger.index()["tree"])
+        head = b"\x94\xa1D\xa4dict\x92" + msgspec.msgpack.encode(["state", state])
+        forger.edit_index(tree=head + b"\x92\xacclient_state" + node + b"\xc0")
 
     return forge
 
 
 def value(node: object) -> Callable[[Forger], None]:
     """A client_state with one value."""
-    return client_state(msgspec.msgpack.encode(["D", "dict", [["x", node]]]))
+    return client_state(msgspec.msgpack.encode(["D", "dict", [["x", node]], None]))
 
 
 def zstd_header(content_size: int) -> bytes:

@@ -21,7 +21,7 @@ from checkpointd.layout.strides import contiguous_stride
 OWN_VALUES_MAX = 64
 """A rank with more own values has none: all of them count as its frame, so that votes stay small."""
 _PARTS = ("state", "client_state")
-_RAW_ITEMS = msgspec.msgpack.Decoder(tuple[str, str, tuple[tuple[msgspec.Raw, msgspec.Raw], ...]])
+_RAW_ITEMS = msgspec.msgpack.Decoder(tuple[str, str, tuple[tuple[msgspec.Raw, msgspec.Raw], ...], msgspec.Raw])
 _TEXT = msgspec.msgpack.Decoder(str)
 
 
@@ -107,7 +107,8 @@ class _Contents:
     def _without_values(self, node: tree.Node, fqn: str) -> object:
         """The structure of `node`; notes the own values at and below it."""
         if isinstance(node, tree.Dict) and all(isinstance(key, str) for key, _ in node.items):
-            return node.kind, [(key, self._without_values(child, f"{fqn}.{key}")) for key, child in node.items]
+            items = [(key, self._without_values(child, f"{fqn}.{key}")) for key, child in node.items]
+            return node.kind, items, node.attributes
         if _has_dict(node):
             return node
         if fqn in self._values:
@@ -128,10 +129,10 @@ class _Contents:
 
 
 def _items(data: bytes | msgspec.Raw) -> tuple[str, tuple[tuple[msgspec.Raw, msgspec.Raw], ...]]:
-    """The kind of the mapping in `data`, and its items. DecodeError if it is something else."""
-    tag, kind, items = _RAW_ITEMS.decode(data)
-    if tag != "D":
-        raise msgspec.DecodeError("not a mapping")
+    """The kind of the mapping in `data`, which has no attributes, and its items. DecodeError if it is something else."""
+    tag, kind, items, attributes = _RAW_ITEMS.decode(data)
+    if tag != "D" or bytes(attributes) != b"\xc0":
+        raise msgspec.DecodeError("not a mapping without attributes")
     return kind, items
 
 

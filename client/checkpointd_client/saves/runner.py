@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -153,14 +154,20 @@ class InlineRunner:
         job.announced.set()
         job.progress.begin(0)  # the bytes of an earlier writer do not count for this one
         job.progress.told, job.progress.spent = None, SaveMeter(staging_s=job.save.handle.timings.staged_s)
-        attempt: Attempt = Attempt(
+
+        def entered(phase: Phase) -> None:
+            running = own()
+            self._endings.entered(job, phase, None if running is None else running.error)
+
+        attempt = Attempt(
             self._state,
             info,
             deadline=asyncio.get_running_loop().time() + job.left_s(self._state.commit.timeout_s),
             progress=job.progress,
-            on_phase=lambda phase: self._endings.entered(job, phase, attempt.error),
+            on_phase=entered,
             on_free=job.free,
         )
+        own = weakref.ref(attempt)  # with `attempt` itself, a cycle would keep the snapshot's memory after close()
         job.save.voting = attempt
         task = asyncio.current_task()
         if task is not None:

@@ -102,7 +102,8 @@ def test_every_rank_hears_the_same_problem_and_its_own_words_for_it() -> None:
 def _told(rank: int, error: CheckpointdError | None, fqn: str) -> None:
     assert isinstance(error, MismatchError)
     assert error.mismatches == (f"{fqn}: in the checkpoint, and nowhere in the objects of any rank",)
-    assert str(error).endswith("rank 0, which lists them" if rank else f"strict=False:\n  {error.mismatches[0]}")
+    listed = f"all values of the objects would come from the checkpoint. They are:\n  {error.mismatches[0]}"
+    assert str(error).endswith("rank 0, which lists them" if rank else listed)
 
 
 def test_what_one_rank_has_a_place_for_is_fine_and_what_none_has_ends_the_load_on_all_or_is_said() -> None:

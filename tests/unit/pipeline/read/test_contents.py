@@ -64,8 +64,13 @@ def test_values_in_a_part_without_global_tensors_count_one_by_one() -> None:
         saved(client=mapping(epoch=1)),
         saved(extra=mapping(list=tree.Sequence("list", (mapping(a=1),)))),
         saved(extra=mapping()),
+        saved(model=tree.Dict("dict", MODEL.items, mapping(_metadata=1))),
+        saved(extra=tree.Dict("OrderedDict", (("a", 1),), mapping(_metadata=1))),
     ],
-    ids=["own tensor beside a global one", "tree", "client state", "list with a dict", "empty dict"],
+    ids=[
+        *("own tensor beside a global one", "tree", "client state", "list with a dict", "empty dict"),
+        *("attributes beside a global tensor", "attributes"),
+    ],
 )
 def test_all_else_is_the_frame(other: StoredContent) -> None:
     assert (other.frame, other.own_values.keys()) != (saved().frame, saved().own_values.keys())
