@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,20 @@ def whole(name: str, value: object, *, least: int = 1, most: float = math.inf) -
         raise UsageError(f"{name} is {value!r:.80}; it must be a whole number, {least} or more")
     if value > most:
         raise UsageError(f"{name} is {value!r:.80}; choose {most} or less")
+
+
+def counted(name: str, value: object, *, least: int = 0, most: float = math.inf) -> int:
+    """The int that `value` stands for: itself, or a whole number of numpy or torch, such as a counter in a tensor. Raises as
+    `whole`.
+    """
+    is_flag = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    try:
+        number: object = value if is_flag else operator.index(value)  # type: ignore[arg-type]  # what is no number raises
+    except (TypeError, ValueError, RuntimeError):
+        number = value
+    whole(name, number, least=least, most=most)
+    assert isinstance(number, int)  # whole() looked
+    return number
 
 
 def seconds(name: str, value: object, *, most: float = math.inf, zero: bool = False) -> None:

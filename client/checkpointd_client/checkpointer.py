@@ -184,7 +184,8 @@ class Checkpointer:
         verify_first: bool = False,
         share_reads: bool = False,
     ) -> Loaded | None:
-        """Load the newest checkpoint, or `tag`, into the objects of `state`, in place; None if there is no checkpoint.
+        """Load the newest checkpoint, or `tag`, into the objects of `state`, in place; None if there is no checkpoint. The tag
+        "latest" means the newest, too.
 
         Call it on every rank. The number of ranks and the sharding may differ from the save's. Per-rank state that was not
         equal on all ranks is then left alone and listed in `Loaded.per_rank_left`. `cast`: convert between floating dtypes.

@@ -28,7 +28,7 @@ from checkpointd.commands import start_sidecar
 from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, Ranks, SpoolConfig, check_job
 from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StateError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.files import WHOLE, check_leftovers, check_names, check_place
-from checkpointd.layout.keys import SERVICE, AttemptId, check_tag
+from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, check_tag
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.candidates import listed, note_tag_passed_over
@@ -282,7 +282,7 @@ class Core:
         Checkpointer.load().
         """
         self._check_open("load")
-        tag = None if tag is None else check_tag(tag)
+        tag = None if tag is None or tag == LATEST else check_tag(tag)
         check_load(state, strict=strict, fallback=fallback, cast=cast, verify_first=verify_first, share_reads=share_reads)
         self._saver.fence()
         self.settle()  # a save that commits now may replace the checkpoint to load
@@ -438,6 +438,7 @@ class Core:
 
     def preempted(self, step: int) -> bool:
         """Whether all ranks should now save `step` and leave. Answers as Checkpointer.preempted()."""
+        step = arguments.counted("step", step)
         return self._preemption.ask(step) if self._preemption else False
 
     @property

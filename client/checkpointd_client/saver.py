@@ -100,7 +100,7 @@ def asked(
     required: bool = False,
 ) -> SaveRequest:
     """Check the arguments of a save. UsageError names a bad one. `tag`: None means global_step<step>."""
-    arguments.whole("step", step, least=0, most=STEP_MAX)
+    step = arguments.counted("step", step, most=STEP_MAX)
     tag = check_tag(default_tag(step) if tag is None else tag)
     arguments.flag("save_latest", save_latest)
     arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)

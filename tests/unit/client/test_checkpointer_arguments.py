@@ -91,6 +91,24 @@ def test_times_may_be_numbers_of_numpy(tmp_path: Path) -> None:
         ckpt.save(1, STATE).wait(np.float64(60))
 
 
+@pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor(3, dtype=torch.int32)])
+def test_a_step_may_be_a_number_of_numpy_or_torch(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        assert not ckpt.preempted(step)
+        ckpt.save(step, STATE).wait()
+        assert [(found.tag, found.step) for found in ckpt.list()] == [("global_step3", 3)]
+        assert type(ckpt.list()[0].step) is int
+
+
+def test_latest_is_a_tag_that_loads_the_newest(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        assert ckpt.load({"w": torch.zeros(1)}, "latest") is None
+        for step in range(2):
+            ckpt.save(step, {"w": torch.full((1,), float(step))}).wait()
+        loaded = ckpt.load(into := {"w": torch.zeros(1)}, tag="latest")
+        assert (loaded and loaded.step, into["w"].item()) == (1, 1.0)
+
+
 def test_the_largest_step_can_be_saved_and_loaded(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(2**64 - 1, STATE).wait()
@@ -109,7 +127,8 @@ def test_every_argument_has_its_check() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"step": value}, "step is ") for value in (True, -1, 1.0, "1", None, np.int64(3), 2**64)]
+    [({"step": value}, "step is ") for value in (True, -1, 1.0, "1", None, 2**64, np.bool_(True), np.float64(3), np.int64(-3))]
+    + [({"step": value}, "step is ") for value in (torch.tensor(True), torch.tensor(1.0), torch.tensor([1, 2]))]
     + [({"step": {"model": "x" * 1000}}, r"^step is \{'model': 'x{69}; it must be a whole number, 0 or more")]
     + [({"tag": value}, "tag") for value in ("", "a/b", 3, b"x")]
     + [({"save_latest": value}, "save_latest is ") for value in NO_FLAGS]

@@ -128,3 +128,12 @@ def test_a_home_directory_that_no_shell_expanded_is_refused(root: str, monkeypat
         open_store(root)
     assert open_store(f"./{root}").url == os.path.abspath(root)
     assert open_store("~nobody-has-this-name/a").url == os.path.abspath("~nobody-has-this-name/a")
+
+
+@pytest.mark.parametrize("root", ["$HOME", "${HOME}/runs/a"])
+def test_a_variable_that_no_shell_has_replaced_is_refused_with_the_path_that_was_meant(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    with pytest.raises(UsageError, match="give '/home/me"):
+        open_store(root)

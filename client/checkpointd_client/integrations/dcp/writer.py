@@ -95,7 +95,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
     ) -> None:
         super().__init__()
         if step is not None:
-            arguments.whole("step", step, least=0, most=STEP_MAX)
+            step = arguments.counted("step", step, most=STEP_MAX)
         arguments.seconds("commit_timeout_s", commit_timeout_s, most=arguments.TIMEOUT_S_MAX)
         arguments.flag("overwrite", overwrite)
         arguments.flag("save_latest", save_latest)
