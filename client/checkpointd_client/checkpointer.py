@@ -253,8 +253,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the saves in flight, then release everything. A second call does nothing.
 
-        Raises the error of the last save if it failed and nobody has looked at its handle. After a preemption signal it waits
-        only until that signal's grace period ends.
+        Raises the error of the last save that was not skipped, if it failed and nobody has looked at its handle. After a
+        preemption signal it waits only until that signal's grace period ends.
         """
         self._core.close()
 

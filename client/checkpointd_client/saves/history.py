@@ -96,7 +96,7 @@ class SaveHistory:
         self.superseded = 0
         """Saves that were dropped from the spool for newer ones."""
         self.last_failed: SaveHandle | None = None
-        """The newest save that ended, if it failed. Saves may end in another order than they began."""
+        """The newest save that ended and was not skipped, if it failed. Saves may end in another order than they began."""
         self._newest_began = 0.0
         self._newest_committed: float | None = None
         """When the newest save began that has committed."""
@@ -117,7 +117,7 @@ class SaveHistory:
             self.failed += phase is not Phase.COMMITTED and not is_superseded
             if phase is Phase.COMMITTED:
                 self._newest_committed = max(save.began, self._newest_committed or save.began)
-            if save.began >= self._newest_began:
+            if save.began >= self._newest_began and phase is not Phase.SKIPPED:
                 self._newest_began = save.began
                 self.last_failed = None if phase is Phase.COMMITTED or is_superseded else save.handle
 

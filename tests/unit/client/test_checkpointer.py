@@ -130,6 +130,18 @@ def test_when_busy_skip_skips_and_says_so(tmp_path: Path, monkeypatch: pytest.Mo
         assert ckpt.save(4, _state(4)).wait().phase == "committed"
 
 
+def test_a_skipped_last_save_is_no_error_of_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what the user asked for."""
+    held = HeldPersist(monkeypatch)
+    ckpt = Checkpointer(tmp_path, when_busy="skip")
+    for step in (1, 2, 3):
+        last = ckpt.save(step, _state(step))
+    wait_until(last.done, "the third save has ended")
+    held.go.set()
+    ckpt.close()
+    assert last.phase == "skipped"
+
+
 def test_who_waits_for_a_save_finds_it_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = SaveHistory.end
 
