@@ -174,8 +174,9 @@ def test_bad_tags_are_refused_with_the_reason(tmp_path: Path, tag: object) -> No
     with Checkpointer(tmp_path) as ckpt:
         with pytest.raises(UsageError, match="tag"):
             ckpt.save(1, _state(), tag=tag)
-        with pytest.raises(UsageError, match="tag"):
-            ckpt.load(_state(), tag=tag)
+        if tag != "latest":  # which a load takes for the newest
+            with pytest.raises(UsageError, match="tag"):
+                ckpt.load(_state(), tag=tag)
         assert ckpt.status().attempts == ()
 
 
