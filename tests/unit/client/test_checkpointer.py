@@ -161,6 +161,7 @@ def test_status_is_typed_serialisable_and_has_errors(tmp_path: Path) -> None:
         ckpt.save(1, _state()).wait()
         with pytest.raises(StateError):
             ckpt.save(2, {"bad": object()})
+        wait_until(lambda: ckpt.status().saves_failed, "the second save has ended, which nobody waits for")
         ckpt.save(3, _state()).wait()
         status = ckpt.status()
         assert msgspec.json.decode(status.to_json(), type=Status) == status
