@@ -306,7 +306,9 @@ def _planned(name: str, items: Sequence[Item], tied: Mapping[str, str], versions
     here = {item.name for item in items}
     metadata = {other: kept for other, kept in tied.items() if kept in here}
     if versions:
-        metadata[METADATA] = json.dumps({path: dict(tree.items(version)) for path, version in versions.items()}, default=str)
+        metadata[METADATA] = json.dumps(
+            {path: dict(tree.items(version)) for path, version in versions.items()}, default=str, skipkeys=True
+        )
     try:
         return plan_file(name, items, {**metadata, "format": "pt"})
     except Unsupported as error:

@@ -57,9 +57,11 @@ def ask(module: nn.Module, live: Mapping[str, Any], offered: Mapping[str, Any], 
         keys = {id(stand_ins.get(id(value), value)): key for key, value in live.items()}
     names = {id(value): key for key, value in offered.items()}
     found = [(keys[id(to)], names.get(id(source)), to, source) for to, source in copies.made if id(to) in keys]
+    # A load_state_dict() of the user's own may return nothing: then only what was copied is known to have been taken.
+    got, given_as_it_is = {key for key, _, _, _ in found}, {name for _, name, _, _ in found}
     return Verdict(
-        frozenset(getattr(told, "missing_keys", ())),
-        frozenset(getattr(told, "unexpected_keys", ())),
+        frozenset(getattr(told, "missing_keys", live.keys() - got)),
+        frozenset(getattr(told, "unexpected_keys", offered.keys() - given_as_it_is)),
         {name: key for key, name, _, _ in found if name is not None and name != key},
         {key: (source.dtype, to.dtype) for key, _, to, source in found if source.dtype != to.dtype},
     )

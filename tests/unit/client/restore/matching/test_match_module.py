@@ -192,6 +192,21 @@ def test_what_the_module_does_not_take_is_told_as_before() -> None:
         save({"m": nn.ParameterDict({})}).prepare({"m": Renamed()})
 
 
+class Silent(nn.Linear):
+    """Its load_state_dict() takes what it knows, and says nothing of the rest."""
+
+    def load_state_dict(self, found: Any) -> None:  # type: ignore[override]  # as users write it
+        super().load_state_dict({key: value for key, value in found.items() if key == "weight"}, strict=False)
+
+
+def test_a_module_that_says_nothing_of_what_it_takes_hides_nothing() -> None:
+    with pytest.raises(MismatchError, match=r"m\.bias: missing"):
+        save({"m": nn.Linear(3, 2, bias=False)}).prepare({"m": Silent(3, 2)})
+    more = nn.ParameterDict({"weight": torch.ones(2, 3), "bias": torch.ones(2), "more": torch.ones(1)})
+    with pytest.raises(MismatchError, match=r"m\.more: in the checkpoint, and nowhere"):
+        save({"m": more}).prepare({"m": Silent(3, 2)})
+
+
 @pytest.mark.parametrize("make", [lambda: Renamed(torch.bfloat16), lambda: Resizing(0, torch.bfloat16)])
 def test_the_module_converts_no_dtype_unless_the_load_may(make: Callable[[], nn.Module]) -> None:
     trained = Plain() if isinstance(make(), Renamed) else Resizing(4)
