@@ -332,7 +332,7 @@ class Core:
 
     @property
     def has_taken_up(self) -> bool:
-        """Whether this job may remove checkpoints of earlier ones."""
+        """Whether this job may remove checkpoints of earlier ones, or found none when it began."""
         return self._saver.has_taken_up
 
     @property

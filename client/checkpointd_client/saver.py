@@ -200,8 +200,8 @@ class Saver:
 
     @property
     def has_taken_up(self) -> bool:
-        """Whether this job may remove checkpoints of earlier ones."""
-        return self._state.tidier.keeps_before == 0
+        """Whether this job may remove checkpoints of earlier ones, or found none when it began."""
+        return self._state.tidier.keeps_before == 0 or not self._epoch.checkpoints
 
     @property
     def latest(self) -> str | None:

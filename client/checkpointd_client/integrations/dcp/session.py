@@ -1,10 +1,11 @@
 """State that the DCP writers of this process share for one root: the thread, the store, the epoch, and running attempts.
 
-DCP opens and closes nothing: users make a writer for each save, or keep one. So the session stays until the process ends.
+DCP opens and closes nothing: users make a writer for each save, or keep one. So a session stays when its writers have gone.
 
-Invariant
+Invariants
   DCPSESSION-1  A session keeps the epoch that it took. If another job has begun a newer one, the session is fenced and stays
-      fenced. Processes of the same job, and this process itself, do not fence it.
+      fenced, and so does a later session at its root. Processes of the same job, and this process itself, do not fence it.
+  DCPSESSION-2  By the time that a writer saves at another root, the sessions without writers and running attempts have ended.
 """
 
 from __future__ import annotations
@@ -38,20 +39,28 @@ LEAVE_S = 10.0
 
 
 _sessions: dict[tuple[int, str], DcpSession] = {}
+_left: dict[tuple[int, str], Begun] = {}
+"""The last epoch of each session that has ended."""
 _loaded: set[tuple[int, str]] = set()
 """The roots that this process has loaded from."""
 _lock = threading.Lock()
 
 
-def session_of(root: str) -> DcpSession:
-    """The session of this process at `root`. UsageError if a Checkpointer of this process uses the root."""
+def session_of(root: str, writer: object) -> DcpSession:
+    """The session of this process at `root`, which `writer` uses. UsageError if a Checkpointer of this process uses the root."""
     claim_root(root)()  # a DCP save may take a new epoch, which would fence the Checkpointer
     key = _key(root)
     with _lock:
-        session = _sessions.get(key)
-        if session is None:
-            session = _sessions[key] = DcpSession(root)
-        return session
+        for idle in [one for one, session in _sessions.items() if one != key and session.is_idle]:
+            session = _sessions.pop(idle)
+            session.leave()
+            if session.begun is not None:
+                _left[idle] = session.begun
+        found = _sessions.get(key)
+        if found is None:
+            found = _sessions[key] = DcpSession(root, _left.pop(key, None))
+        found.writers.add(writer)
+        return found
 
 
 def take_up(root: str) -> None:
@@ -73,20 +82,33 @@ def _key(root: str) -> tuple[int, str]:
 class DcpSession:
     """One root in one process. Its methods are called on any thread but the writer's."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, before: Begun | None) -> None:
+        """`before`: the last epoch of the session that this process had there before."""
         persist = PersistConfig()
         self.writer = WriterThread(threads=persist.encoders + persist.writes)
         self.store: Store = open_store(root)
+        self.writers: weakref.WeakSet[object] = weakref.WeakSet()
+        self._before = before
         self._started: Started | None = None
         self._world_size = 0
         self.first = 0
         """The first epoch that was begun here."""
-        self._has_said = False
+        self._has_said, self._has_left = False, False
         self._saves: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._running: dict[Future[None], Callable[[], None]] = {}
         self._tidiers: weakref.WeakSet[Tidier] = weakref.WeakSet()
         at_exit(self.leave)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has neither writers nor running attempts."""
+        return not self.writers and not self._running
+
+    @property
+    def begun(self) -> Begun | None:
+        """The epoch that was taken last, here or by the session before."""
+        return self._before if self._started is None else self._started.begun
 
     def next_attempt(self, tag: str, beginner: Beginner) -> tuple[Begun, AttemptId, int]:
         """On the coordinator: the epoch, the next attempt at `tag` in it, and the number of saves before it.
@@ -103,16 +125,16 @@ class DcpSession:
             return begun, attempt, n
 
     def _current(self, beginner: Beginner) -> Begun:
-        before = self._started
+        before = self.begun
         if before is not None:
             newest = self.writer.call(epochs.newest(self.store), LOOK_TIMEOUT_S)
-            if newest > before.begun.number:
-                self.writer.call(self._check_own(before.begun.number, newest, beginner.job), LOOK_TIMEOUT_S)
-            elif newest == before.begun.number and self._world_size == beginner.world_size:
-                return before.begun
+            if newest > before.number:
+                self.writer.call(self._check_own(before.number, newest, beginner.job), LOOK_TIMEOUT_S)
+            elif newest == before.number and self._started is not None and self._world_size == beginner.world_size:
+                return before
             beginner = replace(beginner, take_over=False)  # done once; a later job must not be taken over
-        self._started = self.writer.call(begin(self.store, beginner), RECOVERY_TIMEOUT_S)
-        end(self.writer, before)
+        ended, self._started = self._started, self.writer.call(begin(self.store, beginner), RECOVERY_TIMEOUT_S)
+        end(self.writer, ended)
         self._world_size = beginner.world_size
         self._saves.clear()
         return self._started.begun
@@ -147,7 +169,12 @@ class DcpSession:
         running.add_done_callback(lambda done: self._running.pop(done, None))
 
     def leave(self) -> None:
-        """At the end of the process: abort the unfinished attempts that it coordinates, and wait briefly for the others."""
+        """End the session: abort the unfinished attempts that it coordinates, and wait briefly for the others. A second call does
+        nothing.
+        """
+        if self._has_left:
+            return
+        self._has_left = True
         running = dict(self._running)
         for leave in running.values():
             leave()

@@ -146,7 +146,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
             raise UsageError("use_collectives=False: a checkpoint is committed by all ranks together; leave it out")
         if self._tag is None:
             raise UsageError("which tag? Pass CheckpointdWriter(root, tag=...) or step=..., or checkpoint_id=... of dcp.save")
-        session = session_of(self._root)
+        session = session_of(self._root, self)
         if self._set_up is None or self._set_up[0] is not session:
             self._set_up = session, WriterState(store=session.store, persist=self._persist, commit=self._commit)
 

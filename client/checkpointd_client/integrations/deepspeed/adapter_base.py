@@ -227,6 +227,10 @@ class Adapter(ABC):
         """Wait for the saves in flight and end the background threads."""
         self._roots.close()
 
+    def leave(self) -> None:
+        """Close the roots until the engine saves or loads again. Raises nothing."""
+        self._roots.leave()
+
     def _begun(self, save_dir: str, root: str) -> Core:
         """The Checkpointer of a root to save in. DirectoryError on every rank if rank 0 cannot make the first `save_dir` there;
         for a later `save_dir`, the handle reports the error.

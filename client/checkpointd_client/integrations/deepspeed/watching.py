@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
@@ -39,18 +39,18 @@ class EngineSaver:
     """Saves what the libraries want to save with an engine. `plugs`: the adapters of the engines that are watched."""
 
     def __init__(self) -> None:
-        self.plugs: WeakKeyDictionary[Any, Adapter] = WeakKeyDictionary()
+        self.plugs: WeakSet[Adapter] = WeakSet()
+
+    def _plug_of(self, engine: Any) -> Adapter:
+        return next(plug for plug in self.plugs if plug.engine is engine)
 
     def serves(self, engine: Any | None) -> bool:
         """Whether it is one engine, and attached."""
-        if engine is None or isinstance(engine, tuple):
-            return False
-        plug = self.plugs.get(engine)
-        return plug is not None and plug.is_attached
+        return any(plug.engine is engine and plug.is_attached for plug in self.plugs)
 
     def filling(self, wanted: Wanted) -> Filling | None:
         """Let the directory be filled out of sight for the engine's next save; None for a root's own directory."""
-        plug = self.plugs[wanted.engine]
+        plug = self._plug_of(wanted.engine)
         root = SaveTarget.root_of(wanted.directory, plug._root)
         if wanted.directory == root:
             return None
@@ -60,7 +60,7 @@ class EngineSaver:
 
     def _save(self, engine: Any, filling: Filling, usual: tuple[str, ...]) -> SaveHandle | None:
         """Let the engine save as the library asked, together with the filled directory. All ranks must call it."""
-        plug = self.plugs[engine]
+        plug = self._plug_of(engine)
         call = filling.call or ((usual, {}) if filling.filled.fault else None)
         if call is None:
             filling.drop()
@@ -83,10 +83,15 @@ class EngineSaver:
         committed, but could not show before it died, appears then. The engine verifies its files itself.
         """
         if asked is None:
-            plug, place = self.plugs[engine], os.path.join(folder, "checkpoint_0")
+            plug, place = self._plug_of(engine), os.path.join(folder, "checkpoint_0")
             if plug._meet("load_state()", {"load_dir": os.path.abspath(place)}, plug._is_own(place))[0]:
                 plug._checkpointer(SaveTarget.root_of(place, plug._root))
         return None
+
+    def leave(self) -> None:
+        """Close the roots of all engines, until one saves or loads again."""
+        for plug in list(self.plugs):
+            plug.leave()
 
 
 ENGINES = EngineSaver()
@@ -95,7 +100,7 @@ ENGINES = EngineSaver()
 def watch(engine: Any, plug: Adapter) -> None:
     """Follow the saves of an attached engine."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
-    ENGINES.plugs[engine] = plug
+    ENGINES.plugs.add(plug)
 
     @functools.wraps(save)
     def save_checkpoint(save_dir: str, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,8 @@ Invariants
   OPENROOT-1  If a root was only loaded from, the job leaves it at its first save at another root: other jobs can then begin.
   OPENROOT-2  A root that is used again after it was left counts as loaded from only if no other job has begun there
       meanwhile.
+  OPENROOT-3  A root is closed when its last user leaves it. A user that was dropped without a word, such as an engine that
+      nobody destroyed, has left all its roots by the time that another one opens any.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,45 +31,52 @@ from checkpointd_client.settings import Options
 class _Shared:
     checkpointer: Core
     options: dict[str, Any]
-    holders: int
+    users: weakref.WeakSet[OpenRoots]
 
 
 _lock = threading.Lock()
 _open: dict[tuple[int, str], _Shared] = {}
+log = logging.getLogger("checkpointd")
 
 
-def borrow(root: str, options: dict[str, Any]) -> Core:
+def _borrow(root: str, user: OpenRoots, options: dict[str, Any]) -> Core:
     """The Checkpointer of `root`, made if there is none. UsageError if another user has it with other options."""
     key = _key(root)
     with _lock:
+        for dropped in [one for one, shared in _open.items() if not shared.users]:
+            _close_logged(dropped[1], _open.pop(dropped).checkpointer)
         shared = _open.get(key)
         if shared is None:
-            shared = _open[key] = _Shared(Core(root, Options.of(options)), dict(options), 0)
+            shared = _open[key] = _Shared(Core(root, Options.of(options)), dict(options), weakref.WeakSet())
         elif shared.options != options:
             raise UsageError(
                 f"another user in this process uses {root} with {shared.options}, and this one asks for {options}: "
                 "give both the same options, or detach the other first"
             )
-        shared.holders += 1
+        shared.users.add(user)
         return shared.checkpointer
 
 
-def give_back(root: str) -> None:
+def _give_back(root: str, user: OpenRoots) -> None:
     """Close the Checkpointer of `root` once nobody uses it; raises the errors of close()."""
     key = _key(root)
     with _lock:
         shared = _open[key]
-        shared.holders -= 1
-        if shared.holders == 0:
+        shared.users.discard(user)
+        if not shared.users:
             del _open[key]
             shared.checkpointer.close()  # under the lock: the next user makes a new one
 
 
+def _close_logged(root: str, checkpointer: Core) -> None:
+    try:
+        checkpointer.close()
+    except CheckpointdError as error:
+        log.error("closing the root %s failed: %s", root, error)
+
+
 def _key(root: str) -> tuple[int, str]:
     return os.getpid(), os.path.realpath(root)
-
-
-log = logging.getLogger("checkpointd")
 
 
 class OpenRoots:
@@ -89,7 +99,7 @@ class OpenRoots:
         """The Checkpointer of a root, made if there is none."""
         found = self.checkpointers.get(root)
         if found is None:
-            found = self.checkpointers[root] = borrow(self._store_of(root), self._options)
+            found = self.checkpointers[root] = _borrow(self._store_of(root), self, self._options)
             if self._left.pop(root, None) == found.status().epoch - 1:
                 found.take_up()
         if root == self.went_on_from:
@@ -104,13 +114,19 @@ class OpenRoots:
             self._leave(other)
         return found
 
+    def leave(self) -> None:
+        """Give back all Checkpointers until a root is used again. Logs the errors of close()."""
+        self._saved.clear()
+        for root in list(self.checkpointers):
+            self._leave(root)
+
     def _leave(self, root: str) -> None:
         checkpointer = self.checkpointers.pop(root)
         if checkpointer.has_taken_up:
             self._left[root] = checkpointer.status().epoch
         try:
-            give_back(self._store_of(root))
-        except CheckpointdError as error:  # from the save of another user, whose handle reports it
+            _give_back(self._store_of(root), self)
+        except CheckpointdError as error:  # a save failed, whose handle reports it
             log.error("closing the root %s failed: %s", root, error)
 
     def wait(self, timeout: float | None) -> None:
@@ -131,4 +147,4 @@ class OpenRoots:
         self._left.clear()
         with ExitStack() as stack:  # all of them, even if one raises
             for root in roots:
-                stack.callback(give_back, self._store_of(root))
+                stack.callback(_give_back, self._store_of(root), self)

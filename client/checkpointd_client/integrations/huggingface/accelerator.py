@@ -18,8 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from checkpointd_client.integrations.huggingface.filling import Wanted, chosen, filling_of
-from checkpointd_client.integrations.huggingface.replacing import SAVES, Function, replace
+from checkpointd_client.integrations.huggingface.filling import Wanted, chosen, filling_of, leave
+from checkpointd_client.integrations.huggingface.replacing import SAVES, Function, after, replace
 from checkpointd_client.integrations.huggingface.rotating import Limit
 from checkpointd_client.integrations.huggingface.trainer import ENGINES
 
@@ -36,6 +36,7 @@ def teach_accelerator() -> None:
         accelerator = importlib.import_module("accelerate").Accelerator
         replace(accelerator, "save_state", _saving_state)
         replace(accelerator, "load_state", _loading_state)
+        replace(accelerator, "end_training", after(leave))
 
 
 def _engine_of(accelerator: Any) -> Any:

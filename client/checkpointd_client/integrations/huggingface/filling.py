@@ -154,6 +154,10 @@ class SupportsFilling(Protocol):
         """The checkpoint to load: `asked`, or the newest in `folder`. None if the library's own choice stands."""
         ...
 
+    def leave(self) -> None:
+        """A training has ended: close its roots, which a later save opens again. Raises nothing."""
+        ...
+
 
 SAVERS: list[SupportsFilling] = []
 """Those that are installed."""
@@ -176,6 +180,12 @@ def chosen(engine: Any | None, folder: str, asked: str | None) -> str | None:
     """The checkpoint to load: `asked`, or the newest in `folder`. None if the library's own choice stands."""
     found = (saver.chosen(engine, folder, asked) for saver in SAVERS if saver.serves(engine))
     return next((one for one in found if one is not None), None)
+
+
+def leave() -> None:
+    """A training has ended, or another one begins: all savers close their roots."""
+    for saver in SAVERS:
+        saver.leave()
 
 
 _CURRENT: ContextVar[Filling | None] = ContextVar("the directory that is being filled", default=None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpointd.errors import UsageError
 from checkpointd_client.integrations.huggingface.accelerator import teach_accelerator
-from checkpointd_client.integrations.huggingface.filling import SAVERS
+from checkpointd_client.integrations.huggingface.filling import SAVERS, leave
 from checkpointd_client.integrations.huggingface.replacing import after, replace
 from checkpointd_client.integrations.huggingface.saving import DirectorySaver
 from checkpointd_client.integrations.huggingface.trainer import teach_trainer
@@ -44,5 +44,11 @@ def install(
         raise UsageError(f"install() was called with {_asked[1]} before, and now with {said}: call it once")
     teach_trainer()
     teach_accelerator()
-    replace(accelerate.Accelerator, "__init__", after(teach_trainer))  # the Trainer may be imported later, and makes one
+    replace(accelerate.Accelerator, "__init__", after(_begin))
     return _asked[0]
+
+
+def _begin() -> None:
+    """An Accelerator is made, so a training begins: the one before may have ended without a word (HFSAVING-4)."""
+    leave()
+    teach_trainer()  # it may have been imported since, and makes an Accelerator, too

@@ -7,6 +7,7 @@ Invariants
       error.
   HFSAVING-3  A checkpoint of checkpointd is loaded only if all ranks have found it whole. An older one is taken in its place
       only if nobody named it, and if its damage is proven.
+  HFSAVING-4  After a training, nothing of its checkpoints' roots stays in the process: no memory, thread or descriptor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from checkpointd import arguments
 from checkpointd.commands import command
+from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.errors import (
     CheckpointdError,
@@ -68,6 +70,8 @@ class DirectorySaver:
         self._timeout_s = options.get("commit_timeout_s", CommitConfig().timeout_s)
         arguments.seconds("commit_timeout_s", self._timeout_s, most=arguments.TIMEOUT_S_MAX)
         self._roots = OpenRoots(store_of, options)
+        self._failed: SaveHandle | None = None
+        """The last save of a training that has ended, if it failed: close() raises its error."""
 
     # --- what a user may ask for -------------------------------------------------------------------------------
 
@@ -83,6 +87,16 @@ class DirectorySaver:
         """Wait for the saves in flight, and leave the roots. A later save opens them again."""
         SAVES.settle()
         self._roots.close()
+        failed, self._failed = self._failed, None
+        if failed is not None and not failed.observed and (error := failed.peek()) is not None:
+            raise error
+
+    def leave(self) -> None:
+        """Wait for the saves in flight, and leave the roots (HFSAVING-4). Raises nothing: a later close() does."""
+        SAVES.settle()
+        self._roots.leave()
+        failed = self.handle is not None and self.handle.phase in (Phase.ABORTED, Phase.FAILED)
+        self._failed = self.handle if failed else None
 
     # --- saving ------------------------------------------------------------------------------------------------
 

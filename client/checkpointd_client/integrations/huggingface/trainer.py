@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from checkpointd.layout.keys import SERVICE
-from checkpointd_client.integrations.huggingface.filling import Filling, Wanted, chosen, current, filling_of, serves
+from checkpointd_client.integrations.huggingface.filling import Filling, Wanted, chosen, current, filling_of, leave, serves
 from checkpointd_client.integrations.huggingface.replacing import SAVES, Function, instead, replace, settled
 from checkpointd_client.integrations.huggingface.rotating import Limit
 
@@ -195,12 +195,13 @@ def _resuming(original: Function) -> Function:
     @functools.wraps(original)
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         SAVES.begin()
-        if resume_from_checkpoint and not self.is_deepspeed_enabled:  # an engine verifies its own files
-            asked = None if resume_from_checkpoint is True else os.fspath(resume_from_checkpoint)
-            resume_from_checkpoint = chosen(None, self.args.output_dir, asked) or resume_from_checkpoint
-        found = original(self, resume_from_checkpoint, *args, **kwargs)
-        SAVES.settle()
-        return found
+        try:
+            if resume_from_checkpoint and not self.is_deepspeed_enabled:  # an engine verifies its own files
+                asked = None if resume_from_checkpoint is True else os.fspath(resume_from_checkpoint)
+                resume_from_checkpoint = chosen(None, self.args.output_dir, asked) or resume_from_checkpoint
+            return original(self, resume_from_checkpoint, *args, **kwargs)
+        finally:
+            leave()
 
     return train
 

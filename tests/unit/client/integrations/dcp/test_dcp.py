@@ -298,6 +298,27 @@ def test_dcpsession_1_a_session_is_fenced_and_stays_so(tmp_path: Path, monkeypat
     assert [a.tag for a in attempts(tmp_path) if a.tag == "old_step11"] == []
 
 
+def test_dcpsession_2_a_session_that_nobody_uses_ends_and_its_root_stays_fenced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+
+    def threads() -> int:
+        return sum(thread.name.startswith("checkpointd") for thread in threading.enumerate())
+
+    dcp.save({"x": 1}, storage_writer=CheckpointdWriter(one, "step1"), **ALONE)
+    at_first = threads()
+    dcp.save({"x": 1}, storage_writer=CheckpointdWriter(other, "step1"), **ALONE)
+    assert threads() <= at_first
+    dcp.save({"x": 2}, storage_writer=CheckpointdWriter(one, "step2"), **ALONE)  # goes on at a root that it has left
+    assert {a.tag for a in attempts(one)} == {"step1", "step2"}
+    dcp.save({"x": 2}, storage_writer=CheckpointdWriter(other, "step2"), **ALONE)
+    _begin_elsewhere(one, monkeypatch)
+    with pytest.raises(CheckpointException) as fenced:
+        dcp.save({"x": 3}, storage_writer=CheckpointdWriter(one, "step3"), **ALONE)
+    assert isinstance(failure(fenced), FencedError)
+
+
 def test_dcpsession_1_a_session_goes_on_where_its_own_job_has_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from checkpointd.errors import UsageError
+from checkpointd.errors import CheckpointdError, StoreFullError, UsageError
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.huggingface.filling import Wanted
 from checkpointd_client.integrations.huggingface.saving import DirectorySaver
 
@@ -34,3 +36,35 @@ def test_a_run_without_a_load_replaces_what_it_saves_again(
     stored = {path.parent.name for path in (tmp_path / ".checkpointd" / "checkpoint-1").glob("*/*.file")}
     assert stored == ({"00000001-0", "00000002-0"} if stays else {"00000002-0"})
     assert ("has not loaded" in caplog.text) is stays
+
+
+def saved(saver: DirectorySaver, directory: Path, step: int) -> None:
+    filling = saver.filling(Wanted(str(directory), step, None))
+    assert filling is not None
+    with filling.active():
+        torch.save({"weight": torch.ones(3)}, Path(filling.filled.path, "model.pt"))
+    filling.save(filling, ())
+
+
+def test_a_root_that_was_left_is_saved_to_again_and_close_raises_the_error_of_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = DirectorySaver(None, {"retention": 1}, synchronous=False)
+    saved(saver, tmp_path / "run" / "checkpoint-1", 1)
+    saver.leave()
+    assert not saver._roots.checkpointers
+    saved(saver, tmp_path / "run" / "checkpoint-2", 2)
+    saver.leave()
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-2"}
+    saver.close()
+    with monkeypatch.context() as failing:
+        failing.setattr(PosixStore, "open_writer", full)
+        saved(saver, tmp_path / "run" / "checkpoint-3", 3)
+        saver.leave()
+    with pytest.raises(CheckpointdError, match="the disk is full"):
+        saver.close()
+    saver.close()
+
+
+async def full(*_: object, **__: object) -> Any:
+    raise StoreFullError("the disk is full")

@@ -54,6 +54,7 @@ class Served:
 
     def __init__(self, engine: object) -> None:
         self.engine = engine
+        self.left = 0
 
     def serves(self, engine: object) -> bool:
         return engine is self.engine
@@ -63,6 +64,9 @@ class Served:
 
     def chosen(self, engine: object, folder: str, asked: str | None) -> str | None:
         return f"{folder}/checkpoint-4" if asked is None else asked
+
+    def leave(self) -> None:
+        self.left += 1
 
 
 def test_a_save_on_sigterm_makes_no_directory_that_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +104,19 @@ def test_a_training_resumes_from_what_all_ranks_have_found_whole(
     monkeypatch.setattr(filling, "SAVERS", [Served(None)])
     training = SimpleNamespace(is_deepspeed_enabled=engine, args=SimpleNamespace(output_dir="out"))
     assert trainer._resuming(lambda _self, resume: resume)(training, asked) == resumed
+
+
+def test_a_training_leaves_its_roots_whether_it_ends_well_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, training = Served(None), SimpleNamespace(is_deepspeed_enabled=False, args=SimpleNamespace(output_dir="out"))
+    monkeypatch.setattr(filling, "SAVERS", [served])
+
+    def pruned(*_: object) -> None:
+        raise InterruptedError
+
+    trainer._resuming(lambda *_: None)(training)
+    with pytest.raises(InterruptedError):
+        trainer._resuming(pruned)(training)
+    assert served.left == 2
 
 
 def test_the_best_checkpoint_stays_until_a_better_one_has_committed(run: Run, saves: Saves) -> None:
