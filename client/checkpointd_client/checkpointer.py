@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
+from torch.distributed import ProcessGroup
+
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
@@ -62,6 +64,8 @@ class Checkpointer:
     what is due is exported, unless the job was preempted. With a sidecar, give it the rule instead; nothing waits for it then.
     `tensor_classes`: your own subclasses of torch.Tensor with `__tensor_flatten__` and `__tensor_unflatten__`, and the classes
     in what these return beside the inner tensors. Only such classes, and some of torchao and bitsandbytes, are stored and made.
+    `process_group`: the ranks that save and load together, if not all ranks of the job do. Make it on these only. Everywhere,
+    ranks are then those of the group.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
     (another job is alive at the root), RootNotSharedError, DeadlineError (ranks that did not come), StoreError, SidecarError
@@ -99,6 +103,7 @@ class Checkpointer:
         spool: str | os.PathLike[str] | SpoolConfig | None = None,
         export: ExportConfig | None = None,
         tensor_classes: Iterable[type] = (),
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self._core = Core(
             root,
@@ -130,6 +135,7 @@ class Checkpointer:
                 spool=spool,
                 export=export,
                 tensor_classes=tensor_classes,
+                process_group=process_group,
             ),
         )
 

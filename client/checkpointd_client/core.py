@@ -43,7 +43,7 @@ from checkpointd.store.showing import plain_files_of
 from checkpointd_client.examining import Examination, Nobody, Taker
 from checkpointd_client.lifetime import at_exit, check_apart, claim_root
 from checkpointd_client.loader import LOOK_S, Loaded, Loader, call_patiently, leave_record
-from checkpointd_client.ranks.board import find_ranks, open_board
+from checkpointd_client.ranks.board import find_ranks, group_store, open_board
 from checkpointd_client.ranks.load_rounds import LoadRounds
 from checkpointd_client.ranks.preemption import Preemption
 from checkpointd_client.ranks.rendezvous import Meetings
@@ -86,7 +86,7 @@ class Core:
         self._closed = True  # until everything below has worked: close() and the exit hook then do nothing
         arguments.path("root", root)
         self._options, persist, commit, graces = options, options.persist, options.commit, options.graces
-        self._ranks = find_ranks() if ranks is None else ranks
+        self._ranks = find_ranks(options.process_group) if ranks is None else ranks
         self._started: Started | None = None
         with ExitStack() as undo:
             self._give_back_root = claim_root(root)
@@ -108,7 +108,8 @@ class Core:
                 commit_timeout_s=commit.timeout_s,
                 instead=instead(self._store.url),
             )
-            self._epoch, self._started = begin_epoch(self._writer, self._store, self._ranks, beginner, self._surviving)
+            store = None if options.process_group is None else group_store(options.process_group)
+            self._epoch, self._started = begin_epoch(self._writer, self._store, self._ranks, beginner, self._surviving, store)
             self._board = open_board(self._ranks, self._epoch.nonce)
             check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
             state = WriterState(store=self._store, persist=persist, commit=commit)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self, get_args
 
+from torch.distributed import ProcessGroup
+
 from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
@@ -28,6 +30,7 @@ from checkpointd.config import (
 from checkpointd.errors import UsageError
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
+from checkpointd_client.ranks.board import check_group
 from checkpointd_client.ranks.preemption import PreemptSignals, graces_of
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import WhenBusy
@@ -69,6 +72,7 @@ class Options:
     spool: str | os.PathLike[str] | SpoolConfig | None = None
     export: ExportConfig | None = None
     tensor_classes: Iterable[type] = ()
+    process_group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.sidecar is not None:
@@ -91,12 +95,16 @@ class Options:
         _ = self.persist, self.commit, self.load, self.classes
         if self.spooling is not None and self.sidecar is not None:
             raise UsageError("with a sidecar, the spool is the sidecar's: start that one with a spool, and give no spool= here")
+        if self.process_group is not None:
+            check_group(self.process_group)
         check_export(self.export, has_sidecar=self.sidecar is not None)
         check_job(self.job)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """The options that the user of an integration has given, by name. UsageError if there is no such option."""
+        if given.get("process_group") is not None:
+            raise UsageError("process_group: here all ranks of the job save. To save in some of them, make a Checkpointer")
         names = [field.name for field in fields(cls)]
         for name in given.keys() - set(names):
             close = difflib.get_close_matches(name, names, n=1)

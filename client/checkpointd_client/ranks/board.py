@@ -21,7 +21,7 @@ from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
+from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from checkpointd.config import Ranks, environment_world_size
 from checkpointd.errors import ERRORS, CheckpointdError, DeadlineError, UsageError
@@ -77,16 +77,28 @@ class Board(Protocol):
         ...
 
 
-def group_ranks() -> Ranks | None:
-    """This process's rank and the world size in its process group; None if there is no group, whatever a launcher says."""
+def group_ranks(group: ProcessGroup | None = None) -> Ranks | None:
+    """This process's rank and the world size in `group`, by default the group of all ranks; None if there is no such group,
+    whatever a launcher says.
+    """
     if dist.is_available() and dist.is_initialized():
-        return Ranks(rank=dist.get_rank(), world_size=dist.get_world_size())
+        return Ranks(rank=dist.get_rank(group), world_size=dist.get_world_size(group))
     return None
 
 
-def find_ranks() -> Ranks:
-    """This process's rank and the world size. UsageError if a launcher started several ranks without a process group."""
-    found = group_ranks()
+def check_group(group: object) -> None:
+    """UsageError unless this process is one of a process group's ranks."""
+    if isinstance(group, DeviceMesh):
+        raise UsageError("process_group is a DeviceMesh: give the group of one of its dimensions, mesh.get_group(...)")
+    if group == dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, ProcessGroup) and dist.get_rank(group) < 0):
+        raise UsageError("this rank is not in process_group: make the Checkpointer on the ranks of that group only")
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(f"process_group is {group!r:.80}; it must be what torch.distributed.new_group() returns, or None")
+
+
+def find_ranks(group: ProcessGroup | None = None) -> Ranks:
+    """As `group_ranks`; the only rank, if there is no group. UsageError if a launcher started several ranks without one."""
+    found = group_ranks(group)
     if found is not None:
         return found
     started = environment_world_size()
@@ -185,6 +197,12 @@ def open_board(ranks: Ranks, nonce: str) -> Board:
     if ranks.world_size == 1:
         return SoloBoard()
     return StoreBoard(PrefixStore(f"checkpointd/{nonce}", own_store()), ranks)
+
+
+def group_store(group: ProcessGroup) -> Store:
+    """A part of the job's store for the ranks of `group`, whose numbers are ranks of other groups, too."""
+    members = ",".join(map(str, dist.get_process_group_ranks(group)))
+    return PrefixStore(f"checkpointd/group/{group.group_name}/{members}", own_store())
 
 
 def own_store() -> Store:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from torch.distributed import Store as MeetingStore  # type: ignore[attr-defined]  # exported, but not in __all__
+
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
 from checkpointd.layout.keys import epoch_key
@@ -28,7 +30,10 @@ RECOVERY_TIMEOUT_S = 900.0
 """Long enough for a root with very many attempts on a slow file system."""
 START_TIMEOUT_S = 120.0
 """The ranks wait at least this long for each other to make their Checkpointers."""
-_DOING = "making its Checkpointer: call Checkpointer(...) on every rank, not on rank 0 alone"
+_DOING = (
+    "making its Checkpointer: call Checkpointer(...) on every rank, not on rank 0 alone, or name the ranks that save by "
+    "process_group=..."
+)
 LOOK_TIMEOUT_S = 30.0
 _RECOVERING = "rank 0 takes the epoch, and decides the attempts that earlier jobs have left"
 _LOOKS = 6
@@ -57,9 +62,15 @@ class Started:
 
 
 def begin_epoch(
-    writer: WriterThread, store: Store, ranks: Ranks, beginner: Beginner, surviving: Callable[[], tuple[str, ...]] = tuple
+    writer: WriterThread,
+    store: Store,
+    ranks: Ranks,
+    beginner: Beginner,
+    surviving: Callable[[], tuple[str, ...]] = tuple,
+    meeting: MeetingStore | None = None,
 ) -> tuple[Begun, Started | None]:
-    """On rank 0, take the next epoch and recover; on every rank, learn its number and nonce.
+    """On rank 0, take the next epoch and recover; on every rank, learn its number and nonce. They meet in the store
+    `meeting`, by default the job's.
 
     `surviving` gives the attempts of older epochs ("tag/attempt") that rank 0's sidecar still works at and may commit. Only
     rank 0 calls it. If another job is alive at the root, every rank raises RootInUseError.
@@ -81,6 +92,7 @@ def begin_epoch(
             doing=_DOING,
             come_s=max(START_TIMEOUT_S, beginner.commit_timeout_s),
             make_s=2 * RECOVERY_TIMEOUT_S,
+            store=meeting,
         )
     except BaseException:
         for one in started:

@@ -70,6 +70,7 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("max_overhead", [0, 0.0, 11, *[value for value in NO_NUMBERS if value is not None]]),
         ("export", [3, True, "/models/run1", {}, []]),
         ("tensor_classes", [3, True, None, "MyTensor", torch.Tensor]),
+        ("process_group", ["learners", 3, b"group"]),
     ],
 )
 def test_each_argument_of_a_checkpointer_is_checked_by_name(name: str, values: list[Any], tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ _lock = threading.Lock()
 
 
 def session_of(root: str, writer: object) -> DcpSession:
-    """The session of this process at `root`, which `writer` uses. UsageError if a Checkpointer of this process uses the root."""
+    """The session of this process at `root`, for `writer`. UsageError if a Checkpointer of this process uses the root."""
     claim_root(root)()  # a DCP save may take a new epoch, which would fence the Checkpointer
     key = _key(root)
     with _lock:
@@ -169,8 +169,8 @@ class DcpSession:
         running.add_done_callback(lambda done: self._running.pop(done, None))
 
     def leave(self) -> None:
-        """End the session: abort the unfinished attempts that it coordinates, and wait briefly for the others. A second call does
-        nothing.
+        """End the session: abort the unfinished attempts that it coordinates, and wait briefly for the others. It may be called
+        again.
         """
         if self._has_left:
             return
