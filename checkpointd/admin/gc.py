@@ -101,7 +101,7 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
     deleted = [(view.facts, DELETED_BY_NAME) for view in views if view.prefix == found.prefix]
     # Otherwise an older commit of the tag that is not collected yet would become its checkpoint.
     deleted += [
-        (v.facts, "somebody deleted its tag")
+        (v.facts, "its tag was deleted on request")
         for v in views
         if v.tag == tag and v.state == "committed" and v.prefix != found.prefix
     ]

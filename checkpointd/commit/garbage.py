@@ -28,7 +28,7 @@ ABORTED_KEPT = 64
 
 def dead_weight(attempts: Iterable[AttemptFacts]) -> list[Dead]:
     """The attempts that are not checkpoints and whose bulk can be deleted."""
-    reasons = {"aborted": "the attempt was aborted", "deleted": "its deletion was interrupted"}
+    reasons = {"aborted": "the attempt was aborted", "deleted": "left by a deletion that was interrupted"}
     return [(facts, reasons[facts.state]) for facts in attempts if facts.bulk and facts.state in reasons]
 
 

@@ -33,7 +33,7 @@ class Checkpointer:
     `root`: a directory that every rank sees.
     `compression`: "auto", "none", "zstd" or "planes".
     `staging`: "lazy" copies the state beside the next forward and backward pass, "eager" inside save().
-    `device_checksums`: prove by sums, which devices add up at save(), that a snapshot has the bytes of that moment.
+    `device_checksums`: at save(), each device computes checksums of its tensors, and the snapshot is checked against them.
     `when_busy`: what saves do that come too fast. "wait": a third one waits while two are in flight. "skip": it is skipped.
     "space": a save is skipped if it comes so soon after the last one that saves would take over `max_overhead` of the time.
     `commit_timeout_s`: how long the ranks wait for each other before they give a save up.

@@ -67,7 +67,7 @@ def page(found: Inspection) -> Iterator[Block]:
         sizes = (
             f"{size(sum(t.raw_bytes for t in found.tensors))} raw, {size(sum(t.stored_bytes for t in found.tensors))} stored"
         )
-        yield Heading(f"held together: {count(len(found.tensors), 'tensor')}, {sizes}")
+        yield Heading(f"all ranks: {count(len(found.tensors), 'tensor')}, {sizes}")
         yield _global_table(found.tensors)
     for report in found.ranks:
         yield from _rank_blocks(report, boxes=not together)

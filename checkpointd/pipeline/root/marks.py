@@ -34,8 +34,8 @@ log = logging.getLogger("checkpointd")
 LOOKS_MAX = 5
 """How many times to look at an attempt that is being decided or removed meanwhile."""
 
-DELETED_BY_NAME = "somebody deleted it"
-DIRECTORY_REMOVED = "somebody removed its directory"
+DELETED_BY_NAME = "deleted on request"
+DIRECTORY_REMOVED = "its directory was removed by hand"
 """The reasons in marks of checkpoints that a person removed, which may have been the newest ones."""
 
 

@@ -195,7 +195,7 @@ class Preemption:
             poll(lambda: self._board.peek(_END) is not None, FIXER_S, lambda: "no rank has proposed the step to stop at")
         furthest = max(map(Point.of, self._board.posted(_ASKED).values()), default=_BEFORE_ALL)
         end = Point.of(self._board.agree(_END, str(furthest)))
-        log.warning("every rank is to save and stop at its next question after that about step %d", max(0, end.step))
+        log.warning("a preemption signal came: preempted() returns True on every rank from about step %d on", max(0, end.step))
         return end
 
     def close(self) -> None:

@@ -111,7 +111,7 @@ def test_each_reason_is_said_in_words() -> None:
     ]
     assert [(facts.attempt.k, why) for facts, why in dead_weight(known)] == [
         (2, "the attempt was aborted"),
-        (3, "its deletion was interrupted"),
+        (3, "left by a deletion that was interrupted"),
     ]
 
 

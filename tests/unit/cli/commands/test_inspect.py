@@ -132,7 +132,7 @@ def test_a_part_of_a_tensor_shows_its_box(root: Path, at: With, cli: Cli) -> Non
     ]
     assert "2x6@2,0 of 4x6" in cli("inspect", root, "global_step1", "--rank", "1").out
     answer = cli("inspect", root, "global_step1")
-    assert "held together: 1 tensor, 96B raw, 96B stored" in answer.lines
+    assert "all ranks: 1 tensor, 96B raw, 96B stored" in answer.lines
     assert ["w", "float32", "4x6", "2", "of", "2x6", "0-1", "raw", "96B", "96B", "1.000"] in [
         line.split() for line in answer.lines
     ]

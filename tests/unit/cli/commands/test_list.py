@@ -76,7 +76,7 @@ def test_a_removed_attempt_says_why_it_was_removed(root: Path, at: With, cli: Cl
     at(many)
     assert cli("delete", root, "aside", "--yes").code == 0
     rows = cli("list", "--all", "--json", root).json["rows"]
-    assert [row["why"] for row in rows if row["tag"] == "aside"] == ["somebody deleted it"]
+    assert [row["why"] for row in rows if row["tag"] == "aside"] == ["deleted on request"]
     [mark] = root.glob("aside/*/deleted")
     break_file(mark, "flip")
     rows = cli("list", "--all", "--json", root).json["rows"]
