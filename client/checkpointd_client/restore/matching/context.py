@@ -107,6 +107,7 @@ class Context(ABC):
         """Whether some values can be made only when every tensor is filled."""
         self.filled = False
         """Whether every tensor is filled, so that composite tensors can be made."""
+        self.will_load = True
         self.steps: list[Step] = []
         self.optimizers: list[Callable[[], None]] = []
         """The matches of optimizers, which come after those of all modules."""

@@ -40,6 +40,7 @@ def check_loadable(state: Mapping[str, object], whole: Walked, classes: TensorCl
         equal=lambda _one, _two: False,
         answers=HandedOutStates(lazily=False),  # objects may wait for all ranks when they are asked
         classes=classes,
+        will_load=False,
     )
     missing = (f"{fqn}: it would be missing" for fqn in match.missing)
     unexpected = (f"{fqn}: it would have no place" for fqn in match.unexpected)

@@ -1,10 +1,15 @@
-"""Matches modules: their tensors are filled in place, and what only the module can place is handed to its load_state_dict()."""
+"""Matches modules: their tensors are filled in place, and what only the module can place is handed to its load_state_dict().
+
+Invariant
+  OWNWAY-1  A part of a module with a load hook or a method of its own gets new tensors, as from torch.load(), unless it takes
+      each of its tensors as it is. Else the hook would find the values that it keeps, swaps or merges overwritten already.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +45,9 @@ def match_module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -
     filled_before = len(match.bindings.by_fqn)
     versions = _Versions.of(part, node)
     own_way = _own_way(match, part, stored, versions, fqn)
-    new: dict[Hashable, Build] = {key: match.fresh(stored.pop(key), like=_like(live.get(key))) for key in own_way.takes}
+    new: dict[Hashable, Build] = {
+        key: match.fresh(stored.pop(key), like=_like(live.get(own_way.renamed.get(key, key)))) for key in own_way.takes
+    }
     absent = set(own_way.fills)
     for key, value in live.items():
         path = f"{fqn}.{part.name(key)}"
@@ -75,7 +82,10 @@ def match_module(match: Context, part: StateModule, node: tree.Dict, fqn: str) -
             and (key not in absent or isinstance(value, torch.Tensor))
             and not (match.is_composite(value) or is_meta(value) or is_lazy(value))
         }
-        return _with_versions(filled | {str(key): made() for key, made in new.items()}, versions.here)
+        given = filled | {str(key): made() for key, made in new.items()}
+        if own_way.asked:  # as torch has them in a state_dict: some operations need tensors without gradients
+            given = {key: value.detach() if type(value) in PLAIN_TENSORS else value for key, value in given.items()}
+        return _with_versions(given, versions.here)
 
     options = {"strict": False} if objects.takes(module.load_state_dict, "strict") else {}
     match.do(StepOrder.MODULES, build, objects.loading(module, fqn, lambda filled: module.load_state_dict(filled, **options)))
@@ -137,9 +147,12 @@ class _Versions:
 
     def concern(self, name: str) -> bool:
         """Whether a part around the tensor `name` has changed its version."""
-        if not self.changed:
-            return False
-        return "" in self.changed or any(name[:at] in self.changed for at, letter in enumerate(name) if letter == ".")
+        return _is_in(self.changed, name)
+
+
+def _is_in(paths: Collection[str], name: str) -> bool:
+    """Whether the tensor `name` lies in one of the parts at `paths`."""
+    return bool(paths) and ("" in paths or any(name[:at] in paths for at, letter in enumerate(name) if letter == "."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +161,27 @@ class _OwnWay:
 
     takes: Collection[str] = ()
     fills: Collection[str] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """By stored key, that of the tensor here that gets its values."""
+    asked: bool = False
 
 
 def _own_way(match: Context, part: StateModule, stored: dict[str, tree.Node], versions: _Versions, fqn: str) -> _OwnWay:
-    """Ask the module, if what is stored differs from what it has. Notes what it cannot load, and leaves that out."""
+    """Ask the module if what is stored differs from what it has, or if it has hooks or methods of its own (OWNWAY-1).
+
+    Notes what it cannot load, and leaves that out.
+    """
     live = part.tensors
+    ways = (
+        frozenset()
+        if part.is_flat or not match.will_load
+        else frozenset(map(part.names.clean, module_trial.own_ways(part.module)))
+    )
     old = [key for key in stored if versions.concern(part.name(key)) and not key.endswith(_EXTRA)]
     resized = [key for key in stored if key not in old and _is_resized(match, live.get(key), stored[key])]
     absent = {key for key in live if key not in stored and not match.was_excluded(f"{fqn}.{part.name(key)}")}
     strange = [key for key in stored if key not in live]
-    if not (old or resized or absent or strange):
+    if not (old or resized or absent or strange or ways):
         return _OwnWay()
     verdict: module_trial.Verdict | str = "it is in FullyShardedDataParallel, whose parts cannot be converted one by one"
     offered: dict[str, Any] = {}
@@ -167,18 +191,29 @@ def _own_way(match: Context, part: StateModule, stored: dict[str, tree.Node], ve
         if isinstance(verdict, str) and resized:
             offered = {key: one for key, one in offered.items() if key not in resized}
             verdict = module_trial.ask(part.module, live, offered, versions.here)
+    alike = [key for key in live if key in stored and key in offered and _is_plain(live[key]) and key not in (*old, *resized)]
     if isinstance(verdict, str):
         for key in old:
             del stored[key]
             match.mismatched.append(
                 f"{fqn}.{part.name(key)}: it was stored by another version of its module, which cannot convert it: {verdict}"
             )
-        return _OwnWay(fills=old)
+        if (resized or absent or strange) and ways:
+            match.mismatched.append(f"{fqn}: it may load other names and shapes by itself, but cannot be asked: {verdict}")
+        return _OwnWay([key for key in alike if _is_in(ways, part.name(key))], old, asked=True)
+    changing = [
+        path for path in ways if any(key not in verdict.as_they_are for key in alike if _is_in((path,), part.name(key)))
+    ]
     takes = [key for key in (*old, *resized, *strange) if key in offered and key not in verdict.unexpected]
-    fills = {key for key in absent if key not in verdict.missing and not key.endswith(_EXTRA)}
+    takes += [key for key in alike if _is_in(changing, part.name(key))]
+    fills = {key for key in absent if key not in verdict.missing}
     _note_converted(match, part, verdict, {*takes, *fills}, fqn)
     match.renamed.update({f"{fqn}.{part.name(old)}": f"{fqn}.{part.name(new)}" for old, new in verdict.renamed.items()})
-    return _OwnWay(dict.fromkeys(takes), fills)
+    return _OwnWay(dict.fromkeys(takes), fills, verdict.renamed, asked=True)
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in PLAIN_TENSORS or (isinstance(value, torch.Tensor) and is_dtensor(value))
 
 
 def _is_resized(match: Context, live: object, node: tree.Node) -> bool:

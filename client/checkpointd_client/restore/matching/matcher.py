@@ -323,10 +323,11 @@ def matched(
     classes: TensorClasses,
     cast: bool = False,
     stand_in: bool = False,
+    will_load: bool = True,
 ) -> Matcher:
-    """Match the objects in `state`, without client_state."""
+    """Match the objects in `state`, without client_state. `will_load`: whether the match leads to a load."""
     match = Matcher(stored, content, modules, cast=cast, equal=equal, answers=answers, classes=classes)
-    match.stand_in = stand_in
+    match.stand_in, match.will_load = stand_in, will_load
     match.mapping(state, stored.state, "")
     for match_later in (*match.optimizers, *match.schedulers):
         match_later()

@@ -7,7 +7,7 @@ step needs does.
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,16 @@ def misfit(
         return None if wrong is None else f"a tensor of shape {wrong.shape} is stored, and its parameter has {shape} now"
     if was.shape != shape:
         return f"it is of a parameter of shape {was.shape}, and the one here has {shape}"
-    if live.state["state"].get(number) or (match.cast and parameter.is_floating_point() and is_floating(was.dtype)):
+    if _has_some(live.state["state"].get(number)) or (match.cast and parameter.is_floating_point() and is_floating(was.dtype)):
         return None
     dtype = NAMES.get(parameter.dtype, str(parameter.dtype))
     alike = any((place.shape, place.dtype) == (was.shape, was.dtype) for _, place in tensors)
     return f"it is of a parameter of dtype {was.dtype}, and the one here has {dtype}" if alike and was.dtype != dtype else None
+
+
+def _has_some(state: object) -> bool:
+    """Whether a parameter's state, in most optimizers a dict, holds anything."""
+    return state is not None and (not isinstance(state, Sized) or isinstance(state, torch.Tensor) or len(state) > 0)
 
 
 def following_kinds(

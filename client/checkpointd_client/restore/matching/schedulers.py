@@ -53,7 +53,7 @@ def regrouped(match: Context, live: object, node: tree.Node, fqn: str) -> Build 
         were = f"it was saved for {groups.stored} param groups, and its optimizer, which does not fit either, has {now} now"
         match.mismatched.append(f"{fqn}: {were}")
         return None
-    return _Regrouping(match, groups, now).of(live, node)
+    return _Regrouping(match, groups, now, fqn).of(live, node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class _Regrouping:
     match: Context
     groups: Groups
     now: int
+    fqn: str
 
     def of(self, live: object, node: tree.Node) -> Build:
         if not isinstance(node, tree.Dict) or self.groups.are_as_stored:
@@ -71,22 +72,33 @@ class _Regrouping:
         if isinstance(live, LRScheduler) and _is_torchs(type(live).state_dict):
             own = {**live.state_dict(), _WITHIN: getattr(live, _WITHIN, None)}
         return self.match.dict_of(
-            node, {key: self._value(str(key), own.get(str(key)), child) for key, child in self.match.stored.children(node)}
+            node,
+            {key: self._value(str(key), own.get(str(key)), child, live) for key, child in self.match.stored.children(node)},
         )
 
-    def _value(self, key: str, live: object, node: tree.Node) -> Build:
+    def _value(self, key: str, live: object, node: tree.Node, holder: object) -> Build:
         if not isinstance(node, tree.Sequence) or not isinstance(live, list | tuple):
             return self.match.fresh(node)
         if key == _WITHIN and len(live) == len(node.items):
             within = [self.of(one, child) for one, child in zip(live, node.items, strict=True)]
             return building.sequence_of(node, within, known=type(live))
         is_of_groups = key in _OF_GROUPS or self.now != self.groups.stored
+        if not is_of_groups and len(node.items) == self.now and _differ(node) and not _is_torchs(type(holder)):
+            self.match.mismatched.append(
+                f"{self.fqn}: its optimizer has the param groups in another order than when it was saved, and {key!r} may hold "
+                "a value for each of them: put the groups in that order again, or leave this object out of the state"
+            )
         if self.groups.of is None or not is_of_groups or (len(node.items), len(live)) != (self.groups.stored, self.now):
             return self.match.fresh(node)
         parts = [
             building.given(live[i]) if j is None else self.match.fresh(node.items[j]) for i, j in enumerate(self.groups.of)
         ]
         return building.sequence_of(node, parts, known=type(live))
+
+
+def _differ(node: tree.Sequence) -> bool:
+    """Whether the items of a list are not all alike, as far as can be seen without their tensors."""
+    return any(item != node.items[0] for item in node.items)
 
 
 def misfit(live: object, node: tree.Node, stored: Stored, fqn: str) -> str | None:

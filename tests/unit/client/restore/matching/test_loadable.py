@@ -11,7 +11,7 @@ from torch import nn
 
 from checkpointd.errors import MismatchError, StateError
 from checkpointd_client import Checkpointer, open_checkpoint
-from tests.unit.client.capture_and_fill import save
+from tests.unit.client.capture_and_fill import same, save
 
 
 class Keeping(torch.optim.Optimizer):
@@ -54,3 +54,19 @@ def test_loadable_1_it_is_looked_at_again_when_the_structure_changes(tmp_path: P
         optimizer.state.update(dict(pairs))
         with pytest.raises(StateError, match="could not be loaded"):
             ckpt.save(2, {"o": optimizer})
+
+
+def test_the_state_of_a_parameter_may_be_a_tensor() -> None:
+    class Bare(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter] = torch.full_like(parameter, 3.0)
+
+    def made() -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        return {"model": model, "optimizer": Bare(model.parameters(), lr=0.1)}
+
+    source, target = made(), made()
+    source["optimizer"].step()
+    save(source).load(target)
+    assert same(target["optimizer"].state_dict()["state"], source["optimizer"].state_dict()["state"])

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 from torch.nn.utils import weight_norm as old_weight_norm
 
@@ -271,3 +274,122 @@ def test_an_attribute_that_cannot_be_stored_is_refused_by_name() -> None:
     found.hook = lambda: None
     with pytest.raises(StateError, match=r"m\.hook: .*function"):
         save({"m": found})
+
+
+# --- what a module with hooks or methods of its own gets ------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """Two tensors of one shape, and a hook that changes what is loaded."""
+
+    def __init__(self, number: float = 0.0, *, legacy: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Parameter(torch.full((2, 2), number)), nn.Parameter(torch.full((2, 2), number + 1))
+        self.up.data[0, 1] += 5
+        self.register_buffer("form", torch.tensor(1 if legacy else 2))
+        if legacy:
+            self.register_buffer("legacy", torch.tensor(1))
+        self.register_load_state_dict_pre_hook(lambda _, found, prefix, *__: self.change(found, prefix))
+
+    def change(self, found: dict[str, Any], prefix: str) -> None: ...
+
+
+class SwapsByKey(Gated):
+    def change(self, found: dict[str, Any], prefix: str) -> None:
+        if found.pop(f"{prefix}legacy", None) is not None:
+            found[f"{prefix}gate"], found[f"{prefix}up"] = found[f"{prefix}up"], found[f"{prefix}gate"]
+
+
+class SwapsByValue(Gated):
+    def change(self, found: dict[str, Any], prefix: str) -> None:
+        found.pop(f"{prefix}legacy", None)
+        if found[f"{prefix}form"] < 2:
+            found[f"{prefix}form"] = torch.tensor(2)
+            found[f"{prefix}gate"], found[f"{prefix}up"] = found[f"{prefix}up"], found[f"{prefix}gate"]
+
+
+class Transposes(Gated):
+    def change(self, found: dict[str, Any], prefix: str) -> None:
+        found.pop(f"{prefix}legacy", None)
+        found[f"{prefix}up"] = found[f"{prefix}up"].t()
+
+
+class KeepsItsOwn(Gated):
+    def change(self, found: dict[str, Any], prefix: str) -> None:
+        found.pop(f"{prefix}legacy", None)
+        found[f"{prefix}up"] = self.up.detach().clone()
+
+
+class Merges(Gated):
+    def change(self, found: dict[str, Any], prefix: str) -> None:
+        found.pop(f"{prefix}legacy", None)
+        mask = torch.tensor([[True, False], [False, True]])
+        found[f"{prefix}gate"] = torch.where(mask, found[f"{prefix}gate"], self.gate.detach())
+
+
+class LooksAtNumbers(Gated):
+    def change(self, found: dict[str, Any], prefix: str) -> None:
+        found.pop(f"{prefix}legacy", None)
+        assert not found[f"{prefix}gate"].isnan().any()
+        found[f"{prefix}gate"] = torch.from_numpy(found[f"{prefix}gate"].numpy() + 1)
+
+
+class TakesNothing(Gated):
+    def _load_from_state_dict(self, found: Any, prefix: str, *rest: Any) -> None:
+        found.pop(f"{prefix}legacy", None)
+
+
+@pytest.mark.parametrize("kind", [SwapsByKey, SwapsByValue, Transposes, KeepsItsOwn, Merges, LooksAtNumbers, TakesNothing])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_module_with_its_own_way_of_loading_gets_what_torch_gives_it(kind: type[Gated], nested: bool) -> None:
+    def made(number: float, legacy: bool = False) -> nn.Module:
+        one = kind(number, legacy=legacy)
+        return nn.Sequential(nn.Linear(2, 2), one) if nested else one
+
+    source, target, expected = made(1.0, True), made(7.0), made(7.0)
+    expected.load_state_dict(source.state_dict())
+    held = dict(target.named_parameters())
+    save({"m": source}).load({"m": target})
+    assert same(dict(target.state_dict()), dict(expected.state_dict()))
+    assert all(one is held[name] for name, one in target.named_parameters())
+
+
+def test_a_trial_leaves_no_trace_in_nested_containers() -> None:
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.told = {"deep": collections.deque([0]), "by": collections.defaultdict(list)}
+            self.register_load_state_dict_pre_hook(lambda *_: self.told["deep"].append(1) or self.told["by"]["x"].append(2))
+
+    target = Counts()
+    save({"m": Counts()}).load({"m": target})
+    assert (list(target.told["deep"]), target.told["by"]["x"]) == ([0, 1], [2])
+
+
+class Named(nn.Module):
+    """A layer whose weight had another name in earlier times."""
+
+    def __init__(self, *, legacy: bool = False) -> None:
+        super().__init__()
+        self.register_parameter("w" if legacy else "weight", nn.Parameter(torch.randn(4, 4)))
+        if not legacy:
+            self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(_module: nn.Module, found: dict[str, Any], prefix: str, *_: Any) -> None:
+        if f"{prefix}w" in found:
+            found[f"{prefix}weight"] = found.pop(f"{prefix}w")
+
+
+def test_a_hook_renames_the_shards_of_fsdp2() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        source, target = nn.Sequential(Named(legacy=True)), nn.Sequential(Named())
+        for one in (source, target):
+            fully_shard(one, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(target.parameters(), lr=0.5)
+        save({"m": source}).load({"m": target})
+        assert optimizer.param_groups[0]["params"][0] is target[0].weight
+        assert same(target[0].weight.full_tensor(), source[0].w.full_tensor())
+    finally:
+        dist.destroy_process_group()

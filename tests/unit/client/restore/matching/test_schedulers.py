@@ -286,3 +286,26 @@ def test_a_scheduler_whose_optimizer_does_not_fit_is_not_loaded_either() -> None
     saved = save({"o": trained["o"], "s": trained["s"]})
     with pytest.raises(MismatchError, match=r"s: it was saved for 1 param groups, and its optimizer.*has 2 now"):
         saved.prepare({"o": mine["o"], "s": mine["s"]})
+
+
+class Peaks(lrs.LRScheduler):
+    """A user's, with a value for each group under a name of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]  # torch's may be tensors
+        return [peak / (1 + self.last_epoch) for peak in self.peaks]
+
+
+@pytest.mark.parametrize(("rates", "fits"), [([0.5, 0.25, 0.125], False), ([0.5, 0.5, 0.5], True)])
+def test_values_that_may_be_of_groups_in_another_order_are_named(rates: list[float], fits: bool) -> None:
+    trained = in_groups(Peaks, [[0], [1], [2]], rates, steps=2)
+    mine = in_groups(Peaks, [[2], [0], [1]], [rates[2], rates[0], rates[1]])
+    if fits:
+        save(trained).load(mine)
+        assert rates_of(mine) == rates_of(trained)
+        return
+    with pytest.raises(MismatchError, match=r"param groups in another order .* 'peaks' may hold a value for each of them"):
+        save(trained).load(mine)
