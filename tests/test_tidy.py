@@ -87,6 +87,7 @@ LAYERS = {
     "checkpointd.testing": 26,
     "checkpointd.testing.job": 27,
     "checkpointd_client.errors": 30,
+    "checkpointd_client.unpickling": 30,
     "checkpointd_client.devices": 30,
     "checkpointd_client.ranks": 31,
     "checkpointd_client.sharding": 31,
@@ -152,14 +153,15 @@ MAY_PICKLE: dict[str, set[str]] = {
     # Files for torch.load(weights_only=True), of tensors and DeepSpeed's own objects: on the way out.
     f"{CLIENT_FILES}export/torch_file.py": {"torch.save"},
     f"{DEEPSPEED}offline/exporting.py": {"torch.save"},
-    # DeepSpeed's and Lightning's own files, which are pickles: made and read as it does, or read as records by `opcodes.py`.
+    # DeepSpeed's and Lightning's own files, which are pickles: made and read as it does.
     f"{CLIENT_FILES}capture/torch_files.py": {"pickle", "torch.save"},
     f"{LIGHTNING}checkpoint_io.py": {"torch.load"},
     f"{LIGHTNING}strategy.py": {"torch.save", "torch.load"},
     f"{DEEPSPEED}checkpoint_engine.py": {"torch.save", "torch.load"},
-    f"{DEEPSPEED}offline/safe_unpickle.py": {"torch.load"},
+    # Read with inert stand-ins for all that they name.
+    f"{CLIENT_FILES}unpickling/unpickler.py": {"pickle"},
     # DCP's own bytes, and its `.metadata` on the way out.
-    f"{CLIENT_FILES}integrations/conversion/objects.py": {"torch.save", "torch.load(weights_only=True)"},
+    f"{CLIENT_FILES}integrations/conversion/objects.py": {"torch.save"},
     f"{CLIENT_FILES}integrations/conversion/metadata_file.py": {"pickle"},
     # Objects in client_state, for those who ask for it.
     f"{CLIENT_FILES}capture/pickled.py": {"torch.save", "torch.load"},

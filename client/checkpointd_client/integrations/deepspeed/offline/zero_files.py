@@ -16,7 +16,7 @@ import torch
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import LATEST
 from checkpointd.phrases import rank_runs
-from checkpointd_client.integrations.conversion.records import Record
+from checkpointd_client.unpickling.records import Record
 from checkpointd_client.integrations.deepspeed.offline.file_names import (
     MODEL,
     MODEL_END,
