@@ -68,7 +68,7 @@ class TorchFile:
             **self._tensor_makers,
         }
         try:
-            return unpickler.read(self._bytes("data.pkl"), _MAKERS | made, constants=_CONSTANTS)
+            return unpickler.read(self._bytes("data.pkl"), {**_MAKERS, **made}, constants=_CONSTANTS)
         except RuntimeError as error:  # torch's own, such as for a size that does not fit into 64 bits
             raise PickleFault(f"it holds a tensor that torch does not make: {error!s:.999}") from error
 

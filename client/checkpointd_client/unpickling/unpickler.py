@@ -8,9 +8,9 @@ Invariants
   PICKLE-1  Nothing that a pickle names is imported or called, and it changes nothing of this process. While it is read, there
       are only plain values and Records. Only the makers of the caller are called, afterwards, by name, with values that this
       pickle made.
-  PICKLE-2  A pickle of n bytes takes O(n) time and memory: it makes at most OBJECTS_MAX containers and memo entries, and at most
-      one for BYTES_PER_OBJECT bytes beside FREE_OBJECTS. It nests no deeper than DEPTH_MAX. Its repeated references unfold to
-      at most UNFOLDED_MAX values, or 16 times the values that it holds. No list or dict contains itself.
+  PICKLE-2  A pickle of n bytes takes O(n) time and memory: it makes at most OBJECTS_MAX containers and memo entries, and
+      beside FREE_OBJECTS at most one for BYTES_PER_OBJECT bytes. It nests no deeper than DEPTH_MAX. Its repeated
+      references unfold to at most UNFOLDED_MAX values, or 16 times the values that it holds. No list or dict contains itself.
   PICKLE-3  Keys are quick to hash and to compare. Any other key is replaced by a Record, which equals no other key.
 
 pickletools.dis shows what a file holds.
@@ -107,6 +107,12 @@ class _Opcodes(dict[int, Opcode]):
 
 class _Unpickler(pickle._Unpickler):
     """Knows the opcodes of protocols 2 to 5 but for extensions and buffers outside the pickle, and counts what they make."""
+
+    # typeshed does not know these.
+    stack: list[Any]
+    metastack: list[list[Any]]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
 
     def __init__(self, data: bytes, keys: _Keys, check_name: Callable[[str], None]) -> None:
         super().__init__(io.BytesIO(data))

@@ -124,8 +124,8 @@ def read(directory: Path) -> Described:
 
 
 def content_of(path: Path) -> bytes | None:
-    """The bytes of a file; None if there is no such file. UnreadableError if it cannot be read, FormatError if it is too long or
-    no regular file.
+    """The bytes of a file; None if there is no such file. UnreadableError if it cannot be read, FormatError if it is too
+    long or no regular file.
     """
     try:
         with opened(str(path)) as file:

@@ -1,7 +1,7 @@
 """The values that DCP stores as bytes: values that are not tensors, as torch.save writes them.
 
-Plain values become nodes of the state tree, which cannot contain code. They are read without running anything (`torch_file.py`).
-Other values stay bytes as they came, and are only unpickled at a load, by torch.load(weights_only=True), which refuses code.
+Plain values become nodes of the state tree, which cannot contain code. Reading them runs nothing (`torch_file.py`). Other
+values stay bytes as they came, and are only unpickled at a load, by torch.load(weights_only=True), which refuses code.
 """
 
 from __future__ import annotations

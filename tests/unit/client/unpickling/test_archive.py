@@ -43,11 +43,11 @@ def test_an_archive_with_two_meanings_is_refused(tmp_path: Path, change: Callabl
     with pytest.raises(PickleFault):
         entries_of(io.BytesIO(data))
     (tmp_path / "mp_rank_00_model_states.pt").write_bytes(data)
-    with pytest.raises(DamagedError, match="cannot be read as a file of torch.save"):
+    with pytest.raises(DamagedError, match="cannot be read as a file of torch"):
         safe_unpickle.read(str(tmp_path / "mp_rank_00_model_states.pt"))
     with pytest.raises(NotPlain):
         node_of(data, "x")
-    with pytest.raises(FormatError, match="torch.save did not write"):
+    with pytest.raises(FormatError, match="did not write"):
         pickled.loaded(data, "x", opt_in="weights_only=False")
 
 
