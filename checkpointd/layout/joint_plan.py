@@ -19,7 +19,7 @@ import numpy as np
 import zstandard
 
 from checkpointd.errors import FormatError
-from checkpointd.layout.boxes import NDIM_MAX, Box, PerDimension
+from checkpointd.layout.boxes import Box, PerDimension
 from checkpointd.layout.indexes import LISTED_MAX
 from checkpointd.layout.keys import WORLD_SIZE_MAX
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, VERSION, Header, JointPlanRef, StoredContent, check_header, digest
@@ -217,7 +217,7 @@ def _places(tensors: list[JointTensor], blocks: tuple[Block, ...], key: str) -> 
             raise FormatError(f"{key} declares a block of {block.tensors} tensors and {block.nbytes} bytes", key=key)
         start = 0
         for tensor in tensors[at : at + block.tensors]:
-            if tensor.boxes < 1 or len(tensor.shape) > NDIM_MAX:
+            if tensor.boxes < 1:
                 raise FormatError(f"{key} declares {tensor.boxes} boxes of {tensor.fqn}", key=key, fqn=tensor.fqn)
             found[tensor.fqn] = (number, start)
             start += (1 + 2 * len(tensor.shape)) * tensor.boxes

@@ -18,7 +18,7 @@ from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, 
 from checkpointd.report.wholeness import lost_advice, lost_text
 
 VALUE_CHARACTERS = 100
-ROWS_MAX = 50_000
+ROWS_MAX = 10_000
 """The most rows of a table. They take ten times the memory of what they show."""
 NAMES_MAX = 20
 _RIGHT = frozenset({"raw", "stored", "ratio", "chunks"})
