@@ -15,6 +15,13 @@ def at_tag(root: str, tag: str) -> tuple[str, ...]:
     return (f"{root}/{tag}",) if tag.startswith("-") else (root, tag)
 
 
+def install(extra: str) -> str:
+    """Advice for installing what `extra` brings. checkpointd is on no package index until its first release, and whoever takes
+    its name there first would run code on every machine that trusts the name.
+    """
+    return f"pip install '.[{extra}]' in a clone of checkpointd, or pip install 'FILE.whl[{extra}]' with its wheel file"
+
+
 MAY_NOT_OPEN = (
     "be the user, or in the group, that the daemon serves; its owner lets a group in with --group, and another user with --uid"
 )

@@ -22,7 +22,14 @@ T = TypeVar("T")
 
 def ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: bool = False, read_only: bool = False) -> T:
     """The answer to `question` about the store at `root`; with `read_only`, it refuses writes. Raises as `check_root`."""
-    return asyncio.run(_ask(root, question, unused=unused, read_only=read_only))
+    found: list[T] = []
+
+    async def run() -> None:
+        found.append(await _ask(root, question, unused=unused, read_only=read_only))
+
+    # asyncio writes the repr of a task's result when it ends, and an answer may have millions of parts.
+    asyncio.run(run())
+    return found[0]
 
 
 def ask_about_tag(root: str, tag: str, question: Callable[[Store, str], Awaitable[T]], *, read_only: bool = False) -> T:

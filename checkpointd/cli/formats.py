@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from checkpointd.commands import install
 from checkpointd.errors import UsageError
 
 IMPORTS = ("dcp", "deepspeed")
@@ -17,6 +18,4 @@ def module_for(name: str, part: str) -> Any:
     try:
         return import_module(f"checkpointd_client.integrations.{_HOMES[name]}.{part}")
     except ImportError as error:
-        raise UsageError(
-            f"the format {name} needs torch, which cannot be imported ({error}): pip install 'checkpointd[torch]'"
-        ) from error
+        raise UsageError(f"the format {name} needs torch, which cannot be imported ({error}): {install('torch')}") from error

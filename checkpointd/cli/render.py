@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Mood: TypeAlias = Literal["", "good", "bad", "doubt", "quiet"]
 
+WIDTH_MAX = 200
+"""The widest column of plain output. A longer cell moves the rest of its own row; it does not widen every other row."""
+
 PROSE_WIDTH_MIN = 30
 """A terminal column of prose keeps at least this width; narrower terminals lose optional columns first."""
 
@@ -158,14 +161,14 @@ def _percent(bar: Bar) -> str:
 
 def _columns(table: Table) -> list[str]:
     rows = [[title.upper() for title in table.titles], *([_text(cell) or ABSENT for cell in row] for row in table.rows)]
-    widths = _widths(table)
+    widths = _widths(rows)
     right = [title in table.right for title in table.titles]
     return ["  ".join(_padded(*part) for part in zip(row, widths, right, strict=True)).rstrip() for row in rows]
 
 
-def _widths(table: Table) -> list[int]:
-    """The width of each column: that of its longest cell or its title."""
-    return [max(len(title), 1, *(len(_text(row[i])) for row in table.rows)) for i, title in enumerate(table.titles)]
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The width of each column: that of its longest cell, but at most WIDTH_MAX."""
+    return [min(WIDTH_MAX, max(map(len, column))) for column in zip(*rows, strict=True)]
 
 
 def _padded(text: str, width: int, right: bool) -> str:
@@ -249,7 +252,8 @@ def fitted(table: Table, width: int) -> Table:
 
 
 def _least_width(table: Table) -> int:
-    needed = zip(table.titles, _widths(table), strict=True)
+    rows = [table.titles, *([_text(cell) for cell in row] for row in table.rows)]
+    needed = zip(table.titles, _widths(rows), strict=True)
     return sum(min(n, PROSE_WIDTH_MIN) if title in table.prose else n for title, n in needed) + 2 * (len(table.titles) - 1)
 
 

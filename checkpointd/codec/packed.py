@@ -13,13 +13,21 @@ import numpy as np
 from checkpointd.codec import zstd
 from checkpointd.errors import CodecError
 
+EXPANSION_MAX = 512
+EXPANDED_BYTES_MIN = 1 << 20
+"""A reader takes at most so many times the bytes of a packed object, or so many bytes. Names and boxes of tensors become about
+50 to 120 times smaller."""
+
 _MAGIC = b"ckptpack"
 _HEAD = struct.Struct("<8sQ")
 
 
 def pack(content: bytes) -> bytes:
-    """`content`, at least one byte, as a packed object."""
-    return _HEAD.pack(_MAGIC, len(content)) + zstd.general(np.frombuffer(content, np.uint8))
+    """`content`, at least one byte, as a packed object. Raises CodecError if a reader would refuse it."""
+    data = _HEAD.pack(_MAGIC, len(content)) + zstd.general(np.frombuffer(content, np.uint8))
+    if len(content) > _most(data):
+        raise CodecError(f"{len(content)} bytes become {len(data)}, which no reader would believe: use shorter names")
+    return data
 
 
 def unpack(data: bytes, size_max: int) -> memoryview:
@@ -31,6 +39,11 @@ def unpack(data: bytes, size_max: int) -> memoryview:
     magic, size = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise CodecError("no packed object begins here")
-    if not 0 < size <= size_max:
-        raise CodecError(f"it declares {size} bytes of content, and at most {size_max} are allowed")
+    if not 0 < size <= min(size_max, _most(data)):
+        most = min(size_max, _most(data))
+        raise CodecError(f"it declares {size} bytes of content in {len(data)} bytes, and at most {most} are allowed")
     return zstd.decompress(np.frombuffer(data, np.uint8)[_HEAD.size :], size).data
+
+
+def _most(data: bytes) -> int:
+    return max(EXPANDED_BYTES_MIN, EXPANSION_MAX * len(data))

@@ -15,6 +15,7 @@ from importlib import import_module
 import uvloop
 
 from checkpointd.bucket_urls import is_bucket_url, parse
+from checkpointd.commands import install
 from checkpointd.config import ServeConfig, Watched, environment_watched
 from checkpointd.daemon import sandbox
 from checkpointd.daemon.process import priority
@@ -77,7 +78,7 @@ def _import_what_is_needed_later(config: ServeConfig) -> None:
         try:
             import_module("checkpointd.daemon.http.server")  # aiohttp is in the extra `serve`, and takes a while to import
         except ImportError as error:
-            raise UsageError(f"HTTP needs {error.name}: install checkpointd[serve], or start without --http") from error
+            raise UsageError(f"HTTP needs {error.name}: {install('serve')}; or start without --http") from error
     mirrored = (place for one in config.mirrors for place in (one.origin, one.mirror))
     exported = (place for one in config.exports for place in (one.root, one.to))
     if bucket := next(filter(is_bucket_url, (*config.roots, *mirrored, *exported)), None):

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Final
 
 from checkpointd import __version__
+from checkpointd.commands import install
 from checkpointd.doctor.finding import Diagnosis, Finding
 
 _ZSTD: Final = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
@@ -27,7 +28,12 @@ def libraries(names: tuple[str, ...] = LIBRARIES) -> Finding:
     """The libraries that the service itself needs."""
     broken = [f"{name}: {why}" for name in names if (why := _why_not_imported(name))]
     if broken:
-        return _finding("libraries", "fail", "; ".join(broken), "install checkpointd again, into an environment of its own")
+        return _finding(
+            "libraries",
+            "fail",
+            "; ".join(broken),
+            "install checkpointd again from its clone or wheel file, into an environment of its own",
+        )
     return _finding("libraries", "ok", ", ".join(f"{name} {version(name) or '?'}" for name in names))
 
 
@@ -57,7 +63,7 @@ def serve_libraries(names: tuple[str, ...] = SERVE) -> Finding:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         seen = f"not installed: {', '.join(missing)}"
-        return _finding("serve-libraries", "note", seen, "only a sidecar needs them: install checkpointd[serve]")
+        return _finding("serve-libraries", "note", seen, f"only a sidecar needs them: {install('serve')}")
     return _finding("serve-libraries", "ok", ", ".join(f"{name} {version(name) or '?'}" for name in names))
 
 
@@ -90,7 +96,7 @@ def codecs() -> Finding:
 def torch(found: str | None) -> Finding:
     """Whether the installed torch is new enough. `found` is its version, or None if it is not installed."""
     if found is None:
-        return _finding("torch", "note", "torch is not installed here", "only a training script needs it: checkpointd[torch]")
+        return _finding("torch", "note", "torch is not installed here", f"only a training script needs it: {install('torch')}")
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and (int(numbers[1]), int(numbers[2])) < TORCH_LEAST:
         least = ".".join(map(str, TORCH_LEAST))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -17,11 +18,15 @@ NDIM_MAX = 1000
 square of their number."""
 
 
+PerDimension = Annotated[tuple[int, ...], msgspec.Meta(max_length=NDIM_MAX)]
+"""One number for each dimension. The decoder refuses a longer list before it takes memory for it."""
+
+
 class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The rectangle `[offsets, offsets + sizes)` of a global tensor, in elements."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: PerDimension
+    sizes: PerDimension
 
     def numel(self) -> int:
         return math.prod(self.sizes)

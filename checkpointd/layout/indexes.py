@@ -8,18 +8,25 @@ collection (`gc=False`). They cannot be part of a cycle, and the search for cycl
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from checkpointd.errors import FormatError
-from checkpointd.layout.boxes import Box
+from checkpointd.errors import FormatError, UsageError
+from checkpointd.layout.boxes import Box, PerDimension
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import check_chunks_ref, check_holder
-from checkpointd.layout.manifest import VERSION, Header, ObjectRef, check_header
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, VERSION, Header, ObjectRef, check_header
 
 CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
 """The largest chunk, raw or stored: 1 GiB and the bytes that a codec may add."""
+
+LISTED_MAX = 1 << 20
+"""The most tensors, aliases, excluded names or objects of an index or a plan. A short entry takes ten times its bytes, or more,
+of memory; the decoder refuses a longer list before it takes any."""
+
+CHUNKS_MAX = 1 << 22
+"""The most chunks of one tensor."""
 
 RAW = "raw"
 """The codec of a chunk whose stored bytes are its raw bytes."""
@@ -36,7 +43,7 @@ class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     fqn: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: PerDimension
     box: Box
     scope: Scope = "rank"
 
@@ -52,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="c
     rank: int
     takeover: int
     world_size: int
-    tensors: tuple[PlanTensor, ...]
+    tensors: Annotated[tuple[PlanTensor, ...], msgspec.Meta(max_length=LISTED_MAX)]
 
 
 class BaseChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -106,10 +113,10 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     fqn: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: PerDimension
     box: Box
     scope: Scope
-    chunks: tuple[Chunk, ...]
+    chunks: Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=CHUNKS_MAX)]
 
     @property
     def part(self) -> PlanTensor:
@@ -121,8 +128,8 @@ class Alias(msgspec.Struct, frozen=True, array_like=True):
 
     fqn: str
     owner: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: PerDimension
+    stride: PerDimension
     offset: int
 
 
@@ -135,11 +142,11 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="
     rank: int
     world_size: int
     step: int
-    objects: tuple[ObjectRef, ...]
+    objects: Annotated[tuple[ObjectRef, ...], msgspec.Meta(max_length=LISTED_MAX)]
     """The objects of this attempt, and objects of older attempts that hold unchanged chunks."""
-    tensors: tuple[TensorEntry, ...]
-    aliases: tuple[Alias, ...]
-    excluded: tuple[str, ...]
+    tensors: Annotated[tuple[TensorEntry, ...], msgspec.Meta(max_length=LISTED_MAX)]
+    aliases: Annotated[tuple[Alias, ...], msgspec.Meta(max_length=LISTED_MAX)]
+    excluded: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)]
     """FQNs of frozen parameters that were left out on purpose."""
     since_full: int = 0
     """How many checkpoints in a row, up to this one, have deltas on this rank; 0: this one has none."""
@@ -152,7 +159,17 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="
 
 
 def encode_index(index: Index) -> bytes:
-    return msgspec.msgpack.encode(index)
+    """The bytes of `index`. Raises UsageError if a reader would refuse them."""
+    for name in ("objects", "tensors", "aliases", "excluded"):
+        count = len(getattr(index, name))
+        if count > LISTED_MAX:
+            raise UsageError(f"the index of {index.tag} lists {count} {name}, more than {LISTED_MAX}: use fewer tensors")
+    data = msgspec.msgpack.encode(index)
+    if len(data) > LISTING_BYTES_MAX:
+        raise UsageError(
+            f"the index of {index.tag} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors"
+        )
+    return data
 
 
 def decode_index(data: bytes, key: str) -> Index:
@@ -162,7 +179,7 @@ def decode_index(data: bytes, key: str) -> Index:
         check_header(header, Index, key)
         index = msgspec.msgpack.decode(data, type=Index)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FormatError(f"{key} is damaged: {error}", key=key) from error
+        raise FormatError(f"{key} is damaged, or too large to read: {error}", key=key) from error
     _check_index(index, key)
     return index
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import zstandard
 
 from checkpointd.errors import FormatError
-from checkpointd.layout.boxes import NDIM_MAX, Box
+from checkpointd.layout.boxes import Box, PerDimension
+from checkpointd.layout.indexes import LISTED_MAX
 from checkpointd.layout.keys import WORLD_SIZE_MAX
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, VERSION, Header, JointPlanRef, StoredContent, check_header, digest
 from checkpointd.layout.plan import NumberedPlan, Numbers, TensorNumbers, rows_by_tensor
@@ -36,8 +38,11 @@ class JointTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     fqn: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: PerDimension
     boxes: int
+
+
+_JointTensors = Annotated[list[JointTensor], msgspec.Meta(max_length=LISTED_MAX)]
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -171,6 +176,8 @@ class JointPlan:
     def _block(self, number: int) -> Numbers:
         if number not in self._decoded:
             block = self._blocks[number]
+            if self._decoded and sum(map(len, self._decoded.values())) * _NUMBER.itemsize + block.nbytes > BLOCK_BYTES_MAX:
+                self._decoded.clear()  # many small blocks may declare that much each
             self._decoded[number] = np.frombuffer(_unpacked(block.data, block.nbytes, self.key), _NUMBER)
         return self._decoded[number]
 
@@ -183,7 +190,7 @@ def decode_joint_plan(data: bytes, key: str) -> JointPlan:
         if not 0 < stored.world_size <= WORLD_SIZE_MAX or not 0 <= stored.names_nbytes <= LISTING_BYTES_MAX:
             raise FormatError(f"{key} declares {stored.world_size} ranks and {stored.names_nbytes} bytes of names", key=key)
         listed = _unpacked(stored.names, stored.names_nbytes, key)
-        tensors = msgspec.msgpack.decode(listed, type=list[JointTensor])
+        tensors = msgspec.msgpack.decode(listed, type=_JointTensors)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{key} is damaged: {error}", key=key) from error
     by_fqn = {tensor.fqn: tensor for tensor in tensors}
@@ -210,7 +217,7 @@ def _places(tensors: list[JointTensor], blocks: tuple[Block, ...], key: str) -> 
             raise FormatError(f"{key} declares a block of {block.tensors} tensors and {block.nbytes} bytes", key=key)
         start = 0
         for tensor in tensors[at : at + block.tensors]:
-            if tensor.boxes < 1 or len(tensor.shape) > NDIM_MAX:
+            if tensor.boxes < 1:
                 raise FormatError(f"{key} declares {tensor.boxes} boxes of {tensor.fqn}", key=key, fqn=tensor.fqn)
             found[tensor.fqn] = (number, start)
             start += (1 + 2 * len(tensor.shape)) * tensor.boxes

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import msgspec
 
+from checkpointd.errors import FormatError
 from checkpointd.layout import tree
 from checkpointd.layout.tree import Node
 
+PATHS_MAX = 1 << 27
+"""The most characters that the paths of all values may have together."""
 _STATE = "state."
 """The path of the state in the tree; FQNs are relative to it."""
 _TENSORS = (tree.Tensor, tree.Array, tree.Composite)
@@ -23,12 +26,21 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def values_of(root: Node) -> Iterator[Value]:
-    """The leaves of `root` in order, without tensors. It does not recurse, since a hostile tree may be deep."""
+    """The leaves of `root` in order, without tensors. FormatError if their paths are too long together. It does not recurse,
+    since a hostile tree may be deep.
+    """
     todo: list[tuple[str, Node]] = [("", root)]
+    characters = 0
     while todo:
         path, node = todo.pop()
         children = _children(node)
         if children and not (isinstance(node, tree.Sequence) and _is_plain(node)):
+            characters += (len(path) + 1) * len(children) + sum(len(name) for name, _ in children)
+            if characters > PATHS_MAX:
+                raise FormatError(
+                    f"the names of its values have more than {PATHS_MAX} characters together, since containers with long names "
+                    "hold many values: look at it without --values"
+                )
             todo += [(f"{path}.{name}" if path else name, child) for name, child in reversed(children)]
         elif not isinstance(node, _TENSORS):
             yield Value(path=path.removeprefix(_STATE), kind=kind_of(node), text=text_of(node))

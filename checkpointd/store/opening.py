@@ -8,6 +8,7 @@ from importlib import import_module
 from urllib.parse import unquote, urlsplit
 
 from checkpointd.bucket_urls import BucketUrl, is_bucket_url, parse, shown
+from checkpointd.commands import install
 from checkpointd.errors import UsageError
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
@@ -67,4 +68,4 @@ def import_client(location: BucketUrl) -> None:
     except ModuleNotFoundError as error:
         if error.name != "obstore":
             raise
-        raise UsageError(f"{location.url} needs obstore: pip install 'checkpointd[{location.scheme}]'") from error
+        raise UsageError(f"{location.url} needs obstore: {install(location.scheme)}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install checkpointd[deepspeed]"
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[deepspeed]'"
 )
 
 

@@ -21,9 +21,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(400),
     pytest.mark.xdist_group("mounts"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install checkpointd[deepspeed]"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: pip install '.[deepspeed]'"),
 ]
 
 LAYOUTS = ("deepspeed", "checkpointd")

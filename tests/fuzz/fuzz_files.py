@@ -44,6 +44,7 @@ from tests import every_object
 from tests.every_object import client_state, values
 from tests.forged_roots import opened, sealed
 from tests.fuzz.corpus import STAGES, STEPS, make
+from tests.unit.client.unpickling import zips
 
 OUTCOMES = ("newest", "older, and said", "refused", "forged", "whole", "damage found", "read")
 HANG_S = 120
@@ -252,6 +253,17 @@ def in_pickle(source: random.Random, folder: Path) -> None:
     path.write_bytes(made.getvalue())
 
 
+def in_archive(source: random.Random, folder: Path) -> None:
+    """An archive that programs read in different ways, sometimes with other bytes in its directory."""
+    path = source.choice(sorted(folder.rglob("*.pt")))
+    data = bytearray(source.choice(zips.AMBIGUOUS)(path.read_bytes()))
+    if source.random() < 0.5:
+        with zipfile.ZipFile(path) as archive:
+            start = archive.start_dir
+        data[source.randrange(min(start, len(data) - 1), len(data))] = source.randrange(256)
+    path.write_bytes(bytes(data))
+
+
 # --- outcomes -----------------------------------------------------------------------------------------------------------
 
 
@@ -331,11 +343,21 @@ def verified(root: Path, original: Path) -> str:
 
 
 def unpickled(folder: Path) -> str:
+    """The check and the reader are one: what torch and Python's zipfile see in other ways is refused."""
+    before, load = set(os.listdir(folder)), torch.load
+    torch.load = _not_called
     try:
         safe_unpickle.read(str(folder / "a.pt"))
     except CheckpointdError:
         return "refused"
+    finally:
+        torch.load = load
+        assert set(os.listdir(folder)) == before
     return "read"
+
+
+def _not_called(*_: object, **__: object) -> None:
+    raise AssertionError("torch.load has the file of a stranger")
 
 
 def imported(root: Path, original: Path, mutation: Mutation) -> str:
@@ -364,8 +386,8 @@ def one(seed: int, corpus: Path, scratch: Path) -> tuple[str, str]:
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(original, root)
     is_pickled = kind == "pickle" or kind in ZEROS
-    choices = {"forged": (forge,), "pickle": (in_pickle, in_pickle, flip, cut)}
-    mutation = source.choice(choices.get(kind, (in_pickle, *PLAIN) if is_pickled else PLAIN))
+    choices = {"forged": (forge,), "pickle": (in_pickle, in_pickle, in_archive, in_archive, flip, cut)}
+    mutation = source.choice(choices.get(kind, (in_pickle, in_archive, *PLAIN) if is_pickled else PLAIN))
     mutation(source, root)
     kind += f" {mutation.__name__}"
     if original.name == "pickle":

@@ -15,6 +15,7 @@ from checkpointd.cli.formatting import count, size
 from checkpointd.cli.progress import progress_of_bytes
 from checkpointd.cli.render import Block, Facts, Heading, Table, show_answer
 from checkpointd.commands import command as command_line
+from checkpointd.commands import install
 from checkpointd.errors import UsageError
 from checkpointd.export.beside import read_beside
 from checkpointd.export.consolidate import Consolidation, Container, ExportRequest, Safetensors, consolidate
@@ -110,8 +111,7 @@ def _container(out: str, kind: str | None, file_bytes_max: int) -> Container:
         made: Container = import_module("checkpointd_client.export.torch_file").TorchFile()
     except ImportError as error:
         raise UsageError(
-            f"--format torch needs torch, which cannot be imported ({error}): "
-            "pip install 'checkpointd[torch]', or use --format safetensors"
+            f"--format torch needs torch, which cannot be imported ({error}): {install('torch')}, or use --format safetensors"
         ) from error
     return made
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from checkpointd.cli.arguments import as_json, maybe_root, places
 from checkpointd.cli.formatting import count, speed
 from checkpointd.cli.render import Block, Cell, Facts, Mood, Note, Table, show_answer
+from checkpointd.commands import install
 from checkpointd.errors import UsageError
 from checkpointd.phrases import byte_count
 
@@ -88,9 +89,7 @@ def _device_report(nbytes: int | None) -> DeviceReport:
     try:
         test = import_module("checkpointd_client.selftest.examine")
     except ImportError as error:
-        raise UsageError(
-            f"--device needs torch, which cannot be imported ({error}): pip install 'checkpointd[torch]'"
-        ) from error
+        raise UsageError(f"--device needs torch, which cannot be imported ({error}): {install('torch')}") from error
     report: DeviceReport = test.examine(nbytes)
     return report
 

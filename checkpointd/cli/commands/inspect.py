@@ -18,6 +18,9 @@ from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, 
 from checkpointd.report.wholeness import lost_advice, lost_text
 
 VALUE_CHARACTERS = 100
+ROWS_MAX = 10_000
+"""The most rows of a table. They take ten times the memory of what they show."""
+NAMES_MAX = 20
 _RIGHT = frozenset({"raw", "stored", "ratio", "chunks"})
 
 
@@ -68,7 +71,8 @@ def page(found: Inspection) -> Iterator[Block]:
             f"{size(sum(t.raw_bytes for t in found.tensors))} raw, {size(sum(t.stored_bytes for t in found.tensors))} stored"
         )
         yield Heading(f"all ranks: {count(len(found.tensors), 'tensor')}, {sizes}")
-        yield _global_table(found.tensors)
+        yield _global_table(found.tensors[:ROWS_MAX])
+        yield from _more(len(found.tensors))
     for report in found.ranks:
         yield from _rank_blocks(report, boxes=not together)
 
@@ -125,13 +129,22 @@ def _rank_blocks(report: RankReport, *, boxes: bool) -> Iterator[Block]:
     others = f", {counted} box{'es' if counted > 1 else ''} of those above" if counted else ""
     yield Heading(f"rank {report.rank}: {count(len(listed), 'tensor')}{others}, {sizes}")
     if listed or report.aliases:
-        yield _tensors_table(listed, report.aliases)
+        yield _tensors_table(listed[:ROWS_MAX], report.aliases[: max(0, ROWS_MAX - len(listed))])
+        yield from _more(len(listed) + len(report.aliases))
     if report.excluded:
-        yield Note(f"left out on purpose (frozen): {', '.join(report.excluded)}", "quiet")
+        others = f", and {len(report.excluded) - NAMES_MAX} more (see --json)" if len(report.excluded) > NAMES_MAX else ""
+        yield Note(f"left out on purpose (frozen): {', '.join(report.excluded[:NAMES_MAX])}{others}", "quiet")
     if report.values is not None:
         yield Heading(f"rank {report.rank}: {count(len(report.values), 'value')}")
-        rows = [(value.path, value.kind, shortened(value.text, VALUE_CHARACTERS)) for value in report.values]
+        rows = [(value.path, value.kind, shortened(value.text, VALUE_CHARACTERS)) for value in report.values[:ROWS_MAX]]
         yield Table(("path", "kind", "value"), rows, prose=frozenset({"path", "value"}))
+        yield from _more(len(report.values))
+
+
+def _more(rows: int) -> Iterator[Note]:
+    """Says that a table was cut."""
+    if rows > ROWS_MAX:
+        yield Note(f"{rows - ROWS_MAX} more rows are not shown: choose with --rank and --tensors, or use --json", "doubt")
 
 
 def _tensors_table(tensors: list[TensorReport], aliases: tuple[Alias, ...]) -> Table:

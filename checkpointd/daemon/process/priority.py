@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from checkpointd.commands import install
 from checkpointd.config import ServeConfig
 from checkpointd.errors import UsageError
 
@@ -37,7 +38,7 @@ def apply(config: ServeConfig) -> None:
         import psutil
     except ImportError as error:
         raise UsageError(
-            "niceness and io_class need psutil: install checkpointd[serve], or start the daemon under `nice` and `ionice`"
+            f"niceness and io_class need psutil: {install('serve')}; or start the daemon under `nice` and `ionice`"
         ) from error
     classes = {"best-effort": (psutil.IOPRIO_CLASS_BE, BEST_EFFORT_LEVEL), "idle": (psutil.IOPRIO_CLASS_IDLE, 0)}
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final
 
 from checkpointd.bucket_urls import PROVIDERS, BucketUrl, Scheme
+from checkpointd.commands import install
 from checkpointd.doctor.finding import Finding
 from checkpointd.store.objects.settings import BucketSettings, LifecycleRule, Reading
 
@@ -18,7 +19,7 @@ _finding = partial(Finding, "root")
 def judged(found: BucketSettings | None, url: BucketUrl) -> list[Finding]:
     """The findings about all settings of the bucket at `url`."""
     if found is None:
-        return [_finding("lifecycle", "note", "not read: botocore is not installed", "pip install 'checkpointd[s3]'")]
+        return [_finding("lifecycle", "note", "not read: botocore is not installed", install("s3"))]
     return [
         lifecycle(found.rules, url.prefix),
         versioning(found),

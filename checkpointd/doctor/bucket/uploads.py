@@ -7,6 +7,7 @@ import os
 from functools import partial
 from typing import Final
 
+from checkpointd.commands import install
 from checkpointd.doctor.finding import Finding
 from checkpointd.errors import StoreError
 from checkpointd.store.objects.bucket import Bucket
@@ -66,7 +67,7 @@ async def unfinished_uploads(bucket: Bucket) -> Finding:
         found = [upload for upload in await bucket.unfinished() if upload.key == "unfinished"]
         if not found:
             seen = "a listing does not show them, or botocore is not installed"
-            return _finding(check, "note", seen, f"install checkpointd[s3], or {advice}")
+            return _finding(check, "note", seen, f"{install('s3')}; or {advice}")
         await bucket.abort(found[0])
         left = [upload for upload in await bucket.unfinished() if upload.key == "unfinished"]
     except StoreError as error:

@@ -24,7 +24,7 @@ import msgspec
 
 from checkpointd.codec.packed import pack, unpack
 from checkpointd.errors import CheckpointdError, CodecError, DamagedError, FormatError, NotFoundError, UsageError
-from checkpointd.layout.indexes import Plan
+from checkpointd.layout.indexes import LISTED_MAX, Plan
 from checkpointd.layout.keys import PLANS, AttemptId, epoch_of, plan_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Header, Vote, check_header, digest
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardTensor
@@ -40,11 +40,15 @@ REMOVALS = 16
 def encode_plan(plan: Plan) -> bytes:
     """The bytes of `plan`. Raises UsageError if a reader would refuse them."""
     content = msgspec.msgpack.encode(plan)
-    if len(content) > LISTING_BYTES_MAX:
+    if len(content) > LISTING_BYTES_MAX or len(plan.tensors) > LISTED_MAX:
         raise UsageError(
-            f"the plan of {plan.attempt} has {len(content)} bytes, more than {LISTING_BYTES_MAX}: use fewer tensors"
+            f"the plan of {plan.attempt} has {len(plan.tensors)} parts of tensors in {len(content)} bytes, and {LISTED_MAX} in "
+            f"{LISTING_BYTES_MAX} are the limit: use fewer tensors"
         )
-    return pack(content)
+    try:
+        return pack(content)
+    except CodecError as error:
+        raise UsageError(f"the plan of {plan.attempt} cannot be stored: {error}") from error
 
 
 def decode_plan(data: bytes, key: str) -> Plan:

@@ -17,11 +17,11 @@ import os
 from msgspec import structs
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, StoreError, StoreFullError, UsageError
+from checkpointd.errors import CheckpointdError, StoreError, StoreFullError
 from checkpointd.layout.files import unfinished_folder
 from checkpointd.layout.indexes import Index, encode_index
 from checkpointd.layout.keys import index_name
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, BesideFile, IndexRef, Vote, digest
+from checkpointd.layout.manifest import BesideFile, IndexRef, Vote, digest
 from checkpointd.layout.plan import cover_fault
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.root.plans import OwnPlan
@@ -110,9 +110,4 @@ def _encoded(plan: OwnPlan, index: Index) -> bytes:
     fault = cover_fault(plan.plan, index)
     if fault:
         raise CheckpointdError(f"the index of rank {index.rank} is wrong: {fault}; this is a defect, please report it")
-    data = encode_index(index)
-    if len(data) > LISTING_BYTES_MAX:
-        raise UsageError(
-            f"the index of {index.tag} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors"
-        )
-    return data
+    return encode_index(index)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from checkpointd.bucket_urls import BucketUrl, credentials_for, endpoint_fault
+from checkpointd.commands import install
 from checkpointd.config import environment_certificates, environment_s3
 from checkpointd.errors import UsageError
 
@@ -37,7 +38,7 @@ def s3_session(profile: str | None) -> Any | None:
         from botocore.session import Session
     except ImportError:
         if profile is not None:
-            raise UsageError(f"profile={profile} needs botocore: pip install 'checkpointd[s3]'") from None
+            raise UsageError(f"profile={profile} needs botocore: {install('s3')}") from None
         return None
     if not _botocore_log.level:
         _botocore_log.setLevel(logging.INFO)  # at DEBUG it shows headers, and so the token of a session

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from checkpointd.errors import StateError, UnsafeObjectError
+from checkpointd.errors import FormatError, StateError, UnsafeObjectError
 from checkpointd_client.capture.flatten import CLIENT_STATE, Flattener
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
+from checkpointd_client.unpickling.archive import entries_of
+from checkpointd_client.unpickling.records import PickleFault
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _DATA, _CLASS = "checkpointd.pickled", "checkpointd.class"
@@ -33,8 +35,13 @@ def loaded(data: bytes, fqn: str, *, opt_in: str) -> Any:
     """The value in `data`. If torch.load(weights_only=True) refuses it, UnsafeObjectError names `fqn` and the argument `opt_in`
     that allows the code.
     """
+    file = io.BytesIO(data)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        entries_of(file)  # torch would decompress what a stranger has compressed
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except PickleFault as error:
+        raise FormatError(f"{fqn} is an object that torch.save did not write: {error}", fqn=fqn) from error
     except Exception as error:  # the bytes may come from anywhere, and torch may raise anything
         named = _GLOBAL.search(str(error))
         reason = f"it names {named[1]}" if named else str(error).partition("\n")[0]

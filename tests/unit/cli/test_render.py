@@ -81,3 +81,10 @@ def test_moods_are_colours() -> None:
         console.print(part)
     assert isinstance(console.file, io.StringIO)
     assert "\x1b[1;31mbad news" in console.file.getvalue()
+
+
+def test_a_long_cell_does_not_widen_every_row() -> None:
+    table = Table(("name", "size"), [("x" * 5000, "1"), *((f"n{n}", "2") for n in range(100))], right=frozenset({"size"}))
+    text = plain([table])
+    assert text.splitlines()[1] == "x" * 5000 + "     1"
+    assert len(text) < 5000 + 101 * 220

@@ -61,3 +61,12 @@ def test_a_frame_without_its_size_is_refused() -> None:
     frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"content")
     with pytest.raises(CodecError, match="declares"):
         unpack(struct.pack("<8sQ", b"ckptpack", 7) + frame, MIB)
+
+
+def test_a_small_object_that_declares_as_much_as_a_reader_would_allow_is_refused() -> None:
+    """An object of a few KiB that is an honest frame: one reader of many ranks would take that much for each."""
+    data = bomb(64 * MIB, 64 * MIB)
+    with pytest.raises(CodecError, match="at most"):
+        unpack(data, 256 * MIB)
+    with pytest.raises(CodecError, match="no reader would believe"):
+        pack(bytes(64 * MIB))

@@ -165,7 +165,7 @@ ONE = ["w", "float32", [8], 1]
         (edited(names_nbytes=1 << 40), "bytes of names"),
         (edited(**packed([ONE, ONE])), "lists a tensor twice"),
         (edited(**packed([["w", "float32", [8], -1]])), "declares -1 boxes of w"),
-        (edited(**packed([["w", "float32", [1] * 1001, 1]])), "declares 1 boxes of w"),
+        (edited(**packed([["w", "float32", [1] * 1001, 1]])), "length <= 1000"),
         (edited(blocks=[]), "has blocks for 0 of 1 tensors"),
         (edited(**packed([ONE]), blocks=[block([0, 0])]), "has 16 bytes for 3 numbers"),
         (edited(**packed([ONE]), blocks=[block([0, 0, 8], tensors=2)]), "blocks for 2 of 1 tensors"),

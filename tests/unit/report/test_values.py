@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from checkpointd.errors import FormatError
 from checkpointd.layout import tree
 from checkpointd.layout.tree import Node
 from checkpointd.report.values import Value, values_of
@@ -42,3 +43,10 @@ def test_a_value_is_one_line(node: Node, kind: str, text: str) -> None:
 def test_the_attributes_of_a_namespace_are_shown_like_the_items_of_a_dict() -> None:
     root = tree.Dict("dict", (("client_state", tree.Dict("Namespace", (("lr", 0.5), ("w", tree.Tensor("w"))))),))
     assert list(values_of(root)) == [Value(path="client_state.lr", kind="float", text="0.5")]
+
+
+def test_names_that_are_too_long_together_are_refused_before_they_are_made() -> None:
+    child = tree.Dict("dict", ())
+    root = tree.Dict("dict", (("k" * 100_000, tree.Sequence("list", (child,) * 2_000)),))
+    with pytest.raises(FormatError, match="without --values"):
+        list(values_of(root))

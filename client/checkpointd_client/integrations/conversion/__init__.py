@@ -1,1 +1,1 @@
-"""Shared by DCP and DeepSpeed: reads pickles without running them, and imports other programs' checkpoints."""
+"""Shared by DCP and DeepSpeed: imports other programs' checkpoints."""

@@ -1,4 +1,4 @@
-"""`.metadata` of a DCP directory, a pickle: read as records of DCP's own classes (`opcodes.py`), and written.
+"""`.metadata` of a DCP directory, a pickle: read as records of DCP's own classes (`unpickler.py`), and written.
 
 No name in it is imported, and a name that is not DCP's is refused.
 """
@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from checkpointd.errors import FormatError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.boxes import Box, tiling_fault
 from checkpointd_client.capture.dtypes import NAMES
-from checkpointd_client.integrations.conversion import opcodes
 from checkpointd_client.integrations.conversion.paths import Path as StatePath
-from checkpointd_client.integrations.conversion.records import PickleLimit, Record
+from checkpointd_client.unpickling import unpickler
+from checkpointd_client.unpickling.records import PickleFault, PickleLimit, Record
+from checkpointd_client.unpickling.torch_file import PICKLE_BYTES_MAX, opened
 
 NAME = ".metadata"
 _PATH_MAX = 4096
@@ -58,7 +59,7 @@ def _size(items: object) -> tuple[object, ...]:
     return items
 
 
-_MAKERS: opcodes.Makers = {
+_MAKERS: unpickler.Makers = {
     "torch.Size": _size,
     # Where the checkpoint was saved: not needed, and perhaps a path of another system.
     **{
@@ -70,7 +71,7 @@ _MAKERS: opcodes.Makers = {
 
 
 def _check_name(full: str) -> None:
-    if full not in _KNOWN and full not in _MAKERS and full != "collections.OrderedDict":
+    if full not in _KNOWN and full not in _MAKERS and full not in _CONSTANTS and full != "collections.OrderedDict":
         raise FormatError(f"it names {full}, which is not part of DCP's metadata and is not loaded")
 
 
@@ -123,18 +124,26 @@ def read(directory: Path) -> Described:
 
 
 def content_of(path: Path) -> bytes | None:
-    """The bytes of a file; None if there is no such file. UnreadableError if it cannot be read."""
+    """The bytes of a file; None if there is no such file. UnreadableError if it cannot be read, FormatError if it is too
+    long or no regular file.
+    """
     try:
-        return path.read_bytes()
+        with opened(str(path)) as file:
+            data = file.read(PICKLE_BYTES_MAX + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UnreadableError(f"{path} cannot be read: {error}") from error
+    except PickleFault as error:
+        raise FormatError(f"{path} is refused: {error}", key=str(path)) from error
+    if len(data) > PICKLE_BYTES_MAX:
+        raise FormatError(f"{path} has more than {PICKLE_BYTES_MAX} bytes, and is not read", key=str(path))
+    return data
 
 
 def _unpickled(data: bytes, path: Path) -> Fields:
     try:
-        found = opcodes.read(data, _MAKERS, constants=_CONSTANTS, check_name=_check_name, into_records=True)
+        found = unpickler.read(data, _MAKERS, constants=_CONSTANTS, check_name=_check_name, into_records=True)
     except FormatError as error:
         raise FormatError(f"{path} is refused: {error}", key=str(path)) from None
     except PickleLimit as error:

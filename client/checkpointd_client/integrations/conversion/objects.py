@@ -1,20 +1,22 @@
 """The values that DCP stores as bytes: values that are not tensors, as torch.save writes them.
 
-Plain values become nodes of the state tree, which cannot contain code. Other values stay bytes as they came, and are only
-unpickled by torch.load(weights_only=True), which refuses code.
+Plain values become nodes of the state tree, which cannot contain code. Reading them runs nothing (`torch_file.py`). Other
+values stay bytes as they came, and are only unpickled at a load, by torch.load(weights_only=True), which refuses code.
 """
 
 from __future__ import annotations
 
-from typing import IO, BinaryIO
+import io
+from typing import BinaryIO
 
 import torch
 
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout import tree
 from checkpointd_client.capture.flatten import Flattener
-from checkpointd_client.capture.pickled import loaded
 from checkpointd_client.integrations.conversion.paths import is_leaf
+from checkpointd_client.unpickling.records import PickleFault
+from checkpointd_client.unpickling.torch_file import TorchFile
 
 OPT_IN = "weights_only=False"
 """The argument of a reader that lets pickled code run."""
@@ -25,15 +27,6 @@ def save_tensor(tensor: torch.Tensor, file: BinaryIO) -> None:
     torch.save(tensor, file)
 
 
-def described(file: IO[bytes]) -> torch.Tensor:
-    """The tensor that torch.save wrote to `file`, without its elements. Raises the errors of torch.load."""
-    with torch.serialization.skip_data():  # torch before 2.12 reads the elements for "meta", too
-        found = torch.load(file, map_location="meta", weights_only=True)
-    if not isinstance(found, torch.Tensor):
-        raise TypeError(f"it holds a {type(found).__name__}")
-    return found
-
-
 class NotPlain(Exception):
     """Bytes that hold more than a plain value."""
 
@@ -42,8 +35,8 @@ def node_of(data: bytes, fqn: str) -> tree.Node:
     """The value in `data` as a node that is a leaf for DCP, too. NotPlain if it is not a plain value."""
     walk = Flattener(exclude_frozen_parameters=False)
     try:
-        node = walk.node(loaded(data, fqn, opt_in=OPT_IN), fqn)
-    except CheckpointdError as error:
+        node = walk.node(TorchFile(io.BytesIO(data), lambda: bytearray(data)).value(), fqn)
+    except (CheckpointdError, PickleFault) as error:
         raise NotPlain(str(error)) from error
     if not is_leaf(node) or walk.tensors:
         raise NotPlain(f"{fqn} holds tensors, or is a mapping that DCP does not flatten")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from checkpointd.errors import UsageError
+from checkpointd.errors import FormatError, UsageError
 from checkpointd.export.consolidate import memory_of
 from checkpointd.layout import tree
 from checkpointd.layout.keys import check_tag, is_tag
@@ -18,7 +18,7 @@ from checkpointd_client.integrations.conversion.items import described
 from checkpointd_client.integrations.conversion.metadata_file import Described
 from checkpointd_client.integrations.dcp import about
 from checkpointd_client.integrations.dcp.about import About
-from checkpointd_client.integrations.dcp.source import Directory
+from checkpointd_client.integrations.dcp.source import OBJECT_BYTES_MAX, Directory
 from checkpointd_client.integrations.dcp.tagged import step_of
 
 
@@ -100,5 +100,8 @@ def _tag_of(path: Path) -> str:
 def _tree(found: Described, directory: Directory, told: About | None) -> tuple[tree.Node, tuple[str, ...]]:
     """The tree with all names and values, and the names of the values that are not plain."""
     leaves: dict[str, tree.Tensor | bytes] = {tensor.fqn: tree.Tensor(tensor.fqn) for tensor in found.tensors}
+    nbytes = sum(place.length for place in found.objects.values())
+    if nbytes > OBJECT_BYTES_MAX:
+        raise FormatError(f"{directory.path} names objects of {nbytes} bytes together, more than {OBJECT_BYTES_MAX}")
     leaves |= {name: directory.object(name, place) for name, place in found.objects.items()}
     return described(leaves, found.paths, () if told is None else told.client_items())

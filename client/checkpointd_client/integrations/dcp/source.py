@@ -10,13 +10,13 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from checkpointd.errors import FormatError, NotFoundError, UnreadableError
@@ -26,9 +26,8 @@ from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.plan import CARRIERS
 from checkpointd.pipeline.shard import Bytes
 from checkpointd_client.capture.dtypes import NAMES
-from checkpointd_client.capture.torch_files import data_offset
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange
-from checkpointd_client.integrations.conversion.objects import described
+from checkpointd_client.unpickling.torch_file import TorchFile
 
 _LOOK_BYTES = 4096
 OBJECT_BYTES_MAX = 1 << 28
@@ -120,15 +119,9 @@ class Directory:
 
     def _mapped(self, place: DcpFileRange, elements: Elements) -> NDArray[Any]:
         """The box, mapped from the file."""
-        before = elements.offset % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            self._open(place.file).fileno(),
-            elements.nbytes + before,
-            offset=elements.offset - before,
-            access=mmap.ACCESS_READ,
-        )
         carrier = CARRIERS[ITEM_BYTES[elements.dtype]]
-        flat = np.frombuffer(mapped, np.uint8)[before:].view(carrier)[elements.first :]
+        mapped = _section(self._open(place.file), elements.offset, elements.nbytes)
+        flat = np.frombuffer(mapped, np.uint8).view(carrier)[elements.first :]
         strides = [stride * carrier.itemsize for stride in elements.stride]
         return np.lib.stride_tricks.as_strided(flat, elements.shape, strides, writeable=False)
 
@@ -158,6 +151,12 @@ class _FileSection(io.RawIOBase):
         return got
 
 
+def _section(file: io.BufferedReader, offset: int, nbytes: int) -> memoryview:
+    """These bytes of the file as memory; writing to it does not change the file."""
+    before = offset % mmap.ALLOCATIONGRANULARITY
+    return memoryview(mmap.mmap(file.fileno(), nbytes + before, offset=offset - before, access=mmap.ACCESS_COPY))[before:]
+
+
 def _position(frame: Box, part: Box) -> int:
     """The row-major number in `frame` of the first element of `part`."""
     at = 0
@@ -170,21 +169,20 @@ def _looked_at(file: io.BufferedReader, fqn: str, place: DcpFileRange) -> Elemen
     """Describe the file of torch.save at `place` without reading its elements."""
     view = io.BufferedReader(_FileSection(file.fileno(), place), _LOOK_BYTES)
     try:
-        tensor = described(view)
-        with zipfile.ZipFile(view) as archive:
-            rooms = [info for info in archive.infolist() if info.filename.partition("/")[2].startswith("data/")]
-            order = [archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")]
+        content = TorchFile(view, lambda: _section(file, place.offset, place.length))
+        tensor = content.value()
     except Exception as error:  # bytes of unknown origin: any error means that they cannot be read
         raise FormatError(f"{fqn}: {place.file} has no tensor of torch.save at byte {place.offset}: {error!r}") from error
-    if len(rooms) != 1 or rooms[0].compress_type != zipfile.ZIP_STORED or order not in ([], [b"little"]):
-        raise FormatError(f"{fqn}: {place.file} holds it in an unknown form: {len(rooms)} storages, byte order {order}")
+    stored = [entry for name, entry in content.entries.items() if name.startswith("data/")]
+    if not isinstance(tensor, torch.Tensor) or len(stored) != 1:
+        raise FormatError(f"{fqn}: {place.file} holds a {type(tensor).__name__} in {len(stored)} storages, not a tensor in one")
     found = Elements(
         dtype=NAMES.get(tensor.dtype, str(tensor.dtype)),
         shape=tuple(tensor.shape),
         stride=tensor.stride(),
         first=int(tensor.storage_offset()),
-        offset=data_offset(file.fileno(), place.offset + rooms[0].header_offset),
-        nbytes=rooms[0].file_size,
+        offset=place.offset + stored[0].offset,
+        nbytes=stored[0].size,
         contiguous=tensor.is_contiguous(),
     )
     last = found.first + sum((n - 1) * s for n, s in zip(found.shape, found.stride, strict=True)) + 1

@@ -25,6 +25,7 @@ from checkpointd_client.integrations.lightning.reading import stored_content
 from checkpointd_client.integrations.lightning.saves import TrainingSaves, step_of
 from checkpointd_client.restore.verified import VerifiedFile
 from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.unpickling.archive import entries_of
 
 log = logging.getLogger("checkpointd")
 
@@ -83,6 +84,8 @@ class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is no
         if place is not None:
 
             def load(file: VerifiedFile) -> Any:
+                entries_of(file)  # type: ignore[arg-type]  # torch would decompress what a stranger has compressed
+                file.seek(0)
                 return torch.load(file, map_location=map_location, weights_only=weights_only)  # type: ignore[arg-type]
 
             is_ours, content = stored_content(place, load, self.saves.roots.timeout_s)

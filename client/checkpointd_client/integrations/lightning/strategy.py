@@ -33,6 +33,7 @@ from checkpointd_client.integrations.lightning.saves import TrainingSaves, step_
 from checkpointd_client.ranks.convening import convene
 from checkpointd_client.restore.target_chooser import Described, LoadTargets
 from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.unpickling.archive import entries_of
 
 _MODEL = "state_dict"
 _REST = "rest"
@@ -143,6 +144,8 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
             raise NotFoundError(f"no checkpoint was committed at {place.path}")
         targets.settle()
         rest = io.BytesIO(cast(bytes, loaded.client_state[_REST]))
+        entries_of(rest)  # torch would decompress what a stranger has compressed
+        rest.seek(0)
         found_rest: dict[str, Any] = torch.load(rest, map_location="cpu", weights_only=weights_only is not False)
         return found_rest
 

@@ -131,7 +131,7 @@ def test_without_torch_the_words_say_what_to_install(
     answer = cli("consolidate", root, tmp_path / "model.pt")
     assert answer.code == 2
     assert answer.err.startswith("error: --format torch needs torch, which cannot be imported (No module named 'torch')")
-    assert "pip install 'checkpointd[torch]'" in answer.err
+    assert "pip install '.[torch]' in a clone" in answer.err
 
 
 @pytest.mark.parametrize(

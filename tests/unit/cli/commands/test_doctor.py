@@ -168,7 +168,7 @@ def test_a_device_cannot_be_tested_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", NO_TORCH, "doctor", "--device"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --device needs torch, which cannot be imported (")
-    assert "pip install 'checkpointd[torch]'" in done.stderr
+    assert "pip install '.[torch]' in a clone" in done.stderr
 
 
 def test_device_bytes_are_for_device(cli: Cli) -> None:

@@ -93,4 +93,4 @@ def test_without_torch_the_words_say_what_to_install(cli: Cli, tmp_path: Path, m
     monkeypatch.setattr("checkpointd.cli.formats.import_module", without)
     answer = cli("export", tmp_path, "tag", tmp_path / "out")
     assert answer.code == 2
-    assert "pip install 'checkpointd[torch]'" in answer.err
+    assert "pip install '.[torch]' in a clone" in answer.err

@@ -82,4 +82,4 @@ def test_a_daemon_for_buckets_needs_their_client_at_its_start(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "obstore", None)
     answer = cli("serve", "--socket", tmp_path / "socket", "--root", "s3://bucket", "--uid", "0")
-    assert (answer.code, "s3://bucket needs obstore: pip install 'checkpointd[s3]'" in answer.err) == (2, True)
+    assert (answer.code, "s3://bucket needs obstore: pip install '.[s3]' in a clone" in answer.err) == (2, True)

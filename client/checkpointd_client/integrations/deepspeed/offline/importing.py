@@ -28,11 +28,11 @@ from checkpointd_client.capture.dtypes import DTYPES, NAMES
 from checkpointd_client.capture.scalars import encode, key_node, key_text
 from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, ImportJob, import_at
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange, SourceTensor
-from checkpointd_client.integrations.conversion.records import Record
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint
 from checkpointd_client.integrations.deepspeed.offline.lazy_tensor import ConvertedTensor, LazyTensor
 from checkpointd_client.integrations.deepspeed.offline.zero_files import ZeroFiles, checked, open_files, tag_directory
 from checkpointd_client.integrations.deepspeed.offline.zero_map import ZeroMap, map_files, mapped_tensor
+from checkpointd_client.unpickling.records import Record
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _OWN = frozenset(

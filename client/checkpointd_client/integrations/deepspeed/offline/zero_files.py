@@ -16,7 +16,6 @@ import torch
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import LATEST
 from checkpointd.phrases import rank_runs
-from checkpointd_client.integrations.conversion.records import Record
 from checkpointd_client.integrations.deepspeed.offline.file_names import (
     MODEL,
     MODEL_END,
@@ -25,6 +24,7 @@ from checkpointd_client.integrations.deepspeed.offline.file_names import (
     read_latest,
 )
 from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
+from checkpointd_client.unpickling.records import Record
 
 _OPTIMIZER, _INNER = "optimizer_state_dict", "optimizer_state_dict"
 _PARTITIONED_EXPERTS = "zero3_partitioned"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 import torch
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError
 from checkpointd.store.posix.store import PosixStore

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 from checkpointd.config import Ranks
 from checkpointd.errors import DeadlineError, UsageError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd_client.integrations.deepspeed import install

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 from checkpointd.config import Ranks
 from checkpointd.errors import DamagedError, RootInUseError
