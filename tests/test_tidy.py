@@ -48,6 +48,7 @@ LAYERS = {
     "checkpointd.config": 3,
     "checkpointd.store.names": 3,
     "checkpointd.bucket_urls": 2,
+    "checkpointd.other_formats": 2,
     "checkpointd.store.writers": 3,
     "checkpointd.store.posix": 4,
     "checkpointd.store": 5,

@@ -33,6 +33,7 @@ from checkpointd.errors import (
 )
 from checkpointd.export.selection import select_all
 from checkpointd.layout.keys import LATEST, AttemptId
+from checkpointd.other_formats import of_others
 from checkpointd.phrases import listed
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
@@ -122,7 +123,9 @@ class OpenCheckpoint:
         self._store = open_store(root, read_only=True)
         if directory_of(self._store.url) is not None:
             if not os.path.isdir(self._store.url):
-                raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
+                other = of_others(self._store.url)
+                advice = "give the root that the job was given" if other is None else other
+                raise NotFoundError(f"there is no directory {self._store.url}: {advice}")
             check_no_tag(self._store.url)
         self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s, pinned_bytes=pinned_bytes)
         parsed = None if attempt is None else _parsed(attempt)
@@ -136,8 +139,11 @@ class OpenCheckpoint:
         self._close_unused = weakref.finalize(self, self._writer.close, wait=False)
         try:
             self._world = self._begun()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            is_missing = isinstance(error, NotFoundError) and directory_of(self._store.url) is not None
+            if is_missing and (other := of_others(self._store.url)) is not None:
+                raise NotFoundError(f"there is no checkpoint at {self._store.url}: {other}") from error
             raise
 
     def _begun(self) -> CheckpointView:
