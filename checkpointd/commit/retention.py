@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, get_args
 
 from checkpointd import arguments
@@ -31,9 +31,10 @@ from checkpointd.errors import UsageError
 Mode = Literal["min", "max"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Retention:
     """The rules that choose which checkpoints stay. A checkpoint stays if at least one rule names it. Without rules all stay.
+    `Retention(3)` keeps the last three.
 
     RETENTION-2 to RETENTION-7 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
     `best` without a `metric`.
@@ -41,6 +42,7 @@ class Retention:
 
     keep_last: int | None = None
     """Keep this many of the newest checkpoints."""
+    _: KW_ONLY
     every_steps: int | None = None
     """Keep checkpoints whose step is a multiple of this number."""
     younger_than_s: float | None = None

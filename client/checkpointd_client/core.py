@@ -385,20 +385,19 @@ class Core:
         """Remove the checkpoint `tag`. Raises as Checkpointer.delete()."""
         self._check_open("delete")
         arguments.flag("force", force)
-        tag = check_tag(tag)
+        tag = tag if tag == LATEST else check_tag(tag)
 
         async def delete() -> None:
             await epochs.check_fence(self._store, self._epoch.number)
-            await delete_once(self._store, tag, force=force)
-            if self._saver.latest == tag:
-                self._saver.deleted(tag, await catalog.latest(self._store))
+            named = await catalog.named(self._store, tag)
+            await delete_once(self._store, named, force=force)
+            if self._saver.latest == named:
+                self._saver.deleted(named, await catalog.latest(self._store))
 
         self._writer.call(self._at_own_root(delete()), LOOK_S)
 
     def let_go(self, tag: str) -> bool:
-        """Remove the checkpoint `tag` in favour of others: only if one that stays is read back whole (READBACK-3), or if it is
-        the only one. Returns whether it is gone. Raises StoreError.
-        """
+        """Remove `tag` if it is the only checkpoint, or one that stays is read back whole (READBACK-3). Whether it is gone."""
         self._check_open("let_go")
 
         async def let_go() -> bool:

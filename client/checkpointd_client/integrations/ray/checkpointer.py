@@ -202,7 +202,7 @@ class RayCheckpointer(Checkpointer):
             if is_older and is_safe and is_dropped:
                 self.delete(checkpoint.tag)
             is_older |= checkpoint.tag == reported
-            is_safe |= checkpoint.verified and not is_dropped
+            is_safe |= checkpoint.read_back == "whole" and not is_dropped
 
 
 def _missing(handle: SaveHandle) -> str:
