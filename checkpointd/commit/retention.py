@@ -67,22 +67,22 @@ class Retention:
         if (self.best is None) != (self.metric is None):
             raise UsageError("best and metric go together: how many to keep, and the name of the metric to choose them by")
 
-    @classmethod
-    def of(cls, given: object) -> Retention:
-        """The rules that `retention=` of a Checkpointer stands for: rules, or how many of the newest to keep, or None."""
-        if given is None or isinstance(given, Retention):
-            return given or cls()
-        if type(given) is not int or given < 1:
-            raise UsageError(
-                f"retention is {given!r:.80}; it must be a number of checkpoints, as in retention=3 for the last 3, or rules, "
-                "as in retention=Retention(keep_last=3, every_steps=1000), or None to keep all"
-            )
-        return cls(keep_last=given)
-
     @property
     def keeps_all(self) -> bool:
         """Whether there is no rule."""
         return (self.keep_last, self.every_steps, self.younger_than_s, self.best) == (None, None, None, None)
+
+
+def rules_of(given: object) -> Retention:
+    """The rules that `retention=` of a Checkpointer stands for: rules, or how many of the newest to keep, or None."""
+    if given is None or isinstance(given, Retention):
+        return given or Retention()
+    if type(given) is not int or given < 1:
+        raise UsageError(
+            f"retention is {given!r:.80}; it must be a number of checkpoints, as in retention=3 for the last 3, or rules, "
+            "as in retention=Retention(keep_last=3, every_steps=1000), or None to keep all"
+        )
+    return Retention(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

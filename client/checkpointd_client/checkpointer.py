@@ -19,7 +19,7 @@ from checkpointd_client.loader import Loaded
 from checkpointd_client.ranks.preemption import PreemptSignals
 from checkpointd_client.saver import WhenBusy
 from checkpointd_client.saves.handle import SaveHandle
-from checkpointd_client.saves.status import CheckpointInfo, Status
+from checkpointd_client.saves.status import CheckpointInfo, Status, info_of
 from checkpointd_client.settings import Options
 from checkpointd_client.sidecar.client import OnSidecarLoss
 from checkpointd_client.staging.stager import StagingMode
@@ -267,7 +267,7 @@ class Checkpointer:
 
     def list(self) -> list[CheckpointInfo]:
         """All checkpoints in the store, newest first. Raises UnreadableError if failed reads hide which one is the newest."""
-        return [CheckpointInfo.of(checkpoint) for checkpoint in self._core.checkpoints()]
+        return [info_of(checkpoint) for checkpoint in self._core.checkpoints()]
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
-from checkpointd.commit.retention import Retention
+from checkpointd.commit.retention import Retention, rules_of
 from checkpointd.config import (
     ABSENCE_S,
     MIB,
@@ -26,6 +26,7 @@ from checkpointd.config import (
     PersistConfig,
     SpoolConfig,
     check_job,
+    spool_of,
 )
 from checkpointd.errors import UsageError
 from checkpointd_client.capture.scalars import type_name
@@ -140,7 +141,7 @@ class Options:
         """How saves are committed, and which checkpoints are removed afterwards."""
         return CommitConfig(
             timeout_s=float(self.commit_timeout_s),  # a numpy.float64 cannot be stored
-            retention=Retention.of(self.retention),
+            retention=rules_of(self.retention),
             on_no_progress=self.on_no_progress,
             read_back=self.read_back,
         )
@@ -153,7 +154,7 @@ class Options:
     @property
     def spooling(self) -> SpoolConfig | None:
         """The spool of this process."""
-        return SpoolConfig.of(self.spool)
+        return spool_of(self.spool)
 
     @property
     def load(self) -> LoadConfig:

@@ -37,19 +37,19 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
         """Whether nothing is known against it."""
         return not self.problem
 
-    @staticmethod
-    def of(checkpoint: Checkpoint) -> CheckpointInfo:
-        """Describe a checkpoint of the store."""
-        outcome = checkpoint.outcome
-        return CheckpointInfo(
-            tag=checkpoint.tag,
-            step=outcome.step,
-            committed_at=seconds_of(outcome.writer.time),
-            nbytes=outcome.cost.raw_bytes if outcome.cost else None,
-            metrics=dict(outcome.metrics),
-            read_back=checkpoint.read_back,
-            problem="it was read back, and is damaged" if checkpoint.read_back == "damaged" else "",
-        )
+
+def info_of(checkpoint: Checkpoint) -> CheckpointInfo:
+    """Describe a checkpoint of the store."""
+    outcome = checkpoint.outcome
+    return CheckpointInfo(
+        tag=checkpoint.tag,
+        step=outcome.step,
+        committed_at=seconds_of(outcome.writer.time),
+        nbytes=outcome.cost.raw_bytes if outcome.cost else None,
+        metrics=dict(outcome.metrics),
+        read_back=checkpoint.read_back,
+        problem="it was read back, and is damaged" if checkpoint.read_back == "damaged" else "",
+    )
 
 
 class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
