@@ -70,7 +70,7 @@ class DirectorySaver:
         self._timeout_s = options.get("commit_timeout_s", CommitConfig().timeout_s)
         arguments.seconds("commit_timeout_s", self._timeout_s, most=arguments.TIMEOUT_S_MAX)
         self._roots = OpenRoots(store_of, options)
-        self._failed: SaveHandle | None = None
+        self._failed: OwnHandle | None = None
         """The last save of a training that has ended, if it failed: close() raises its error."""
 
     # --- what a user may ask for -------------------------------------------------------------------------------
