@@ -33,7 +33,7 @@ from benchmarks import figures
 from benchmarks.state import State
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.staging.stager import StagingMode
 
 EAGER: StagingMode = "eager"
@@ -125,7 +125,7 @@ def measure(case: Case, mode: StagingMode, *, runs: int, prepare: bool, loads: i
                 for target, source in zip(targets, case.compared, strict=True):
                     target.copy_(source)
 
-    root, handles = tempfile.mkdtemp(prefix="calls-", dir="."), list[SaveHandle]()
+    root, handles = tempfile.mkdtemp(prefix="calls-", dir="."), list[OwnHandle]()
     costs = Costs(first=(0.0, 0.0), copies=[], calls=[], committed=[], background=[], loads=[])
     try:
         with Checkpointer(root, staging=mode, compression="none", retention=2, read_back=False) as ckpt:

@@ -134,13 +134,13 @@ class SpoolConfig:
             raise UsageError(f"spool_bandwidth_bps is {self.bandwidth_bps!r}; it must be greater than 0")
         DailyWindows.parse(self.windows)
 
-    @staticmethod
-    def of(given: str | os.PathLike[str] | SpoolConfig | None) -> SpoolConfig | None:
-        """The spool that `spool=` of a Checkpointer stands for: its directory, all of its settings, or None."""
-        if given is None or isinstance(given, SpoolConfig):
-            return given
-        arguments.path("spool", given)
-        return SpoolConfig(directory=os.fspath(given))
+
+def spool_of(given: str | os.PathLike[str] | SpoolConfig | None) -> SpoolConfig | None:
+    """The spool that `spool=` of a Checkpointer stands for: its directory, all of its settings, or None."""
+    if given is None or isinstance(given, SpoolConfig):
+        return given
+    arguments.path("spool", given)
+    return SpoolConfig(directory=os.fspath(given))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,10 @@ SHOWN_BY = {
     "4": (f"{FAILURES}::test_one_ranks_error_is_every_ranks_answer_long_before_the_deadline",),
     "5": (f"{LEFTOVERS}::test_leftovers_of_a_killed_save_are_never_loaded",),
     "6": (f"{LEFTOVERS}::test_leftovers_of_an_earlier_attempt_never_get_into_a_later_one",),
-    "7": (f"{UNTRUSTED}::test_overwritten_bytes_are_found_before_they_reach_a_tensor",),
+    "7": (
+        f"{UNTRUSTED}::test_overwritten_bytes_are_found_before_they_reach_a_tensor",
+        f"{UNTRUSTED}::test_overwritten_bytes_that_reached_a_tensor_are_told_as_a_mixture_or_overwritten",
+    ),
     "8": (f"{UNTRUSTED}::test_per_rank_values_of_two_ranks_are_not_half_loaded_by_one",),
     "9": (
         f"{DURABILITY}::test_files_and_directories_are_synced_before_anything_refers_to_them",

@@ -98,12 +98,7 @@ def _is_of_tag(entry: Entry) -> bool:
 
 async def named_tag(store: Store, tag: str) -> str:
     """The tag that `tag` means: for `latest` the tag in the pointer, for a number that is not a tag the tag of that step."""
-    if tag == LATEST:
-        found = await catalog.latest(store)
-        if found is None:
-            raise NotFoundError(f"there is no {LATEST} at {store.url}: nothing was committed there yet")
-        return found
-    return await _tag_of_step(store, tag) if tag.isdecimal() and tag.isascii() else tag
+    return await _tag_of_step(store, tag) if tag.isdecimal() and tag.isascii() else await catalog.named(store, tag)
 
 
 async def maybe_named_tag(store: Store, tag: str | None) -> str | None:

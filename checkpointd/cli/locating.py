@@ -14,6 +14,7 @@ import click
 
 from checkpointd.commands import command
 from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, is_tag
+from checkpointd.other_formats import of_others
 
 NEAR_SHOWN = 4
 """The most roots in one suggestion."""
@@ -134,7 +135,9 @@ def corrected(old: str, *new: str) -> str:
 
 
 def suggestion(path: str, given: str) -> str:
-    """Commands with the roots near `path` in place of `given`, which is not a root; or other advice if none is near."""
+    """What `path`, which is not a root, is instead, or commands with the roots near it in place of `given`."""
+    if (other := of_others(path)) is not None:
+        return other
     found = roots_near(path)
     if not found:
         return "give the root that the job was given"

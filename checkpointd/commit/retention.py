@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, get_args
 
 from checkpointd import arguments
@@ -31,9 +31,10 @@ from checkpointd.errors import UsageError
 Mode = Literal["min", "max"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Retention:
     """The rules that choose which checkpoints stay. A checkpoint stays if at least one rule names it. Without rules all stay.
+    `Retention(3)` keeps the last three.
 
     RETENTION-2 to RETENTION-7 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
     `best` without a `metric`.
@@ -41,6 +42,7 @@ class Retention:
 
     keep_last: int | None = None
     """Keep this many of the newest checkpoints."""
+    _: KW_ONLY
     every_steps: int | None = None
     """Keep checkpoints whose step is a multiple of this number."""
     younger_than_s: float | None = None
@@ -65,22 +67,22 @@ class Retention:
         if (self.best is None) != (self.metric is None):
             raise UsageError("best and metric go together: how many to keep, and the name of the metric to choose them by")
 
-    @classmethod
-    def of(cls, given: object) -> Retention:
-        """The rules that `retention=` of a Checkpointer stands for: rules, or how many of the newest to keep, or None."""
-        if given is None or isinstance(given, Retention):
-            return given or cls()
-        if type(given) is not int or given < 1:
-            raise UsageError(
-                f"retention is {given!r:.80}; it must be a number of checkpoints, as in retention=3 for the last 3, or rules, "
-                "as in retention=Retention(keep_last=3, every_steps=1000), or None to keep all"
-            )
-        return cls(keep_last=given)
-
     @property
     def keeps_all(self) -> bool:
         """Whether there is no rule."""
         return (self.keep_last, self.every_steps, self.younger_than_s, self.best) == (None, None, None, None)
+
+
+def rules_of(given: object) -> Retention:
+    """The rules that `retention=` of a Checkpointer stands for: rules, or how many of the newest to keep, or None."""
+    if given is None or isinstance(given, Retention):
+        return given or Retention()
+    if type(given) is not int or given < 1:
+        raise UsageError(
+            f"retention is {given!r:.80}; it must be a number of checkpoints, as in retention=3 for the last 3, or rules, "
+            "as in retention=Retention(keep_last=3, every_steps=1000), or None to keep all"
+        )
+    return Retention(given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from checkpointd import __version__, arguments
 from checkpointd.bucket_urls import directory_of, is_bucket_url, parse
 from checkpointd.codec.convert import target_of
 from checkpointd.config import EXPORT_BYTES_MIN, MIB, ExportDType, LoadConfig
-from checkpointd.errors import NotFoundError, UsageError
+from checkpointd.errors import UsageError
 from checkpointd.export.bucket_output import BucketOutput
 from checkpointd.export.output import ExportOutput, Output, on_thread, translated
 from checkpointd.export.record import ExportRecord, ballot_of
@@ -33,7 +33,6 @@ from checkpointd.export.selection import (
 from checkpointd.export.stream import PlacedTensor, Turn, at_once, stream
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
-from checkpointd.layout.keys import LATEST
 from checkpointd.layout.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
 from checkpointd.phrases import byte_count
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
@@ -147,7 +146,7 @@ async def consolidate(
             f"files can be copied only into a directory, and {os.fspath(out)} is one file: give a directory as OUT"
         )
     async with _output(out, container, request) as output:
-        checkpoint = await catalog.find(store, await _tag(store, request.tag))
+        checkpoint = await catalog.find(store, await catalog.named(store, request.tag))
         return await export_checkpoint(store, checkpoint, output, container, request, on_progress)
 
 
@@ -239,15 +238,6 @@ def _check_whole(world: CheckpointView, selection: Selection) -> None:
     missing = gaps(world, (BoxRequest(source.fqn, whole(source.shape), None, source.rank) for source in sources))
     if missing:
         raise missing[0]
-
-
-async def _tag(store: Store, tag: str | None) -> str:
-    if tag is not None and tag != LATEST:
-        return tag
-    found = await catalog.latest(store)
-    if found is None:
-        raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
-    return found
 
 
 def check_outside(store: Store, out: str | os.PathLike[str]) -> None:

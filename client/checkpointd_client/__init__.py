@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from checkpointd import __version__
 from checkpointd_client.lazy_names import names_of
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate
     from checkpointd_client.export.state_dict import StateDict
+    from checkpointd_client.listing import list_checkpoints
     from checkpointd_client.loader import Loaded
     from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
     from checkpointd_client.saves.handle import SaveHandle, Timings
@@ -37,7 +39,9 @@ __all__ = [
     "Status",
     "StoredMember",
     "Timings",
+    "__version__",
     "consolidate",
+    "list_checkpoints",
     "open_checkpoint",
 ]
 
@@ -57,6 +61,7 @@ _HOMES = {
     "StoredMember": "capture.plain.classes",
     "Timings": "saves.handle",
     "consolidate": "export.consolidate",
+    "list_checkpoints": "listing",
     "open_checkpoint": "reader",
 }
 

@@ -19,7 +19,7 @@ from checkpointd_client.loader import Loaded
 from checkpointd_client.ranks.preemption import PreemptSignals
 from checkpointd_client.saver import WhenBusy
 from checkpointd_client.saves.handle import SaveHandle
-from checkpointd_client.saves.status import CheckpointInfo, Status
+from checkpointd_client.saves.status import CheckpointInfo, Status, info_of
 from checkpointd_client.settings import Options
 from checkpointd_client.sidecar.client import OnSidecarLoss
 from checkpointd_client.staging.stager import StagingMode
@@ -206,7 +206,8 @@ class Checkpointer:
         Raises MismatchError listing every difference (`strict=False` loads what fits and lists the rest, and raises if nothing
         fits), StateError for the state_dict() of an optimizer or scheduler in place of the object, NotFoundError for a named
         tag, DeadlineError naming ranks that did not take part, UnreadableError if the storage could not be read until
-        `commit_timeout_s` had passed, PartlyLoadedError if it failed after it had begun to fill the objects.
+        `commit_timeout_s` had passed, PartlyLoadedError if it failed after it had begun to fill the objects: the storage or a
+        device failed, bytes were damaged, or a load_state_dict() or a hook of yours raised. All else is found before.
         """
         return self._core.load(
             state, tag, strict=strict, fallback=fallback, cast=cast, verify_first=verify_first, share_reads=share_reads
@@ -266,7 +267,7 @@ class Checkpointer:
 
     def list(self) -> list[CheckpointInfo]:
         """All checkpoints in the store, newest first. Raises UnreadableError if failed reads hide which one is the newest."""
-        return [CheckpointInfo.of(checkpoint) for checkpoint in self._core.checkpoints()]
+        return [info_of(checkpoint) for checkpoint in self._core.checkpoints()]
 
     def __enter__(self) -> Self:
         return self

@@ -54,7 +54,7 @@ from checkpointd_client.restore.spool_source import NodeSpoolView
 from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, SaveRequest, asked
 from checkpointd_client.saves.exports import OwnExports
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.spool import ProcessSpool
 from checkpointd_client.saves.status import Status
 from checkpointd_client.settings import Options, check_load
@@ -224,7 +224,7 @@ class Core:
         metrics: Mapping[str, float] | None = None,
         required: bool = False,
         shown_at: str = "",
-    ) -> SaveHandle:
+    ) -> OwnHandle:
         """Snapshot `state` and return; it is persisted and committed in the background. Raises as Checkpointer.save().
 
         `shown_at`: the path of an empty directory that appears at the commit and goes with the checkpoint, relative to the
@@ -249,7 +249,7 @@ class Core:
 
     def refuse(
         self, step: int, error: CheckpointdError, *, tag: str, save_latest: bool = True, unfinished: str = ""
-    ) -> SaveHandle:
+    ) -> OwnHandle:
         """Vote no, because of `error`, on the save that the other ranks begin now: they need not wait for this rank."""
         self._check_open("save")
         return self._saver.refuse(asked(step, tag, save_latest, unfinished=unfinished), error)
@@ -385,20 +385,19 @@ class Core:
         """Remove the checkpoint `tag`. Raises as Checkpointer.delete()."""
         self._check_open("delete")
         arguments.flag("force", force)
-        tag = check_tag(tag)
+        tag = tag if tag == LATEST else check_tag(tag)
 
         async def delete() -> None:
             await epochs.check_fence(self._store, self._epoch.number)
-            await delete_once(self._store, tag, force=force)
-            if self._saver.latest == tag:
-                self._saver.deleted(tag, await catalog.latest(self._store))
+            named = await catalog.named(self._store, tag)
+            await delete_once(self._store, named, force=force)
+            if self._saver.latest == named:
+                self._saver.deleted(named, await catalog.latest(self._store))
 
         self._writer.call(self._at_own_root(delete()), LOOK_S)
 
     def let_go(self, tag: str) -> bool:
-        """Remove the checkpoint `tag` in favour of others: only if one that stays is read back whole (READBACK-3), or if it is
-        the only one. Returns whether it is gone. Raises StoreError.
-        """
+        """Remove `tag` if it is the only checkpoint, or one that stays is read back whole (READBACK-3). Whether it is gone."""
         self._check_open("let_go")
 
         async def let_go() -> bool:
@@ -547,7 +546,7 @@ class Core:
         metrics: Mapping[str, float] | None = None,
         unfinished: str = "",
         leftovers: Collection[str] = (),
-    ) -> SaveHandle:
+    ) -> OwnHandle:
         """Snapshot the objects in `files`, by file name, and return. The root must be a directory `.checkpointd`. Once the
         save has committed, the directory `at` beside the root holds these files as torch.save writes them, uncompressed. `at`
         is a relative path, by default the tag. Its parent directory must exist; removing the parent removes the checkpoint.

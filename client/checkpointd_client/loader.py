@@ -82,7 +82,7 @@ class Loaded:
 
     tag: str
     step: int
-    client_state: dict[str, object]
+    client_state: dict[str, Any]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()

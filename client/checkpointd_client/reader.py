@@ -12,7 +12,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping, Sequence
-from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -33,12 +32,14 @@ from checkpointd.errors import (
 )
 from checkpointd.export.selection import select_all
 from checkpointd.layout.keys import LATEST, AttemptId
+from checkpointd.other_formats import of_others
 from checkpointd.phrases import listed
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store import open_store
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from checkpointd_client.export.state_dict import StateDict
@@ -61,6 +62,7 @@ def open_checkpoint(
     root: str | os.PathLike[str],
     tag: str | None = None,
     *,
+    step: int | None = None,
     attempt: str | None = None,
     timeout_s: float = TIMEOUT_S,
     absence_s: float = ABSENCE_S,
@@ -73,7 +75,7 @@ def open_checkpoint(
     It writes nothing and needs no process group; in one, each rank opens it on its own. Use it in a `with`, or close it. If the
     newest checkpoint is damaged, the log says so and the newest whole one is opened; a named one raises DamagedError.
 
-    `tag`: which checkpoint; "latest" means the one that the file `latest` names.
+    `tag`: which checkpoint; "latest" means the one that the file `latest` names. `step`: the newest checkpoint of this step.
     `attempt`: which save of that tag, if it was saved more than once.
     `timeout_s`: how long to try again if the storage does not answer or fails.
     `absence_s`: how long to look for a file that must be there before it counts as lost.
@@ -86,6 +88,7 @@ def open_checkpoint(
     return OpenCheckpoint(
         root,
         tag,
+        step=step,
         attempt=attempt,
         timeout_s=timeout_s,
         absence_s=absence_s,
@@ -107,6 +110,7 @@ class OpenCheckpoint:
         root: str | os.PathLike[str],
         tag: str | None,
         *,
+        step: int | None = None,
         attempt: str | None,
         timeout_s: float,
         absence_s: float,
@@ -122,11 +126,17 @@ class OpenCheckpoint:
         self._store = open_store(root, read_only=True)
         if directory_of(self._store.url) is not None:
             if not os.path.isdir(self._store.url):
-                raise NotFoundError(f"there is no directory {self._store.url}: give the root that the job was given")
+                other = of_others(self._store.url)
+                advice = "give the root that the job was given" if other is None else other
+                raise NotFoundError(f"there is no directory {self._store.url}: {advice}")
             check_no_tag(self._store.url)
         self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s, pinned_bytes=pinned_bytes)
         parsed = None if attempt is None else _parsed(attempt)
-        self._reading = CheckpointFinder(self._store, tag, attempt=parsed, config=self._config)
+        if step is not None:
+            if tag is not None:
+                raise UsageError(f"open_checkpoint() was given the tag {tag!r} and the step {step!r}: give one of them")
+            step = arguments.counted("step", step)
+        self._reading = CheckpointFinder(self._store, tag, step=step, attempt=parsed, config=self._config)
         self._timeout_s, self._unpickle = timeout_s, pickle_client_state
         self._process = os.getpid()
         self._told = False
@@ -136,8 +146,11 @@ class OpenCheckpoint:
         self._close_unused = weakref.finalize(self, self._writer.close, wait=False)
         try:
             self._world = self._begun()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            is_missing = isinstance(error, NotFoundError) and directory_of(self._store.url) is not None
+            if is_missing and (other := of_others(self._store.url)) is not None:
+                raise NotFoundError(f"there is no checkpoint at {self._store.url}: {other}") from error
             raise
 
     def _begun(self) -> CheckpointView:
@@ -183,12 +196,14 @@ class OpenCheckpoint:
         return self._checkpoint.outcome.world_size
 
     @property
-    def committed_at(self) -> datetime:
-        """When it was committed, with time zone, by the clock of the machine that committed it."""
-        return datetime.fromisoformat(self._checkpoint.outcome.writer.time)
+    def committed_at(self) -> float | None:
+        """When it was committed, in seconds since 1970, by the clock of the machine that committed it; None if that was not
+        recorded.
+        """
+        return seconds_of(self._checkpoint.outcome.writer.time)
 
     @property
-    def client_state(self) -> dict[str, object]:
+    def client_state(self) -> dict[str, Any]:
         """The client_state that save() was given: the values that were equal on all ranks. It is read at the first access.
 
         In a process group with the number of ranks that saved it, this rank's own. Needs no class of the job's: a member of an

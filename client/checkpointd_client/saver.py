@@ -48,7 +48,7 @@ from checkpointd_client.ranks.startup import Begun, say_unknown
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.matching.loadable import check_loadable
 from checkpointd_client.saves.governor import Governor
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, Runner
 from checkpointd_client.saves.spooled_by_all import SpooledByAll
@@ -178,8 +178,8 @@ class Saver:
         self._classes, self._capturer = classes, Capturer(classes, check_loadable)
         self._arrangement: object = None
         self._layout: SlotLayout | None = None
-        self._stagings: list[tuple[Staging, SaveHandle]] = []
-        self._running: dict[Future[None], SaveHandle] = {}
+        self._stagings: list[tuple[Staging, OwnHandle]] = []
+        self._running: dict[Future[None], OwnHandle] = {}
         self._saves_of_tag: Counter[str] = Counter()
         self._saves = 0
         self.fillings = itertools.count()
@@ -228,7 +228,7 @@ class Saver:
         finally:
             self._writer.call_soon(reader.resume, token)
 
-    def save(self, request: SaveRequest, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> SaveHandle:
+    def save(self, request: SaveRequest, state: Mapping[str, object], client_state: Mapping[str, object] | None) -> OwnHandle:
         """Begin the snapshot of a state, and hand the attempt to the writer."""
         excluded = request.exclude_frozen_parameters
 
@@ -240,11 +240,11 @@ class Saver:
 
     def save_files(
         self, request: SaveRequest, at: str, files: Mapping[str, object], optimizer_only: Collection[int]
-    ) -> SaveHandle:
+    ) -> OwnHandle:
         """Do the same for files, which are shown in the directory `at`."""
         return self._save(request, lambda: self._capturer.arranged(capture_files(at, files, optimizer_only)))
 
-    def refuse(self, request: SaveRequest, error: CheckpointdError) -> SaveHandle:
+    def refuse(self, request: SaveRequest, error: CheckpointdError) -> OwnHandle:
         """Vote no with `error`, without a snapshot."""
         job = self._new_job(request, Pace())
         job.staged.set_exception(error)
@@ -252,7 +252,7 @@ class Saver:
         job.returned.set_result(None)
         return job.save.handle
 
-    def _save(self, request: SaveRequest, captured_by: Callable[[], Captured]) -> SaveHandle:
+    def _save(self, request: SaveRequest, captured_by: Callable[[], Captured]) -> OwnHandle:
         began = time.perf_counter()
         too_soon = self._too_soon(request)
         if too_soon is not None:
@@ -358,11 +358,11 @@ class Saver:
         self._saves_of_tag[request.tag] += 1
         self._saves += 1
         progress = ShardProgress(pace=pace)
-        save = SaveRecord(SaveHandle(info.tag, str(info.attempt), info.step, progress))
+        save = SaveRecord(OwnHandle(info.tag, str(info.attempt), info.step, progress))
         self.history.add(save)
         return PendingSave(info, save, progress, Future())
 
-    def _measured(self, handle: SaveHandle) -> None:
+    def _measured(self, handle: OwnHandle) -> None:
         handle.timings.overhead = self.governor.overhead
         if handle.phase == Phase.COMMITTED.value and handle.timings.durable_s is not None:
             lasted_s = handle.timings.durable_s if handle.timings.spooled_s is None else handle.timings.spooled_s

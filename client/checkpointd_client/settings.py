@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import signal
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self, get_args
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from checkpointd import arguments
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
-from checkpointd.commit.retention import Retention
+from checkpointd.commit.retention import Retention, rules_of
 from checkpointd.config import (
     ABSENCE_S,
     MIB,
@@ -26,6 +26,7 @@ from checkpointd.config import (
     PersistConfig,
     SpoolConfig,
     check_job,
+    spool_of,
 )
 from checkpointd.errors import UsageError
 from checkpointd_client.capture.scalars import type_name
@@ -101,16 +102,23 @@ class Options:
         check_job(self.job)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Self:
-        """The options that the user of an integration has given, by name. UsageError if there is no such option."""
+    def of(cls, given: Mapping[str, Any], *, beside: Sequence[str] = ()) -> Self:
+        """The options that the user of an integration has given, by name; `beside`: those that the integration itself takes.
+        UsageError if there is no such option.
+        """
         if given.get("process_group") is not None:
             raise UsageError("process_group: here all ranks of the job save. To save in some of them, make a Checkpointer")
-        names = [field.name for field in fields(cls)]
-        for name in given.keys() - set(names):
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(names)}"
-            raise UsageError(f"checkpointd has no option {name!r}: {hint}")
-        return cls(**given)
+        names = [*beside, *(field.name for field in fields(cls))]
+        for name in given:
+            if name not in names:
+                close = difflib.get_close_matches(str(name), names, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(names)}"
+                raise UsageError(f"checkpointd has no option {name!r}: {hint}")
+        if given.get("root") is not None and "root" in beside:
+            arguments.path("root", given["root"])
+        if given.get("synchronous") is not None and "synchronous" in beside:
+            arguments.flag("synchronous", given["synchronous"])
+        return cls(**{name: value for name, value in given.items() if name not in beside or name == "sidecar"})
 
     @property
     def graces(self) -> dict[signal.Signals, float]:
@@ -133,7 +141,7 @@ class Options:
         """How saves are committed, and which checkpoints are removed afterwards."""
         return CommitConfig(
             timeout_s=float(self.commit_timeout_s),  # a numpy.float64 cannot be stored
-            retention=Retention.of(self.retention),
+            retention=rules_of(self.retention),
             on_no_progress=self.on_no_progress,
             read_back=self.read_back,
         )
@@ -146,7 +154,7 @@ class Options:
     @property
     def spooling(self) -> SpoolConfig | None:
         """The spool of this process."""
-        return SpoolConfig.of(self.spool)
+        return spool_of(self.spool)
 
     @property
     def load(self) -> LoadConfig:

@@ -30,6 +30,12 @@ AS_ROOT = " --uid 0" if os.geteuid() == 0 else ""
 MARK = "--- the next command ---"
 
 
+def before_of(page: str) -> Path:
+    """The module with what the page takes for granted."""
+    name = page.removesuffix("/README.md").removesuffix(".md").rpartition("/")[2].lower()
+    return next(path for path in (BEFORE / f"{name}.py", BEFORE / "training.py") if path.exists())
+
+
 class Session:
     """One page: its folder, its Python, and the daemons that its commands started."""
 
@@ -50,8 +56,7 @@ class Session:
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "160",
         }
-        name = page.removesuffix("/README.md").removesuffix(".md").rpartition("/")[2].lower()
-        self.before = next(path for path in (BEFORE / f"{name}.py", BEFORE / "training.py") if path.exists())
+        self.before = before_of(page)
         self.words: dict[str, str] = {}
         self.python: subprocess.Popen[str] | None = None
         self.daemons: list[subprocess.Popen[str]] = []

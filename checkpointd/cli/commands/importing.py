@@ -27,6 +27,9 @@ from checkpointd.errors import UsageError
 @click.option("--step", type=int, help="The step.  [default: from SRC, otherwise the last number in the tag]")
 @click.option("--latest/--no-latest", default=True, show_default=True, help="Whether `latest` will name it.")
 @click.option("--memory", metavar="SIZE", default="512MiB", show_default=True, help="Approximate memory to use.")
+@click.option(
+    "--module", metavar="NAME", help="For dcp: the name of the module whose state_dict() was saved alone, as in --module model."
+)
 @click.option("--leave-out", is_flag=True, help="For deepspeed: leave out values that cannot be stored safely.")
 @click.option("--force", is_flag=True, help="Also if TAG exists; it is then saved again.")
 @as_json()
@@ -37,6 +40,7 @@ def command(
     step: int | None,
     latest: bool,
     memory: str,
+    module: str | None,
     leave_out: bool,
     force: bool,
     as_json: bool,
@@ -52,8 +56,12 @@ def command(
     options: dict[str, Any] = {"step": step, "save_latest": latest, "force": force, "memory": memory}
     if kind == "deepspeed":
         options["leave_out"] = leave_out
-    elif leave_out:
-        raise UsageError(f"--leave-out is for --from deepspeed; of {kind}, everything is imported")
+        if module is not None:
+            raise UsageError("--module is for --from dcp; DeepSpeed's checkpoints name their module")
+    else:
+        options["module"] = module
+        if leave_out:
+            raise UsageError(f"--leave-out is for --from deepspeed; of {kind}, everything is imported")
     act = getattr(module_for(kind, "importing"), f"import_{kind}")
     with progress_of_bytes() as on_progress:
         done = act(source, given_root(tuple(root), "import", source), tag, on_progress=on_progress, **options)
@@ -65,6 +73,12 @@ def command(
     if kind == "dcp" and done.pickled:
         named = ", ".join(done.pickled[:8])
         warn(f"{count(len(done.pickled), 'value')} stayed pickled, and may need weights_only=False to load: {named}")
+    if kind == "dcp" and done.loose:
+        again = command_line("import", "--from", "dcp", "--force", "--module", "model", source, done.root, "--tag", done.tag)
+        warn(
+            f"{', '.join(done.loose)} lie at the top, as tensors of a module whose state_dict() was saved alone. For "
+            f"load({{'model': model}}), name the module: {again}"
+        )
 
 
 def page(done: Any) -> Iterator[Block]:

@@ -72,7 +72,7 @@ def _status(checkpoint: Checkpoint, latest: str | None, read_back: ReadBackState
         step=outcome.step,
         world_size=outcome.world_size,
         order=outcome.order,
-        committed_at=outcome.writer.time,
+        committed_at=seconds_of(outcome.writer.time),
         is_latest=checkpoint.tag == latest,
         read_back=read_back,
     )

@@ -116,7 +116,8 @@ class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     world_size: int
     order: tuple[int, int]
-    committed_at: str
+    committed_at: float | None
+    """None if its outcome does not say."""
     is_latest: bool
     read_back: ReadBackState = "no"
     """Whether it was read back, and the result."""

@@ -18,7 +18,6 @@ from checkpointd.commit.machine import SUPERSEDED, Phase
 from checkpointd.daemon.status.model import RankStatus, RootStatus, RootVerdict, State
 from checkpointd.daemon.status.save_groups import SaveGroup, attempts_of
 from checkpointd.phrases import rank_runs
-from checkpointd.pipeline.root.identity import seconds_of
 
 INTERVALS = 8
 """The number of last intervals between saves that tell when the next save is due."""
@@ -146,7 +145,7 @@ def rhythm_of(root: RootStatus) -> Rhythm | None:
     began = max((rank.since for rank in root.ranks if rank.connected), default=0.0)
     times = sorted(attempt.began_at for attempt in attempts_of(root))
     if len(_gaps(times, began)) < 2:
-        times = sorted(filter(None, (seconds_of(checkpoint.committed_at) for checkpoint in root.checkpoints)))
+        times = sorted(filter(None, (checkpoint.committed_at for checkpoint in root.checkpoints)))
     gaps = _gaps(times, began)
     if len(gaps) < 2:
         return None

@@ -19,7 +19,7 @@ from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, Un
 from checkpointd.layout.keys import LATEST, OUTCOME, AttemptId, check_tag
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.candidates import candidates, find
+from checkpointd.pipeline.root.candidates import candidates, find, listed
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -32,7 +32,8 @@ REMOVED_MAX = 8
 
 @dataclass(slots=True)
 class CheckpointFinder:
-    """Finds the checkpoint that one reader reads at `store`. `tag`: a tag, `latest`, or None for the newest checkpoint.
+    """Finds the checkpoint that one reader reads at `store`. `tag`: a tag, `latest`, or None for the newest checkpoint. `step`:
+    in place of a tag, the newest checkpoint of this step.
 
     A search for the newest passes over damaged checkpoints and lists them in `passed_over`. A tag is read, or the error is
     raised. `attempt`: the attempt to read, if the tag was saved several times.
@@ -40,6 +41,7 @@ class CheckpointFinder:
 
     store: Store
     tag: str | None
+    step: int | None = field(default=None, kw_only=True)
     attempt: AttemptId | None = field(default=None, kw_only=True)
     config: LoadConfig = field(default_factory=LoadConfig, kw_only=True)
     passed_over: list[str] = field(default_factory=list)
@@ -106,12 +108,14 @@ class CheckpointFinder:
                 raise why
             log.warning("%s was removed while it was being read; looking again", checkpoint.prefix)
             return
-        if self.tag is not None:
+        if self.tag is not None or self.step is not None:
             raise why
         self._damaged.add(checkpoint.prefix)
         self._pass_over(f"{checkpoint.tag} cannot be read: {why}")
 
     async def _chosen(self) -> Checkpoint:
+        if self.step is not None:
+            return await self._of_step(self.step)
         if self.tag is None:
             return await self._newest()
         tag = await self._pointed() if self.tag == LATEST else self.tag
@@ -119,6 +123,14 @@ class CheckpointFinder:
             return await self._named(tag, self.attempt)
         # If a checkpoint was removed a moment ago, further looks for it are useless.
         return await (catalog.find(self.store, tag) if self._removed else find(self.store, tag, self._patience()))
+
+    async def _of_step(self, step: int) -> Checkpoint:
+        known = await listed(self.store, self._patience())
+        found = next((c for c in known if c.outcome.step == step), None)
+        if found is None:
+            steps = ", ".join(map(str, sorted({c.outcome.step for c in known}))) or "none"
+            raise NotFoundError(f"there is no checkpoint of step {step} at {self.store.url}; the steps there are: {steps}")
+        return found
 
     async def _pointed(self) -> str:
         with self._patience().looks() as looks:

@@ -462,6 +462,16 @@ async def checkpoints(store: Store) -> list[Checkpoint]:
     return checkpoints_of(await scan(store))
 
 
+async def named(store: Store, tag: str | None) -> str:
+    """The tag that a user names: `tag` itself, or for None and `latest` what `latest` names now. Raises NotFoundError."""
+    if tag is not None and tag != LATEST:
+        return tag
+    found = await latest(store)
+    if found is None:
+        raise NotFoundError(f"there is no {LATEST} at {store.url}: nothing was committed there yet")
+    return found
+
+
 async def find(store: Store, tag: str) -> Checkpoint:
     """The checkpoint of `tag`. Raises NotFoundError, which says what is there instead, if there is none; DamagedError or
     UnreadableError if the outcome of a later attempt is damaged, or cannot be read now.

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from checkpointd.errors import NotFoundError, UsageError
+from checkpointd.other_formats import of_others
 from checkpointd.store.names import LOCK, TEMPORARY
 from checkpointd.store.posix.directories import Directories
 from checkpointd.store.posix.disk import Child, Disk
@@ -56,7 +57,9 @@ class Root:
             return
         except NotADirectoryError:
             pass
-        raise UsageError(f"the root {self.path} is a file, or lies below one: give the path of a directory") from error
+        other = of_others(self.path)
+        advice = f"give the path of a directory{'' if other is None else f'. {other}'}"
+        raise UsageError(f"the root {self.path} is a file, or lies below one: {advice}") from error
 
     def temporary_path(self) -> str:
         """The path of a new temporary file."""

@@ -79,24 +79,12 @@ class SaveHandle:
         self.missing: Callable[[], str] = lambda: f"{self.tag} is {self.phase}"
         """Says in words why the save has not ended."""
 
-    def __repr__(self) -> str:
-        return f"SaveHandle({self.tag!r}, attempt={self.attempt!r}, phase={self.phase!r})"
-
-    def held(self, *, call_s: float | None = None, fence_s: float | None = None) -> None:
-        """Record how long training waited: for the call of save(), or in optimizer steps."""
-        self.timings.call_s = self.timings.call_s if call_s is None else call_s
-        self.timings.fence_s = self.timings.fence_s if fence_s is None else fence_s
-        self._bytes.held_s = self.timings.held_s
-
-    @property
-    def trouble_words(self) -> str:
+    def _trouble_words(self) -> str:
         """The end of a message about it, if the sidecar does not reach the root."""
         return f"; the sidecar does not reach the root: {self.trouble}" if self.trouble else ""
 
-    @property
-    def pace(self) -> Pace:
-        """How fast this rank's shard may be written."""
-        return self._bytes.pace
+    def __repr__(self) -> str:
+        return f"SaveHandle({self.tag!r}, attempt={self.attempt!r}, phase={self.phase!r})"
 
     @property
     def phase(self) -> str:
@@ -162,16 +150,6 @@ class SaveHandle:
         """Whether the save has ended, well or not, or was left in the spool when this process closed."""
         return self._phase in FINAL or self._is_left
 
-    @property
-    def is_left(self) -> bool:
-        """Whether this process has closed while the shard was in the spool."""
-        return self._is_left
-
-    @property
-    def in_spool(self) -> bool:
-        """Whether the shard is in the spool, and not yet at the root."""
-        return self._phase in IN_SPOOL
-
     def exception(self) -> BaseException | None:
         """The error that ended the save; None while it runs and after it has committed. Does not wait."""
         if self.done():
@@ -200,12 +178,12 @@ class SaveHandle:
             )
         goal = Phase(until)
         if goal is Phase.STAGED:
-            self.pace.hurry_copy()
+            self._bytes.pace.hurry_copy()
         else:
-            self.pace.lift("awaited")
+            self._bytes.pace.lift("awaited")
         if not self._wait(lambda: reached(self._phase, goal) or self.done(), timeout):
             words = f"{self.tag} is still {self.phase} after {timeout:g} s; it goes on in the background"
-            raise WaitTimeoutError(f"{words}{self.trouble_words}")
+            raise WaitTimeoutError(f"{words}{self._trouble_words()}")
         if not reached(self._phase, goal):
             self.observed = True
             assert self._error is not None
@@ -216,13 +194,50 @@ class SaveHandle:
         return self._awaited().__await__()
 
     async def _awaited(self) -> SaveHandle:
-        self.pace.lift("awaited")
+        self._bytes.pace.lift("awaited")
         try:
             # Shielded: cancelling this wait, as a time-out does, must not cancel the save for all who wait.
             return await asyncio.shield(asyncio.wrap_future(self._future))
         except CheckpointdError:
             self.observed = True
             raise
+
+    def _wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
+        def wait(seconds: float) -> bool:
+            with self._change:
+                return self._change.wait_for(there, seconds)
+
+        return Waiting(self.missing).until(wait, timeout)
+
+
+class OwnHandle(SaveHandle):
+    """The handle as the Checkpointer has it, which leads the save through its phases."""
+
+    def held(self, *, call_s: float | None = None, fence_s: float | None = None) -> None:
+        """Record how long training waited: for the call of save(), or in optimizer steps."""
+        self.timings.call_s = self.timings.call_s if call_s is None else call_s
+        self.timings.fence_s = self.timings.fence_s if fence_s is None else fence_s
+        self._bytes.held_s = self.timings.held_s
+
+    @property
+    def trouble_words(self) -> str:
+        """The end of a message about it, if the sidecar does not reach the root."""
+        return self._trouble_words()
+
+    @property
+    def pace(self) -> Pace:
+        """How fast this rank's shard may be written."""
+        return self._bytes.pace
+
+    @property
+    def is_left(self) -> bool:
+        """Whether this process has closed while the shard was in the spool."""
+        return self._is_left
+
+    @property
+    def in_spool(self) -> bool:
+        """Whether the shard is in the spool, and not yet at the root."""
+        return self._phase in IN_SPOOL
 
     def ended_within(self, timeout: float | None) -> bool:
         """Wait until the save has ended. close() still raises its error."""
@@ -234,13 +249,6 @@ class SaveHandle:
         self.pace.hurry_copy()
         return self._wait(lambda: reached(self._phase, Phase.STAGED) or self.done(), timeout)
 
-    def _wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
-        def wait(seconds: float) -> bool:
-            with self._change:
-                return self._change.wait_for(there, seconds)
-
-        return Waiting(self.missing).until(wait, timeout)
-
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` when the save ends, on the thread that ends it; at once if it has ended."""
         self._future.add_done_callback(lambda _: callback())
@@ -248,8 +256,6 @@ class SaveHandle:
     def peek(self) -> BaseException | None:
         """The same as `exception`, but close() still raises the error."""
         return self._error
-
-    # --- for the checkpointer ----------------------------------------------------------------------------------
 
     def elapsed(self) -> float:
         """Seconds since save() was called."""

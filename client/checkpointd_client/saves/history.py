@@ -13,7 +13,7 @@ from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.errors import SupersededError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.phrases import rank_runs
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.status import AttemptStatus
 
 log = logging.getLogger("checkpointd")
@@ -32,7 +32,7 @@ class Voting(Protocol):
 class SaveRecord:
     """One save: its handle and, while a writer runs the attempt, the missing votes."""
 
-    handle: SaveHandle
+    handle: OwnHandle
     voting: Voting | None = None
     began: float = field(default_factory=time.monotonic)
 
@@ -95,7 +95,7 @@ class SaveHistory:
         self.failed = 0
         self.superseded = 0
         """Saves that were dropped from the spool for newer ones."""
-        self.last_failed: SaveHandle | None = None
+        self.last_failed: OwnHandle | None = None
         """The newest save that ended and was not skipped, if it failed. Saves may end in another order than they began."""
         self._newest_began = 0.0
         self._newest_committed: float | None = None
@@ -137,7 +137,7 @@ class SaveHistory:
         with self._lock:
             return list(self._live)
 
-    def in_flight(self) -> list[SaveHandle]:
+    def in_flight(self) -> list[OwnHandle]:
         with self._lock:
             return [save.handle for save in self._live]
 

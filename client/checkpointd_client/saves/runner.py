@@ -23,7 +23,7 @@ from checkpointd.errors import CheckpointdError, SupersededError
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.spooled_by_all import SpooledByAll
 from checkpointd_client.staging.arena import SlotHold
@@ -105,7 +105,7 @@ class Endings:
     """Records the end of each save in the history, the log, and `latest`, the newest tag that this process knows."""
 
     def __init__(
-        self, history: SaveHistory, latest: str | None, spooled: SpooledByAll, measured: Callable[[SaveHandle], None]
+        self, history: SaveHistory, latest: str | None, spooled: SpooledByAll, measured: Callable[[OwnHandle], None]
     ) -> None:
         self.history, self.latest, self.spooled, self._measured = history, latest, spooled, measured
 

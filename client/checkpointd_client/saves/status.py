@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 import msgspec
 
 from checkpointd.export.progress import ExportProgress
@@ -11,40 +9,47 @@ from checkpointd.layout.manifest import ErrorReport
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.pace import PaceReason
 from checkpointd.pipeline.read.readback import ReadBackStatus
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.catalog import Checkpoint, ReadBackState
+from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.requests import Requests
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint in the store, as `Checkpointer.list()` gives it."""
+    """One checkpoint in the store, as `Checkpointer.list()` and `list_checkpoints()` give it."""
 
     tag: str
     step: int
-    time: datetime | None
-    """When it was committed, by the clock of the machine that committed it; None if that was not recorded."""
+    committed_at: float | None
+    """When it was committed, in seconds since 1970, by the clock of the machine that committed it; None if that was not
+    recorded. `datetime.fromtimestamp(committed_at, timezone.utc)` makes a datetime of it.
+    """
     nbytes: int | None
     """Bytes of its tensors before compression; None if that was not recorded."""
     metrics: dict[str, float]
     """The metrics that rank 0 passed to save()."""
-    verified: bool
-    """Whether it was read back whole since it was written."""
+    read_back: ReadBackState
+    """Whether it was read back since it was written, and the result: "no", "whole" or "damaged"."""
+    problem: str = ""
+    """Why it cannot be loaded, if that is known: it was found damaged, or objects that it needs are gone."""
 
-    @staticmethod
-    def of(checkpoint: Checkpoint) -> CheckpointInfo:
-        """Describe a checkpoint of the store."""
-        outcome = checkpoint.outcome
-        try:
-            time = datetime.fromisoformat(outcome.writer.time)
-        except ValueError:
-            time = None
-        return CheckpointInfo(
-            tag=checkpoint.tag,
-            step=outcome.step,
-            time=time,
-            nbytes=outcome.cost.raw_bytes if outcome.cost else None,
-            metrics=dict(outcome.metrics),
-            verified=checkpoint.read_back == "whole",
-        )
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is known against it."""
+        return not self.problem
+
+
+def info_of(checkpoint: Checkpoint) -> CheckpointInfo:
+    """Describe a checkpoint of the store."""
+    outcome = checkpoint.outcome
+    return CheckpointInfo(
+        tag=checkpoint.tag,
+        step=outcome.step,
+        committed_at=seconds_of(outcome.writer.time),
+        nbytes=outcome.cost.raw_bytes if outcome.cost else None,
+        metrics=dict(outcome.metrics),
+        read_back=checkpoint.read_back,
+        problem="it was read back, and is damaged" if checkpoint.read_back == "damaged" else "",
+    )
 
 
 class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):

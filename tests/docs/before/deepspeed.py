@@ -10,7 +10,7 @@ from tests.e2e.deepspeed_engines import deepspeed  # isort: skip  # first: it pr
 
 from tests.docs.before.training import model, optimizer, scheduler
 
-__all__ = ["deepspeed", "model", "optimizer", "scheduler"]
+__all__ = ["deepspeed", "model", "optimizer", "save_dir", "scheduler"]
 
 WORDS: dict[str, str] = {}
 save_dir = "/mnt/ckpts/ds"

@@ -4,9 +4,9 @@ import sys
 from types import ModuleType
 
 from checkpointd_client import Checkpointer
-from tests.docs.before.training import Net, loss, optimizer, state, step, steps, train_one_step
+from tests.docs.before.training import Net, batches, loss, optimizer, state, step, steps, train_one_step
 
-__all__ = ["ckpt", "leave", "loss", "optimizer", "state", "step", "steps", "train_one_step"]
+__all__ = ["batches", "ckpt", "leave", "loss", "optimizer", "state", "step", "steps", "train_one_step"]
 
 WORDS = {"ROOT": "/mnt/ckpts/done", "TAG": "global_step1", "OUT": "model", "DIR": "dcp"}
 

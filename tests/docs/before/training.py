@@ -48,6 +48,7 @@ optimizer = AdamW(model.parameters())
 scheduler = ConstantLR(optimizer)
 loader = Loader()
 batches = iter(loader)
+data = [torch.randn(4, 8) for _ in range(4)]
 steps, step, tokens, loss = 3, 2, 0, 0.5
 state = {"model": model, "optimizer": optimizer}
 

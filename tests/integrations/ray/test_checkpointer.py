@@ -326,5 +326,5 @@ def test_an_unknown_file_system_needs_a_root() -> None:
 
 
 def wait_until_read_back(ckpt: RayCheckpointer, tag: str) -> None:
-    while not any(each.verified for each in ckpt.list() if each.tag == tag):
+    while not any(each.read_back == "whole" for each in ckpt.list() if each.tag == tag):
         pass

@@ -32,9 +32,10 @@ from checkpointd.errors import (
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.shard import ShardProgress
 from checkpointd.pipeline.write.job import PersistJob
-from checkpointd_client import Checkpointer, RngState, SaveHandle, Status, open_checkpoint
+from checkpointd_client import Checkpointer, RngState, Status, open_checkpoint
 from checkpointd_client.capture.recapture import capturer
 from checkpointd_client.restore import store_source
+from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.staging.arena import Slot
 from tests.builders import HeldPersist
@@ -614,7 +615,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_loaded(
 def test_a_handle_never_goes_back_a_phase_and_knows_its_speed() -> None:
     now = [0.0]
     progress = ShardProgress(clock=lambda: now[0])
-    handle = SaveHandle("t", "00000001-0", 1, progress)
+    handle = OwnHandle("t", "00000001-0", 1, progress)
     assert (handle.progress, handle.speed_bps, handle.eta_s) == (0.0, None, None)
     handle.advance(Phase.PERSISTING)
     now[0] = 3.0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointd.commit.retention import Retention
+from checkpointd.commit.retention import Retention, rules_of
 from checkpointd.errors import AbortedError, StateError, UsageError, WaitTimeoutError
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
@@ -184,9 +184,9 @@ def test_each_argument_of_retention_is_checked_by_name(name: str, values: list[A
 
 
 def test_a_number_for_retention_keeps_the_last_so_many(tmp_path: Path) -> None:
-    assert Retention.of(3) == Retention(keep_last=3)
-    assert Retention.of(None) == Retention()
-    assert Retention.of(Retention(every_steps=5)) == Retention(every_steps=5)
+    assert rules_of(3) == Retention(keep_last=3)
+    assert rules_of(None) == Retention()
+    assert rules_of(Retention(every_steps=5)) == Retention(every_steps=5)
     with Checkpointer(tmp_path, retention=2) as ckpt:
         for step in range(4):
             ckpt.save(step, {"w": torch.full((3,), float(step))}).wait()

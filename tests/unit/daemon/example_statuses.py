@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from msgspec import structs
 
@@ -108,7 +107,7 @@ def checkpoints(newest: int, count: int, world_size: int, *, every: int = 100) -
             step=newest - k * every,
             world_size=world_size,
             order=(3, 40 - k),
-            committed_at=datetime.fromtimestamp(NOW - 93 - 600 * k, UTC).isoformat(),
+            committed_at=NOW - 93 - 600 * k,
             is_latest=k == 0,
         )
         for k in range(count)

@@ -216,9 +216,10 @@ function checkpoints(root, now) {
 
 const READ_BACK = { no: "not yet", whole: "whole", damaged: "damaged" };
 
-function when(text, now) {
-  const time = Date.parse(text) / 1000;
-  return Number.isNaN(time) ? name(text) : h("time", { datetime: text, title: text }, ago(now - time));
+function when(time, now) {
+  if (time === null) return name("unknown");
+  const text = new Date(time * 1000).toISOString();
+  return h("time", { datetime: text, title: text }, ago(now - time));
 }
 
 function ranksOf(root, ui) {

@@ -25,6 +25,7 @@ from checkpointd.layout.boxes import Box, boxes_of_range
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.indexes import Alias
 from checkpointd.layout.keys import STEP_MAX, AttemptId
+from checkpointd.other_formats import recognised
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.leases import Beginner
@@ -221,6 +222,12 @@ def import_at(root: str | os.PathLike[str], job: ImportJob, *, force: bool) -> t
         return store.url, *await job.run(store)
 
     return run_on_store(root, act)
+
+
+def refuse_other(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> None:
+    """UsageError with the right command if `source` is a checkpoint of another format than the one that is imported."""
+    if (found := recognised(source, os.fspath(root))) is not None:
+        raise UsageError(found)
 
 
 def _failed(error: BaseException) -> CheckpointdError:

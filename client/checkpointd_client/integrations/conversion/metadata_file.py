@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from checkpointd_client.unpickling.torch_file import PICKLE_BYTES_MAX, opened
 
 NAME = ".metadata"
 _PATH_MAX = 4096
+_EXTRA_STATE = "_extra_state"
 _OF_DCP = "torch.distributed.checkpoint.metadata"
 _OF_SHARDS = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.3
 _KNOWN = {
@@ -107,6 +108,27 @@ class Described:
     tensors: tuple[SourceTensor, ...]
     objects: Mapping[str, DcpFileRange]
     paths: Mapping[str, StatePath]
+
+    def loose(self) -> tuple[str, ...]:
+        """The tensors at the top whose names are those of a module's tensors, such as `layers.0.weight`."""
+        return tuple(t.fqn for t in self.tensors if "." in t.fqn and len(self.paths.get(t.fqn, (t.fqn,))) == 1)
+
+    def below(self, module: str) -> Described:
+        """The same, with the tensors at the top, and what modules keep beside theirs, below the name `module`."""
+        moved = {t.fqn for t in self.tensors} | {name for name in self.objects if name.endswith(_EXTRA_STATE)}
+        moved = {name for name in moved if len(self.paths.get(name, (name,))) == 1}
+        taken = {name.partition(".")[0] for name in (*self.objects, *(t.fqn for t in self.tensors)) if name not in moved}
+        if not moved or module in taken or not module or "." in module:
+            why = (
+                "nothing lies at the top" if not moved else f"the directory has a part {module!r}" if module in taken else "bad"
+            )
+            raise UsageError(f"what lies at the top cannot be put below the module name {module!r}: {why}")
+        named = {name: f"{module}.{name}" for name in moved}
+        return Described(
+            tuple(replace(t, fqn=named.get(t.fqn, t.fqn)) for t in self.tensors),
+            {named.get(name, name): place for name, place in self.objects.items()},
+            {**{k: v for k, v in self.paths.items() if k not in moved}, **{named[name]: (module, name) for name in moved}},
+        )
 
 
 def read(directory: Path) -> Described:

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import NotFoundError
 from checkpointd.export.consolidate import MEMORY_BYTES, ExportedFile, check_outside, memory_of
 from checkpointd.export.output import Output, on_thread, translated
 from checkpointd.export.selection import Exported
@@ -79,9 +78,7 @@ def export_dcp(
     async def export(store: Store) -> ExportedDCP:
         check_outside(store, out)
         with Output(out, directory=True, force=force) as output:
-            name = check_tag(tag) if tag is not None and tag != LATEST else await catalog.latest(store)
-            if name is None:
-                raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
+            name = await catalog.named(store, None if tag is None or tag == LATEST else check_tag(tag))
             load = LoadConfig(budget_bytes=held // 4)
             content = content_of(await read_view(store, await catalog.find(store, name), load))
             files = _Files(output)

@@ -13,7 +13,13 @@ from checkpointd.export.consolidate import memory_of
 from checkpointd.layout import tree
 from checkpointd.layout.keys import check_tag, is_tag
 from checkpointd_client.integrations.conversion import metadata_file
-from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, ImportJob, import_at
+from checkpointd_client.integrations.conversion.importing import (
+    MEMORY_BYTES,
+    MEMORY_BYTES_MIN,
+    ImportJob,
+    import_at,
+    refuse_other,
+)
 from checkpointd_client.integrations.conversion.items import described
 from checkpointd_client.integrations.conversion.metadata_file import Described
 from checkpointd_client.integrations.dcp import about
@@ -23,7 +29,9 @@ from checkpointd_client.integrations.dcp.tagged import step_of
 
 
 class ImportedDCP(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an import. `parts`: how many ranks the checkpoint records; `pickled`: values that are not plain."""
+    """The result of an import. `parts`: how many ranks the checkpoint records; `pickled`: values that are not plain; `loose`:
+    some tensors that lie at the top, as those of a module whose state_dict() was saved alone.
+    """
 
     root: str
     tag: str
@@ -34,6 +42,7 @@ class ImportedDCP(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     parts: int
     pickled: tuple[str, ...]
+    loose: tuple[str, ...]
 
 
 def import_dcp(
@@ -44,6 +53,7 @@ def import_dcp(
     step: int | None = None,
     save_latest: bool = True,
     force: bool = False,
+    module: str | None = None,
     memory: int | str = MEMORY_BYTES,
     on_progress: Callable[[int, int], None] = lambda _, __: None,
 ) -> ImportedDCP:
@@ -51,15 +61,21 @@ def import_dcp(
 
     `tag`: None takes the directory's name. `step`: None takes the step that export_dcp recorded; if it recorded none, the last
     number in the tag, or 0. Metrics and client_state are those that export_dcp recorded. About `memory` bytes are held at once,
-    for tensors of any size. `force`: import even if the tag exists. `on_progress` gets the bytes written and their total.
+    for tensors of any size. `module`: the name under which `load({module: model})` is to find what lies at the top of the
+    directory, as after `dcp.save(model.state_dict())`. `force`: import even if the tag exists. `on_progress` gets the bytes
+    written and their total.
 
-    Raises NotFoundError, FormatError if the directory is damaged or its metadata names anything but DCP's own classes,
-    RootInUseError if a job is alive at the root, UsageError, StoreError.
+    Raises NotFoundError, UsageError with the right command if `source` is of another format, FormatError if the directory is
+    damaged or its metadata names anything but DCP's own classes, RootInUseError if a job is alive at the root, StoreError.
     """
     held = memory_of(memory, MEMORY_BYTES_MIN)
     path = Path(source).absolute()
+    if not os.path.lexists(path / metadata_file.NAME):
+        refuse_other(path, root)
     tag = _tag_of(path) if tag is None else check_tag(tag)
     found, told = metadata_file.read(path), about.read(path)
+    if module is not None:
+        found = found.below(module)
     if step is None:
         step = step_of(tag) if told is None else told.step
     with Directory(path) as directory:
@@ -88,6 +104,7 @@ def import_dcp(
         bytes=nbytes,
         parts=parts,
         pickled=pickled,
+        loose=found.loose()[:4],
     )
 
 

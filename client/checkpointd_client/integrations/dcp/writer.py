@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from checkpointd import arguments
 from checkpointd.codec import Compression
-from checkpointd.commit.retention import Retention
+from checkpointd.commit.retention import Retention, rules_of
 from checkpointd.config import MIB, CommitConfig, PersistConfig, check_job
 from checkpointd.errors import CheckpointdError, RootNotSharedError, StagingError, UsageError
 from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
@@ -109,7 +109,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         self._commit = CommitConfig(
             timeout_s=float(commit_timeout_s),  # a numpy.float64 cannot be stored
             poll_max_s=0.1,
-            retention=Retention.of(retention),
+            retention=rules_of(retention),
             on_no_progress="ignore",
             read_back=False,
         )

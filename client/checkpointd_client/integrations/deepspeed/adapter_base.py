@@ -35,7 +35,7 @@ from checkpointd_client.integrations.directories.opening import Opened, Said, op
 from checkpointd_client.integrations.directories.roots import OpenRoots
 from checkpointd_client.integrations.directories.targets import SaveTarget, store_of, unmade
 from checkpointd_client.integrations.huggingface.filling import Filled
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -48,7 +48,7 @@ class TagError(UsageError, AssertionError):
     """The ranks' tags differ, and DeepSpeed's `tag_validation` is "Fail". Also an AssertionError, as in DeepSpeed."""
 
 
-def _detached() -> SaveHandle | None:
+def _detached() -> OwnHandle | None:
     """The checkpoint_handle() of an engine that is detached."""
     raise ClosedError(
         "checkpoint_handle() after detach(): DeepSpeed saves by itself again, before save_checkpoint() returns. The handle of "
@@ -73,7 +73,7 @@ class Adapter(ABC):
 
     def __init__(self, engine: Any, settings: dict[str, Any]) -> None:
         self.engine = engine
-        self.handle: SaveHandle | None = None
+        self.handle: OwnHandle | None = None
         root = settings.pop("root", None)
         self._root = None if root is None else os.fspath(root)
         self._synchronous = bool(settings.pop("synchronous", False))
@@ -149,10 +149,10 @@ class Adapter(ABC):
         return True
 
     @abstractmethod
-    def _prepared(self, target: SaveTarget, call: SaveCall) -> Callable[[Core], SaveHandle]:
+    def _prepared(self, target: SaveTarget, call: SaveCall) -> Callable[[Core], OwnHandle]:
         """Gather the state of the engine; the returned function saves it. If this raises, the rank votes no (ADAPTER-2)."""
 
-    def _refused(self, checkpointer: Core, target: SaveTarget, call: SaveCall, error: CheckpointdError) -> SaveHandle:
+    def _refused(self, checkpointer: Core, target: SaveTarget, call: SaveCall, error: CheckpointdError) -> OwnHandle:
         """Vote no because of `error`."""
         unfinished = "" if self.filled is None else self.filled.name
         return checkpointer.refuse(call.step, error, tag=target.tag, save_latest=call.save_latest, unfinished=unfinished)

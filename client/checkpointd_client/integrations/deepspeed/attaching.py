@@ -7,12 +7,15 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from checkpointd import arguments
 from checkpointd.errors import UsageError
+from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
 from checkpointd_client.integrations.deepspeed.checkpoint_engine import CheckpointdEngine
 from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
 from checkpointd_client.integrations.deepspeed.tensor_adapter import TensorAdapter
 from checkpointd_client.integrations.deepspeed.watching import check_layout, teach, watch
+from checkpointd_client.settings import Options
 
 Layout = Literal["deepspeed", "checkpointd"]
 
@@ -35,14 +38,18 @@ def attach(
 
     UsageError for invalid settings, and for an engine that is attached already.
     """
+    if not (hasattr(engine, "save_checkpoint") and hasattr(engine, "checkpoint_engine")):
+        raise UsageError(
+            f"attach() takes the engine that deepspeed.initialize() returns first, and got a {type_name(engine)}: "
+            "engine, *_ = deepspeed.initialize(...); attach(engine)"
+        )
     if isinstance(engine.checkpoint_engine, CheckpointdEngine):
         raise UsageError("this engine is attached to checkpointd already: attach it once")
     settings = dict(_settings_of(engine))
     given = {"root": root, "sidecar": sidecar, "layout": layout, "synchronous": synchronous, **options}
     settings.update({name: value for name, value in given.items() if value is not None})
+    _check(settings)
     chosen = settings.pop("layout", "deepspeed")
-    if chosen not in get_args(Layout):
-        raise UsageError(f"layout is {chosen!r}; choose one of {', '.join(get_args(Layout))}")
     if engine.zero_nvme_offload_optimizer():
         raise UsageError(
             "DeepSpeed copies NVMe-offloaded optimizer states by itself: checkpointd cannot commit them; turn it off"
@@ -50,6 +57,16 @@ def attach(
     plug = (FilesAdapter if chosen == "deepspeed" else TensorAdapter)(engine, settings)
     plug.connect()
     return plug
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    """UsageError for a setting that does not exist, or has a bad value."""
+    Options.of({name: value for name, value in settings.items() if value is not None}, beside=_OWN)
+    if settings.get("layout") is not None:
+        arguments.choice("layout", settings["layout"], get_args(Layout))
+
+
+_OWN = ("root", "sidecar", "layout", "synchronous")
 
 
 def _settings_of(engine: Any) -> Mapping[str, Any]:
@@ -67,6 +84,7 @@ def install(**options: Any) -> None:
     """
     import deepspeed
 
+    _check(options)
     check_layout(options.get("layout"))
     teach()
     original = deepspeed.initialize

@@ -59,7 +59,7 @@ def load_checkpoint(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     **state: Any,
-) -> tuple[str | None, dict[str, object] | None]:
+) -> tuple[str | None, dict[str, Any] | None]:
     """`load` with the arguments of DeepSpeed's `engine.load_checkpoint`; the checkpoint's path and client state.
 
     `state` are the objects that save_checkpoint got, under the same names. They are filled in place. Returns (None, None) if

@@ -21,7 +21,7 @@ from checkpointd_client.integrations.deepspeed.files_choice import FilesChoice
 from checkpointd_client.integrations.deepspeed.offline.file_names import STATES_END, missing_fault
 from checkpointd_client.integrations.deepspeed.reading import FileReads
 from checkpointd_client.integrations.directories.targets import SaveTarget, mount_fault, unmade
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -29,7 +29,7 @@ log = logging.getLogger("checkpointd")
 class FilesAdapter(Adapter):
     """Saves and loads the files that DeepSpeed would have written."""
 
-    def _prepared(self, target: SaveTarget, call: SaveCall) -> Callable[[Core], SaveHandle]:
+    def _prepared(self, target: SaveTarget, call: SaveCall) -> Callable[[Core], OwnHandle]:
         filled, folder = self.filled, call.save_dir
         files, fault = self._collected(folder if filled is None else filled.path, call)
         client = call.client_state

@@ -20,7 +20,7 @@ from checkpointd_client.integrations.deepspeed.zero_optimizer import check_suppo
 from checkpointd_client.integrations.directories.opening import Opened, first_said, known_of, said_of
 from checkpointd_client.integrations.directories.targets import SEPARATOR, SaveTarget
 from checkpointd_client.loader import Loaded
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -36,7 +36,7 @@ class TensorAdapter(Adapter):
         check_supported(self.engine)
         super().connect()
 
-    def _prepared(self, target: SaveTarget, call: SaveCall) -> Callable[[Core], SaveHandle]:
+    def _prepared(self, target: SaveTarget, call: SaveCall) -> Callable[[Core], OwnHandle]:
         gather_persistent(self.engine)
         state = state_of(self.engine, exclude_frozen_parameters=call.exclude_frozen_parameters)
         return lambda checkpointer: checkpointer.save(

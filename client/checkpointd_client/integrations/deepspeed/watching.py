@@ -14,7 +14,7 @@ from checkpointd_client.integrations.huggingface.accelerator import IN_LOAD_STAT
 from checkpointd_client.integrations.huggingface.filling import SAVERS, Filled, Filling, Wanted, current
 from checkpointd_client.integrations.huggingface.replacing import SAVES
 from checkpointd_client.integrations.huggingface.trainer import teach_trainer
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 
 def check_layout(layout: object) -> None:
@@ -58,7 +58,7 @@ class EngineSaver:
         save = functools.partial(self._save, wanted.engine)
         return Filling(wanted.directory, Filled(given.name, given.path), save)
 
-    def _save(self, engine: Any, filling: Filling, usual: tuple[str, ...]) -> SaveHandle | None:
+    def _save(self, engine: Any, filling: Filling, usual: tuple[str, ...]) -> OwnHandle | None:
         """Let the engine save as the library asked, together with the filled directory. All ranks must call it."""
         plug = self._plug_of(engine)
         call = filling.call or ((usual, {}) if filling.filled.fault else None)

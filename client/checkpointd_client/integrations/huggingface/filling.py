@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -61,7 +61,7 @@ class Filling:
 
     directory: str
     filled: Filled
-    save: Callable[[Filling, tuple[str, ...]], SaveHandle | None]
+    save: Callable[[Filling, tuple[str, ...]], OwnHandle | None]
     taking: Callable[[], AbstractContextManager[None]] = nullcontext
     refused: Callable[[BaseException], None] = lambda _: None
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None

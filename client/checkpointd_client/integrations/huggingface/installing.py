@@ -12,6 +12,7 @@ from checkpointd_client.integrations.huggingface.filling import SAVERS, leave
 from checkpointd_client.integrations.huggingface.replacing import after, replace
 from checkpointd_client.integrations.huggingface.saving import DirectorySaver
 from checkpointd_client.integrations.huggingface.trainer import teach_trainer
+from checkpointd_client.settings import Options
 
 _asked: tuple[DirectorySaver, dict[str, Any]] | None = None
 
@@ -33,9 +34,10 @@ def install(
     Raises UsageError if settings are invalid or differ from those of an earlier call, and ImportError if accelerate is missing.
     """
     global _asked
-    accelerate = import_module("accelerate")  # the Trainer needs it, too
     if sidecar is not None:
         options["sidecar"] = sidecar
+    Options.of({"root": root, "synchronous": synchronous, **options}, beside=("root", "synchronous"))
+    accelerate = import_module("accelerate")  # the Trainer needs it, too
     said = {"root": root, "synchronous": synchronous, **options}
     if _asked is None:
         _asked = DirectorySaver(root, options, synchronous=synchronous), said

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from checkpointd.commit.machine import Phase
 from checkpointd.store.posix.unfinished import GOING
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -63,13 +63,13 @@ class Saves:
     """The directories that were saved to, each with its last save, and the limits of the directories above them."""
 
     def __init__(self) -> None:
-        self._handles: dict[str, SaveHandle] = {}
+        self._handles: dict[str, OwnHandle] = {}
         self._limits: dict[str, Limit] = {}
         self._committed: dict[str, int] = {}
         """The committed directories, each with the number of its last save. Those that a rotation has removed are not in it."""
         self._due: set[str] = set()
         self._bests: dict[str, str] = {}
-        self._in_flight: dict[SaveHandle, tuple[int, str]] = {}
+        self._in_flight: dict[OwnHandle, tuple[int, str]] = {}
         """The saves whose end was not noted yet, each with its number and directory. Ends may be noted in another order."""
         self._beginning: list[str] = []
         """The directories whose saves are being begun."""
@@ -98,7 +98,7 @@ class Saves:
             with self._alone:
                 self._beginning.remove(directory)
 
-    def add(self, directory: str, handle: SaveHandle) -> None:
+    def add(self, directory: str, handle: OwnHandle) -> None:
         """A save to `directory` has begun."""
         directory = os.path.abspath(directory)
         with self._alone:
@@ -150,13 +150,13 @@ class Saves:
                 self._note(directory, handle)
         self._rotate()
 
-    def _ended(self, directory: str, handle: SaveHandle) -> None:
+    def _ended(self, directory: str, handle: OwnHandle) -> None:
         self._note(directory, handle)
         if self._due:
             with suppress(RuntimeError):  # the interpreter ends: the next job's rotation does it
                 threading.Thread(target=self._rotate, name="checkpointd-rotation").start()  # removal may take long
 
-    def _note(self, directory: str, handle: SaveHandle) -> None:
+    def _note(self, directory: str, handle: OwnHandle) -> None:
         folder = os.path.dirname(directory)
         with self._alone:
             noted = self._in_flight.pop(handle, None)

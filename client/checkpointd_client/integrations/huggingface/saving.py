@@ -53,7 +53,7 @@ from checkpointd_client.integrations.huggingface.filling import Filled, Filling,
 from checkpointd_client.integrations.huggingface.replacing import SAVES
 from checkpointd_client.integrations.huggingface.taking import Taking
 from checkpointd_client.ranks.board import COORDINATOR, find_ranks
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -64,13 +64,13 @@ class DirectorySaver:
     """Saves to directories. `handle` is the handle of the last save."""
 
     def __init__(self, root: str | os.PathLike[str] | None, options: dict[str, Any], *, synchronous: bool) -> None:
-        self.handle: SaveHandle | None = None
+        self.handle: OwnHandle | None = None
         self._root = None if root is None else os.path.abspath(os.fspath(root))
         self._synchronous, self._options = synchronous, options
         self._timeout_s = options.get("commit_timeout_s", CommitConfig().timeout_s)
         arguments.seconds("commit_timeout_s", self._timeout_s, most=arguments.TIMEOUT_S_MAX)
         self._roots = OpenRoots(store_of, options)
-        self._failed: SaveHandle | None = None
+        self._failed: OwnHandle | None = None
         """The last save of a training that has ended, if it failed: close() raises its error."""
 
     # --- what a user may ask for -------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class DirectorySaver:
 
     def _save(
         self, checkpointer: Core, target: SaveTarget, step: int, taking: Taking, filling: Filling, usual: tuple[str, ...]
-    ) -> SaveHandle:
+    ) -> OwnHandle:
         del usual  # of engines
         with SAVES.beginning(filling.directory):
             handle = self._begun(checkpointer, target, step, taking, filling)
@@ -145,7 +145,7 @@ class DirectorySaver:
             SAVES.settle()  # old checkpoints have gone, too
         return handle
 
-    def _begun(self, checkpointer: Core, target: SaveTarget, step: int, taking: Taking, filling: Filling) -> SaveHandle:
+    def _begun(self, checkpointer: Core, target: SaveTarget, step: int, taking: Taking, filling: Filling) -> OwnHandle:
         name = filling.filled.name
         fault = filling.filled.fault or mount_fault(store_of(target.root), os.path.dirname(filling.directory))
         if fault is not None:

@@ -24,7 +24,7 @@ from checkpointd_client.integrations.lightning.places import local_path, place_t
 from checkpointd_client.integrations.lightning.reading import stored_content
 from checkpointd_client.integrations.lightning.saves import TrainingSaves, step_of
 from checkpointd_client.restore.verified import VerifiedFile
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.unpickling.archive import entries_of
 
 log = logging.getLogger("checkpointd")
@@ -49,7 +49,7 @@ class CheckpointdIO(TorchCheckpointIO):  # type: ignore[misc]  # Lightning is no
         self.saves = TrainingSaves(root, options, Ranks())  # rank 0 alone saves
 
     @property
-    def handle(self) -> SaveHandle | None:
+    def handle(self) -> OwnHandle | None:
         """The handle of the last save on rank 0; None on other ranks, and before the first one."""
         return self.saves.pending.handle
 

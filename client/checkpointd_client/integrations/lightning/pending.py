@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointd.commit.machine import Phase
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -35,7 +35,7 @@ class _Begun:
 
     number: int
     path: str
-    handle: SaveHandle
+    handle: OwnHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class Pending:
 
     def __init__(self, remove: Callable[[str], bool]) -> None:
         self._remove = remove
-        self.handle: SaveHandle | None = None
+        self.handle: OwnHandle | None = None
         """That of the last save."""
         self._begun: dict[int, _Begun] = {}
         """The saves in flight, by number."""
         self._number = self._committed = 0
-        self._newest: dict[str, SaveHandle] = {}
+        self._newest: dict[str, OwnHandle] = {}
         """The newest save of each path, unless it has committed long ago."""
         self._removals: dict[str, int] = {}
         """The paths to remove, each with the number of the save that must have committed."""
@@ -71,7 +71,7 @@ class Pending:
         """A copy, as in a process that Lightning spawns, waits for nothing."""
         return Pending, (self._remove,)
 
-    def begin(self, path: str, handle: SaveHandle) -> None:
+    def begin(self, path: str, handle: OwnHandle) -> None:
         """A save to `path` has begun."""
         self.handle = handle
         with self._alone:

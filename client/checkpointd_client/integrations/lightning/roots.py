@@ -31,7 +31,9 @@ class Roots:
             )
         # A path that is saved again is the user's choice, whether this job has loaded from there or not.
         self.options = {"afresh": True, **options}
-        Options.of(self.options)  # raises for a bad value before the training begins
+        Options.of(
+            self.options if root is None else {"root": root, **self.options}, beside=("root",)
+        )  # raises for a bad value before the training begins
         self.timeout_s = float(options.get("commit_timeout_s", CommitConfig().timeout_s))
         self._root = None if root is None else os.path.realpath(root)
         self._ranks = ranks

@@ -19,7 +19,7 @@ from checkpointd_client.integrations.lightning.callbacks import follow, is_in_ba
 from checkpointd_client.integrations.lightning.pending import Pending
 from checkpointd_client.integrations.lightning.places import CheckpointPlace, place_shown
 from checkpointd_client.integrations.lightning.roots import Roots
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -40,7 +40,7 @@ class TrainingSaves:
         self.__dict__.update(state)
         follow()
 
-    def save(self, place: CheckpointPlace, begin: Callable[[Core], SaveHandle]) -> None:
+    def save(self, place: CheckpointPlace, begin: Callable[[Core], OwnHandle]) -> None:
         """Save to `place` by `begin`, and wait for the commit unless ModelCheckpoint saves (LIGHTNING-2)."""
         in_background = is_in_background()
         self._has_saved_in_background |= in_background

@@ -32,7 +32,7 @@ from checkpointd_client.integrations.lightning.reading import is_sharded
 from checkpointd_client.integrations.lightning.saves import TrainingSaves, step_of
 from checkpointd_client.ranks.convening import convene
 from checkpointd_client.restore.target_chooser import Described, LoadTargets
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.unpickling.archive import entries_of
 
 _MODEL = "state_dict"
@@ -61,7 +61,7 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
         return own.saves if isinstance(own, CheckpointdIO) and not self._save_distributed_checkpoint else self._sharded
 
     @property
-    def handle(self) -> SaveHandle | None:
+    def handle(self) -> OwnHandle | None:
         """The handle of the last save on this rank."""
         return self.saves.pending.handle
 

@@ -31,7 +31,7 @@ from checkpointd_client.integrations.ray import reference
 from checkpointd_client.integrations.ray.reference import OF_THE_RUN, Reference
 from checkpointd_client.integrations.ray.storage import root_of
 from checkpointd_client.saver import check_metrics
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle, SaveHandle
 
 log = logging.getLogger("checkpointd")
 
@@ -68,7 +68,7 @@ class RayCheckpointer(Checkpointer):
         super().__init__(root, **{"job": context.get_experiment_name(), **options})
         status = self.status()
         self._is_first, self._place = status.rank == 0, status.root
-        self._reporting: dict[threading.Event, SaveHandle] = {}
+        self._reporting: dict[threading.Event, OwnHandle] = {}
         """The saves that were reported and that Ray has not registered."""
         self._seen: dict[str, str | None] = {}
         """The references that are there, with their tags."""
@@ -105,6 +105,7 @@ class RayCheckpointer(Checkpointer):
             train.report(metrics, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
             return None
         handle = self.save(step, state, tag=tag, client_state=client_state, metrics=_numbers(metrics), required=required)
+        assert isinstance(handle, OwnHandle)  # save() makes no other
         if handle.phase == "skipped":
             train.report(metrics, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
             return handle
@@ -147,7 +148,7 @@ class RayCheckpointer(Checkpointer):
 
     # --- on the thread on which Ray uploads --------------------------------------------------------------------------
 
-    def _upload(self, handle: SaveHandle, done: threading.Event, _: Any, name: str) -> Any:
+    def _upload(self, handle: OwnHandle, done: threading.Event, _: Any, name: str) -> Any:
         """Wait for the save, and write the reference `name`. Ray calls it for one report after another."""
         try:
             directory = self._storage.build_checkpoint_path_from_name(name)
@@ -202,7 +203,7 @@ class RayCheckpointer(Checkpointer):
             if is_older and is_safe and is_dropped:
                 self.delete(checkpoint.tag)
             is_older |= checkpoint.tag == reported
-            is_safe |= checkpoint.verified and not is_dropped
+            is_safe |= checkpoint.read_back == "whole" and not is_dropped
 
 
 def _missing(handle: SaveHandle) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -18,17 +18,16 @@ from checkpointd.layout import tree
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching.context import Context
+from checkpointd_client.restore.matching.dcp_forms import GROUPS, STATE, by_name, names_in
 from checkpointd_client.restore.matching.match_optimizer import Trial, by_order, filled, filled_group, ids_by_group
 from checkpointd_client.restore.matching.optimizer_fit import OF_OTHERS
 from checkpointd_client.sharding.dtensor import is_dtensor
-
-T = TypeVar("T")
 
 
 def handed_back(match: Context, live: Any, node: tree.Node, fqn: str) -> Build:
     """The state for the object that handed out `live`: the stored one, with the tensors of `live` filled if it has them."""
     if isinstance(live, Mapping) and isinstance(node, tree.Dict):
-        if any(type(key) is str and key.startswith(_GROUPS) for key in live):
+        if any(type(key) is str and key.startswith(GROUPS) for key in live):
             return _flat_optimizer(match, live, node, fqn)
         return (_optimizer if _is_optimizers(live) else _mapping)(match, live, node, fqn)
     if isinstance(live, list | tuple) and isinstance(node, tree.Sequence):
@@ -167,23 +166,21 @@ def _entries(
 
 # --- optimizers whose state is one dict, as flatten_optimizer_state_dict=True makes it --------------------------------
 
-_STATE, _GROUPS = "state.", "param_groups."
-
 
 def _flat_optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fqn: str) -> Build:
     """Match it as a nested optimizer state in which each parameter is a group."""
-    names = _names(live) | _names(key for key, _ in node.items)
+    names = names_in(live) | names_in(key for key, _ in node.items)
 
     def group_of(name: str, items: Iterable[tuple[Any, tree.Node]]) -> tree.Dict:
         return tree.Dict("dict", (("params", tree.Sequence("list", (name,))), *items))
 
-    state, groups, others = _by_name(node.items, names)
+    state, groups, others = by_name(node.items, names)
     nested = {
         "state": tree.Dict("dict", tuple((name, tree.Dict("dict", tuple(items.items()))) for name, items in state.items())),
         "param_groups": tree.Sequence("list", tuple(group_of(name, items.items()) for name, items in groups.items())),
         **others,
     }
-    own_state, own_groups, own_others = _by_name(live.items(), names)
+    own_state, own_groups, own_others = by_name(live.items(), names)
     own = {
         "state": own_state,
         "param_groups": [{"params": [name], **items} for name, items in own_groups.items()],
@@ -195,36 +192,11 @@ def _flat_optimizer(match: Context, live: Mapping[Any, Any], node: tree.Dict, fq
     return lambda: _flattened(build())
 
 
-def _names(keys: Iterable[object]) -> set[str]:
-    """The names of the parameters, from the keys of their groups, which end in a key without dots."""
-    return {key.removeprefix(_GROUPS).rpartition(".")[0] for key in keys if isinstance(key, str) and key.startswith(_GROUPS)}
-
-
-def _by_name(
-    items: Iterable[tuple[Any, T]], names: set[str]
-) -> tuple[dict[str, dict[str, T]], dict[str, dict[str, T]], dict[Any, T]]:
-    """The state and the group of each parameter, by their keys, and all other items."""
-    state: dict[str, dict[str, T]] = {}
-    groups: dict[str, dict[str, T]] = {}
-    others: dict[Any, T] = {}
-    for key, value in items:
-        text = key if isinstance(key, str) else ""
-        prefix = next((prefix for prefix in (_STATE, _GROUPS) if text.startswith(prefix)), "")
-        path = text.removeprefix(prefix)
-        cuts = (path[:at] for at, letter in enumerate(path) if letter == ".")
-        name = next((cut for cut in cuts if cut in names), None) if prefix else None
-        if name is None:
-            others[key] = value
-        else:
-            (state if prefix == _STATE else groups).setdefault(name, {})[path[len(name) + 1 :]] = value
-    return state, groups, others
-
-
 def _flattened(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
     found = {key: value for key, value in optimizer.items() if key not in ("state", "param_groups")}
     for name, entry in optimizer["state"].items():
-        found |= {f"{_STATE}{name}.{key}": value for key, value in entry.items()}
+        found |= {f"{STATE}{name}.{key}": value for key, value in entry.items()}
     for group in optimizer["param_groups"]:
         [name] = group["params"]
-        found |= {f"{_GROUPS}{name}.{key}": value for key, value in group.items() if key != "params"}
+        found |= {f"{GROUPS}{name}.{key}": value for key, value in group.items() if key != "params"}
     return found

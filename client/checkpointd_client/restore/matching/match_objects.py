@@ -14,6 +14,7 @@ from checkpointd_client.capture.dtypes import is_floating
 from checkpointd_client.capture.rng import RngState
 from checkpointd_client.restore.matching import data_loaders, schedulers
 from checkpointd_client.restore.matching.context import Context, StepOrder
+from checkpointd_client.restore.matching.dcp_forms import of_scheduler
 from checkpointd_client.restore.matching.match_handed_out import handed_back
 from checkpointd_client.restore.matching.match_module import match_module
 from checkpointd_client.restore.matching.match_optimizer import match_optimizer
@@ -59,7 +60,7 @@ def _optimizer(match: Context, live: torch.optim.Optimizer, node: tree.Dict, fqn
 
 
 def _scheduler(match: Context, live: Any, node: tree.Node, fqn: str) -> None:
-    build = schedulers.regrouped(match, live, node, fqn)
+    build = schedulers.regrouped(match, live, of_scheduler(node, live), fqn)
     if build is not None:
         match.do(StepOrder.OTHERS, build, objects.loading(live, fqn, live.load_state_dict))
 

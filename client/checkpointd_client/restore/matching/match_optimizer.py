@@ -36,6 +36,7 @@ from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.matching.context import Context, Groups, StepOrder
 from checkpointd_client.restore.matching.conversion import shape_of
+from checkpointd_client.restore.matching.dcp_forms import in_own_form
 from checkpointd_client.restore.matching.optimizer_fit import (
     OF_OTHERS,
     OF_PARAMETERS,
@@ -69,7 +70,10 @@ def match_optimizer(match: Context, optimizer: torch.optim.Optimizer, node: tree
             return True
         match.do(StepOrder.OPTIMIZERS, match.fresh(node), objects.loading(optimizer, fqn, optimizer.load_state_dict))
         return True
-    stored_ids, left = ids_by_group(match, node), match.left_below(fqn)
+    left = match.left_below(fqn)
+    if not left:  # which has the stored names
+        node = in_own_form(node, _names_by_group(match, live))
+    stored_ids = ids_by_group(match, node)
     for path in left:
         match.note_different(path)
     if stored_ids is None:
@@ -99,6 +103,16 @@ def _live(match: Context, optimizer: torch.optim.Optimizer, fqn: str) -> Live | 
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = {number: live for live, group in pairs for number in group["params"]}
     return Live(optimizer, state, params, groups, shards)
+
+
+def _names_by_group(match: Context, live: Live) -> list[list[str]]:
+    """All names of the parameters of each group here."""
+    number_of = {id(parameter): number for number, parameter in live.params.items()}
+    names: dict[Hashable, list[str]] = {}
+    for name, one in match.modules.all_names().items():
+        if id(one) in number_of:
+            names.setdefault(number_of[id(one)], []).append(name)
+    return [list(chain.from_iterable(names.get(number, ()) for number in g["params"])) for g in live.state["param_groups"]]
 
 
 def ids_by_group(match: Context, node: tree.Dict) -> list[list[Hashable]] | None:

@@ -32,6 +32,7 @@ from checkpointd_client.restore.bind import Binding, Equal
 from checkpointd_client.restore.building import Build
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.matching.context import Context, StepOrder
+from checkpointd_client.restore.matching.dcp_forms import with_numbers
 from checkpointd_client.restore.matching.match_composite import fresh, match_composite
 from checkpointd_client.restore.matching.match_objects import hands_out_weights, match_object
 from checkpointd_client.restore.matching.materialise import materialise
@@ -243,7 +244,7 @@ class Matcher(Context):
             return self.do(StepOrder.CONTAINERS, self.fresh(node), partial(_update, live))
         if node.attributes is not None and type(live) in objects.ATTRIBUTED:
             self._attributes(live, node.attributes, fqn)
-        stored = dict(self.stored.children(node))
+        stored = dict(self.stored.children(with_numbers(node, live)))
         for key, child in live.items():
             path = _join(fqn, key)
             if key not in stored:

@@ -17,13 +17,13 @@ from checkpointd.pipeline.shard import ShardProgress
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from checkpointd_client.saver import asked
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 STATE: dict[str, object] = {"w": torch.arange(1 << 16, dtype=torch.float32)}
 
 
-def handle_of(pace: Pace) -> SaveHandle:
-    return SaveHandle("t", "00000001-0", 1, ShardProgress(pace=pace))
+def handle_of(pace: Pace) -> OwnHandle:
+    return OwnHandle("t", "00000001-0", 1, ShardProgress(pace=pace))
 
 
 def test_a_save_at_a_lower_pace_rests_and_says_so(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import CHECKPOINTS_MAX, RootScanner
 from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
@@ -47,7 +48,7 @@ async def test_a_look_shows_the_checkpoints_newest_first_and_latest(hub: Hub, ro
     assert (found.latest, found.newest_step, found.problem) == ("global_step2", 3, None)
     assert {c.world_size for c in found.checkpoints} == {2}
     outcome = (await catalog.find(store, "global_step3")).outcome
-    assert found.checkpoints[0].committed_at == outcome.writer.time
+    assert found.checkpoints[0].committed_at == seconds_of(outcome.writer.time)
     assert found.newest_committed_at is not None
 
 

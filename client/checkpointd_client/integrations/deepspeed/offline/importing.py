@@ -15,20 +15,26 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from checkpointd.errors import DamagedError, StateError
+from checkpointd.errors import DamagedError, NotFoundError, StateError
 from checkpointd.export.consolidate import memory_of
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.indexes import Alias
-from checkpointd.layout.keys import check_tag
+from checkpointd.layout.keys import LATEST, check_tag
 from checkpointd.layout.strides import contiguous_stride
 from checkpointd.pipeline.shard import Bytes
 from checkpointd_client.capture.dtypes import DTYPES, NAMES
 from checkpointd_client.capture.scalars import encode, key_node, key_text
-from checkpointd_client.integrations.conversion.importing import MEMORY_BYTES, MEMORY_BYTES_MIN, ImportJob, import_at
+from checkpointd_client.integrations.conversion.importing import (
+    MEMORY_BYTES,
+    MEMORY_BYTES_MIN,
+    ImportJob,
+    import_at,
+    refuse_other,
+)
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange, SourceTensor
-from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint
+from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, tags_in
 from checkpointd_client.integrations.deepspeed.offline.lazy_tensor import ConvertedTensor, LazyTensor
 from checkpointd_client.integrations.deepspeed.offline.zero_files import ZeroFiles, checked, open_files, tag_directory
 from checkpointd_client.integrations.deepspeed.offline.zero_map import ZeroMap, map_files, mapped_tensor
@@ -88,12 +94,20 @@ def import_deepspeed(
     state, raise an error; with `leave_out` they are left out. About `memory` bytes are held at once. DeepSpeed need not be
     installed.
 
-    Raises NotFoundError, DamagedError with the file, StateError with the value that cannot be stored, UsageError, StoreError.
+    Raises NotFoundError, UsageError with the right command if `source` is of another format, DamagedError with the file,
+    StateError with the value that cannot be stored, StoreError.
     """
     held = memory_of(memory, MEMORY_BYTES_MIN)
-    directory = _directory(source, tag)
+    try:
+        directory = _directory(source, tag)
+        files = open_files(directory)
+    except NotFoundError:
+        place = os.path.abspath(source)
+        is_deepspeeds = is_zero_checkpoint(place) or (tags_in(place) and os.path.lexists(os.path.join(place, LATEST)))
+        if tag is None and not is_deepspeeds:
+            refuse_other(source, root)
+        raise
     name = check_tag(os.path.basename(directory))
-    files = open_files(directory)
     state = _State(files, map_files(files), leave_out=leave_out)
     content = state.root()
     steps = checked(files.model.content.get("global_steps", 0), int, files.model.path, "global_steps")

@@ -98,7 +98,7 @@ def tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> st
     NotFoundError if it does not exist; DamagedError or UnreadableError if `latest` cannot be used.
     """
     directory = os.fspath(checkpoint_dir)
-    if tag is None:
+    if tag is None or tag == LATEST:
         pointer = os.path.join(directory, LATEST)
         try:
             tag = read_latest(directory).decode().strip()

@@ -537,3 +537,33 @@ def test_one_step_is_not_given_to_two_tags(root: Path) -> None:
     with pytest.raises((CheckpointException, UsageError), match="step=50 was given for at-50"):
         dcp.save({"x": 2}, checkpoint_id="at-51", storage_writer=writer, **ALONE)
     assert [attempt.tag for attempt in attempts(root) if attempt.tag.startswith("at-")] == ["at-50"]
+
+
+def test_a_module_that_was_saved_alone_loads_below_the_name_that_the_import_is_given(tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    dcp.save({**model.state_dict(prefix="layers.0."), "step": 4}, checkpoint_id=tmp_path / "s4", no_dist=True)
+    assert set(import_dcp(tmp_path / "s4", tmp_path / "flat").loose) == {"layers.0.weight", "layers.0.bias"}
+    assert import_dcp(tmp_path / "s4", tmp_path / "root", module="model").loose == ()
+    into = {"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleList([other])}), "step": 0}
+    with Checkpointer(tmp_path / "root") as ckpt:
+        ckpt.load(into)
+    assert torch.equal(other.weight, model.weight)
+    assert into["step"] == 4
+    with pytest.raises(UsageError, match="the directory has a part 'step'"):
+        import_dcp(tmp_path / "s4", tmp_path / "root", module="step", force=True)
+
+
+def test_a_checkpoint_of_another_format_is_recognised_with_the_right_command(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt")
+    (tmp_path / "run/g7").mkdir(parents=True)
+    (tmp_path / "run/g7/mp_rank_00_model_states.pt").touch()
+    with pytest.raises(UsageError, match=r"file of torch\.save: load it as before"):
+        import_dcp(tmp_path / "x.pt", tmp_path / "root")
+    with pytest.raises(UsageError, match=r"--from deepspeed \S+/run \S+/root --tag g7` imports it"):
+        import_dcp(tmp_path / "run", tmp_path / "root")
+    with pytest.raises(NotFoundError, match=r"file of torch\.save"):
+        open_checkpoint(tmp_path / "x.pt")
+    with pytest.raises(NotFoundError, match="--from deepspeed"):
+        open_checkpoint(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"is a file.*file of torch\.save"):
+        Checkpointer(tmp_path / "x.pt")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpointd.pipeline.shard import ShardProgress
 from checkpointd_client.integrations.huggingface.rotating import Limit, Saves
-from checkpointd_client.saves.handle import Phase, SaveHandle
+from checkpointd_client.saves.handle import OwnHandle, Phase
 
 
 class Run:
@@ -38,7 +38,7 @@ class Run:
     def save(self, number: int) -> Callable[[Phase], None]:
         """Begin a save; what it gives ends it."""
         directory = self.folder / f"checkpoint-{number}"
-        handle = SaveHandle(f"global_step{number}", "00000001-0", number, ShardProgress())
+        handle = OwnHandle(f"global_step{number}", "00000001-0", number, ShardProgress())
         self.saves.add(str(directory), handle)
 
         def end(phase: Phase) -> None:

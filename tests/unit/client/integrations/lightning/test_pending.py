@@ -12,7 +12,7 @@ from checkpointd.commit.machine import Phase
 from checkpointd.errors import StoreError
 from checkpointd.pipeline.shard import ShardProgress
 from checkpointd_client.integrations.lightning.pending import Pending
-from checkpointd_client.saves.handle import SaveHandle
+from checkpointd_client.saves.handle import OwnHandle
 
 
 class Job:
@@ -21,7 +21,7 @@ class Job:
     def __init__(self) -> None:
         self.gone: list[str] = []
         self.refused: set[str] = set()
-        self.handles: dict[str, SaveHandle] = {}
+        self.handles: dict[str, OwnHandle] = {}
         self.pending = Pending(self._remove)
 
     def _remove(self, path: str) -> bool:
@@ -31,7 +31,7 @@ class Job:
         return True
 
     def save(self, path: str) -> None:
-        self.handles[path] = SaveHandle(path, "1-0", 1, ShardProgress())
+        self.handles[path] = OwnHandle(path, "1-0", 1, ShardProgress())
         self.pending.begin(path, self.handles[path])
 
     def end(self, path: str, *, well: bool = True) -> None:

@@ -94,3 +94,8 @@ def test_a_copy_in_another_process_has_the_same_options_and_nothing_open(roots: 
     assert copy.place(tmp_path / "a.ckpt") == place
     assert not copy.is_open(place.folder)
     roots.close()
+
+
+def test_a_wrong_option_is_named_with_what_was_meant() -> None:
+    with pytest.raises(UsageError, match="no option 'rooot': did you mean root"):
+        Roots(None, {"rooot": "/mnt"})
