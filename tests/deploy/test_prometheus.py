@@ -39,7 +39,7 @@ def alerts() -> list[dict[str, Any]]:
 def promtool(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     tool = shutil.which("promtool")
     if tool is None:
-        pytest.skip("needs promtool, a part of Prometheus")
+        pytest.skip("needs promtool: apt-get install prometheus")
     return subprocess.run([tool, *arguments], cwd=folder, capture_output=True, text=True, check=False)
 
 

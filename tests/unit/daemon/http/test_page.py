@@ -96,10 +96,10 @@ class Daemon:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chromium() -> AsyncIterator[Browser]:
-    playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+    playwright = pytest.importorskip("playwright.async_api", reason="needs playwright: make setup installs it")
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
-        pytest.skip(f"no browser is installed: {', '.join(BROWSERS)}")
+        pytest.skip("needs Chromium: apt-get install chromium")
     async with playwright.async_playwright() as play:
         browser = await play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
