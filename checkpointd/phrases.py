@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 
 from checkpointd.errors import UsageError
 
@@ -19,6 +20,11 @@ def byte_size(nbytes: int, blank: str = " ") -> str:
     while value >= 1023.95 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.1f}{blank}{_UNITS[unit]}" if unit else f"{nbytes}{blank}B"
+
+
+def utc(seconds: float) -> str:
+    """A time in seconds since 1970 as every part of checkpointd shows it: `2026-11-28T09:30:11Z`."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def byte_count(size: int | str, what: str) -> int:

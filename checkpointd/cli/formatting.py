@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 
 from checkpointd import phrases
-from checkpointd.phrases import byte_size, run_text
+from checkpointd.phrases import byte_size, run_text, utc
 
 ABSENT = "-"
 
@@ -49,7 +49,7 @@ def moment(text: str | None) -> str:
     if not text:
         return ABSENT
     try:
-        return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return utc(datetime.fromisoformat(text).timestamp())
     except ValueError:
         return text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import operator
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from datetime import UTC, datetime
 from typing import TypeVar
 
 import click
@@ -15,6 +15,7 @@ import msgspec
 from checkpointd.cli.formatting import printable
 from checkpointd.cli.render import Block, Note, console, rich_page, show_json, warn
 from checkpointd.errors import SidecarError, StoreError
+from checkpointd.phrases import utc
 
 A = TypeVar("A", bound=msgspec.Struct)
 
@@ -40,7 +41,7 @@ async def watch(
     async for found in _succeeded(looks):
         if not as_json:
             for line in changes(before, found):
-                click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(line)}")
+                click.echo(f"{utc(time.time())}  {printable(line)}")
         elif before is None or not same(before, found):
             show_json(found)
         sys.stdout.flush()

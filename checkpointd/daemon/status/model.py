@@ -197,7 +197,7 @@ class RootStatus(msgspec.Struct, frozen=True, kw_only=True):
     """When the next save is due, if the trainers go on as before; None if unknown."""
     verdict: RootVerdict = UNJUDGED
     history: tuple[PastSave, ...] = ()
-    """Decided attempts, oldest first. If there are many, one of each group in a row: see `history.thinned`."""
+    """The last decided attempts, oldest first."""
     space: SpaceStatus | None = None
     requests: Requests | None = None
     """The requests to the bucket since the daemon opened it; None if the root is not in a bucket."""
@@ -305,6 +305,7 @@ def _root_cut(root: RootStatus, most: int) -> RootStatus:
     return msgspec.structs.replace(
         root,
         recent=root.recent[-most:] if most else (),
+        history=root.history[-most:] if most else (),
         checkpoints=root.checkpoints[:most],
         commit_s=root.commit_s[-most:] if most else (),
     )

@@ -68,5 +68,6 @@ export function pieces(save, now) {
   const known = times.map((time, at) => [kinds[at], time]).filter(([, time]) => time != null);
   const found = known.map(([kind, from], at) => [kind, from, Math.max(from, known[at + 1]?.[1] ?? end)]);
   if (save.ended_at !== null && save.phase !== "committed") found.at(-1)[0] = "lost";
+  else if (save.staged_at == null && save.phase !== "staging") found[0][0] = "unmeasured";
   return found;
 }

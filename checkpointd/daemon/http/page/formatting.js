@@ -35,6 +35,12 @@ export function about(seconds) {
   return `${Math.max(0, Math.round(seconds))} s`;
 }
 
+/** The middle value; of an even number of values, the mean of the two in the middle. */
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b), at = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[at] : (sorted[at - 1] + sorted[at]) / 2;
+}
+
 /** A number of any size in four digits. */
 export const figure = (value) => (Math.abs(value) >= 1e6 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(2) : String(+value.toPrecision(4)));
 

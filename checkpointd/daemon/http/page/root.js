@@ -6,8 +6,8 @@ import { badge, folded, name, number, table, tile, unknown } from "./elements.js
 import { inFlight } from "./flight.js";
 import { history } from "./history.js";
 import { spent } from "./spent.js";
-import { layout, legend, picture, rows, TITLES } from "./timeline.js";
-import { about, ago, clock, count, duration, percent, ranks as rankWords, size } from "./formatting.js";
+import { layout, legend, picture, rows, titles } from "./timeline.js";
+import { about, ago, clock, count, duration, median, percent, ranks as rankWords, size } from "./formatting.js";
 
 const ERRORS_MAX = 12, RANKS_MAX = 32, OPEN_MAX = 3;
 const SIGNS = { bad: "✕", doubt: "!", good: "✓", quiet: "–" };
@@ -110,8 +110,7 @@ function due(root, now) {
 function took(root) {
   const known = root.commit_s.length ? root.commit_s : root.history.map((past) => past.took_s).filter((seconds) => seconds !== null);
   if (!known.length) return tile("Save to commit", null, root.ranks.some((rank) => rank.rank === 0) ? NO_SAVE : "rank 0 is on another node");
-  const sorted = [...known].sort((a, b) => a - b);
-  return tile("Save to commit", duration(sorted[Math.floor(sorted.length / 2)]), `median of the last ${sorted.length}`);
+  return tile("Save to commit", duration(median(known)), `median of the last ${known.length}`);
 }
 
 function held(root) {
@@ -186,9 +185,9 @@ function timeline(root, now, ui) {
     "section",
     { class: "part", "aria-label": "Timeline of the last saves" },
     h("h3", null, "The last saves, rank by rank"),
-    h("div", { class: "over" }, legend(drawn), h("label", null, h("input", { type: "checkbox", "data-action": "scale", checked: ui.sameScale }), " one time scale for all")),
+    h("div", { class: "over" }, legend(drawn, now), h("label", null, h("input", { type: "checkbox", "data-action": "scale", checked: ui.sameScale }), " one time scale for all")),
     h("div", { class: "picture" }, picture(drawn, now, root.root)),
-    folded(ui, `table ${root.root}`, "The same as a table", () => table("Timeline as a table", TITLES, rows(drawn, now))),
+    folded(ui, `table ${root.root}`, "The same as a table", () => table("Timeline as a table", titles(drawn, now), rows(drawn, now))),
   );
 }
 

@@ -13,8 +13,11 @@ export const KINDS = [
   ["spooled", "in the spool, waiting for its upload"],
   ["uploading", "uploading from the spool"],
   ["voted", "voted, waiting for the commit"],
+  ["unmeasured", "not measured in parts"],
   ["lost", "ended, not committed"],
 ];
+/** The kinds that the legend and the table have only if they occur. */
+const RARE = ["spooled", "uploading", "unmeasured", "lost"];
 const PANELS_MAX = 6, PANEL_MIN = 138, GAP = 14, HEAD = 38, AXIS = 24, ROWS_MAX = 460, LETTER = 7;
 
 /** The picture in pixels; null if there are no saves. */
@@ -177,19 +180,23 @@ export function rows(drawn, now) {
     const piece = pieces(save, now).find(([one]) => one === kind);
     return number(piece ? duration(piece[2] - piece[1]) : "–");
   };
-  return saves.map((save) => ({ cells: [name(save.tag), number(String(save.rank)), save.phase, ...KINDS.map(([kind]) => cell(save, kind))] }));
+  return saves.map((save) => ({ cells: [name(save.tag), number(String(save.rank)), save.phase, ...shownKinds(drawn, now).map(([kind]) => cell(save, kind))] }));
 }
 
-export const TITLES = ["Tag", "Rank", "Ended as", "Staging", "Waiting", "Persisting", "Voted", "Lost"];
+const shownKinds = (drawn, now) => {
+  const seen = new Set(drawn.panels.flatMap(({ attempt }) => attempt.saves).flatMap((save) => pieces(save, now).map(([kind]) => kind)));
+  return KINDS.filter(([kind]) => seen.has(kind) || !RARE.includes(kind));
+};
+
+export const titles = (drawn, now) => ["Tag", "Rank", "Ended as", ...shownKinds(drawn, now).map(([kind]) => kind[0].toUpperCase() + kind.slice(1))];
 
 /** The legend of the kinds in the picture. */
-export function legend(drawn) {
-  const isLost = drawn.panels.some(({ attempt }) => attempt.saves.some((save) => save.ended_at !== null && save.phase !== "committed"));
+export function legend(drawn, now) {
   const swatch = (kind) => s("svg", { class: "swatch", width: 18, height: 12, "aria-hidden": "true" }, s("rect", { class: `seg ${kind}`, width: 18, height: 12, rx: 2 }));
   const line = s("svg", { class: "swatch", width: 18, height: 12, "aria-hidden": "true" }, s("path", { class: "committed", d: "M9 0V12" }));
   const beside = s("svg", { class: "swatch", width: 18, height: 12, "aria-hidden": "true" }, s("path", { class: "overlap", d: "M0 6H18" }));
   return h("ul", { class: "legend" },
-    KINDS.filter(([kind]) => kind !== "lost" || isLost).map(([kind, words]) => h("li", null, swatch(kind), words)),
+    shownKinds(drawn, now).map(([kind, words]) => h("li", null, swatch(kind), words)),
     h("li", null, line, "committed"),
     drawn.panels.some((panel) => panel.overlap) && h("li", null, beside, "beside the save before"),
   );
