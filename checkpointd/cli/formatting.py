@@ -16,6 +16,11 @@ def size(nbytes: int | None) -> str:
     return ABSENT if nbytes is None else byte_size(nbytes, "")
 
 
+def part(done: int, total: int) -> str:
+    """`1.0GiB of 1.5GiB`: never more than the whole, though what is written again counts twice."""
+    return f"{size(min(done, total))} of {size(total)}"
+
+
 def ratio(raw: int | None, stored: int | None) -> str:
     """Stored bytes per raw byte: below 1 if the codec saved space."""
     return f"{stored / raw:.3f}" if raw and stored is not None else ABSENT

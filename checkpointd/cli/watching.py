@@ -62,6 +62,8 @@ async def _succeeded(looks: AsyncIterator[A | StoreError | SidecarError]) -> Asy
     before = ""
     async for found in looks:
         if not isinstance(found, StoreError | SidecarError):
+            if before:
+                warn("there is an answer again")
             before = ""
             yield found
         elif str(found) != before:
@@ -70,15 +72,16 @@ async def _succeeded(looks: AsyncIterator[A | StoreError | SidecarError]) -> Asy
 
 
 async def _watch_live(looks: AsyncIterator[A | StoreError | SidecarError], page: Callable[[A], Iterable[Block]]) -> None:
-    """After an error, the last page stays below the error's message."""
+    """While there is no answer, the page says that and since when: what was seen before may be so no longer."""
     from rich.console import Group
     from rich.live import Live
 
-    blocks: list[Block] = []
+    answered = ""
     with Live(console=console(sys.stdout), auto_refresh=False, screen=False, vertical_overflow="crop") as live:
         async for found in looks:
             if isinstance(found, StoreError | SidecarError):
-                shown = [Note(str(found), "bad"), *blocks]
+                last = f"the last answer came at {answered}; " if answered else ""
+                shown = [Note(str(found), "bad"), Note(f"{last}this goes on asking")]
             else:
-                shown = blocks = list(page(found))
+                shown, answered = list(page(found)), utc(time.time())
             live.update(Group(*rich_page(shown, live.console.width)), refresh=True)

@@ -265,6 +265,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the daemon got SIGTERM: it finishes the saves in flight and takes no new ones."""
     memory: MemoryStatus
     bandwidth_bps: float | None
+    serves: tuple[str, ...] = ()
+    """The directories and buckets at or below which trainers may have their roots."""
     spool: SpoolStatus | None = None
     """None: this daemon has no spool."""
     roots: tuple[RootStatus, ...]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from checkpointd.daemon.status.model import RootStatus, SaveStatus
-from checkpointd.pipeline.shard import part_done
+from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.shard import NEARLY_DONE, part_done
 
 DONE = frozenset({"spooled", "uploading", "prepared", "committed"})
 """The phases after persisting: the bytes are durable, at the root or in the spool."""
@@ -29,7 +30,7 @@ class SaveGroup:
     step: int
     saves: list[SaveStatus] = field(default_factory=list)
     absent: tuple[int, ...] = ()
-    """Ranks that have not called save() for it, as far as this node knows: while it is live."""
+    """Ranks of this node that have not called save() for it, while it is live."""
 
     @property
     def name(self) -> str:
@@ -62,9 +63,17 @@ class SaveGroup:
 
     @property
     def fraction(self) -> float:
-        """How far persisting has come, or the upload if it `goes_up`, over all ranks, absent ones, too: 0 to 1."""
+        """How far persisting has come, or the upload if it `goes_up`, over the ranks here, absent ones, too: 0 to 1, which it
+        only is when no vote is missing.
+        """
         part = fraction if self.goes_up else _persisted
-        return sum(map(part, self.saves)) / (len(self.saves) + len(self.absent))
+        done = sum(map(part, self.saves)) / (len(self.saves) + len(self.absent))
+        return done if self.votes_missing == () else min(done, NEARLY_DONE)
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether every rank here has voted."""
+        return not self.absent and all(save.phase in ("prepared", "committed") for save in self.saves)
 
     @property
     def uploaded(self) -> int:
@@ -160,11 +169,10 @@ def gather(saves: Iterable[SaveStatus]) -> list[SaveGroup]:
 def attempts_of(root: RootStatus) -> list[SaveGroup]:
     """All known attempts at a root, the newest last."""
     found = gather([*root.recent, *root.in_flight])
-    here = {rank.rank for rank in root.ranks if rank.connected}
     for attempt in found:
-        if attempt.live:
-            missing = attempt.votes_missing
-            attempt.absent = tuple(sorted((here if missing is None else set(missing)) - {save.rank for save in attempt.saves}))
+        if attempt.live and (named := AttemptId.parse(attempt.attempt)) is not None:
+            begun = {rank.rank for rank in root.ranks if rank.connected and rank.epoch == named.epoch}
+            attempt.absent = tuple(sorted(begun - {save.rank for save in attempt.saves}))
     return found
 
 

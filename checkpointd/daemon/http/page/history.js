@@ -24,7 +24,7 @@ function series(saves) {
   ];
 }
 
-export function history(root, now, ui) {
+export function history(root, ui) {
   const saves = root.history;
   if (!saves.length) return null;
   const shown = series(saves);
@@ -34,19 +34,19 @@ export function history(root, now, ui) {
     "section",
     { class: "part", "aria-label": "History" },
     h("h3", null, "History"),
-    h("p", { class: "facts" }, `The last ${count(saves.length, "save")}, from ${clock(saves[0].at, now)} to ${clock(saves.at(-1).at, now)}, oldest left${lost}.`),
-    h("div", { class: "charts" }, shown.map((one) => chart(root, saves, one, now, ui))),
-    folded(ui, `history ${root.root}`, "The history as a table", () => asTable(saves, shown, now)),
+    h("p", { class: "facts" }, `The last ${count(saves.length, "save")}, from ${clock(saves[0].at)} to ${clock(saves.at(-1).at)}, oldest left${lost}.`),
+    h("div", { class: "charts" }, shown.map((one) => chart(root, saves, one, ui))),
+    folded(ui, `history ${root.root}`, "The history as a table", () => asTable(saves, shown)),
   );
 }
 
-function chart(root, saves, one, now, ui) {
+function chart(root, saves, one, ui) {
   const values = saves.map((past) => (past.committed ? one.value(past) : null));
   const known = values.filter((value) => value !== null);
   const last = known.at(-1) ?? null;
   const note = !known.length ? why(saves.at(-1), one) : one.worst ? `median ${one.words(median(known))}, ${one.worst[0]} ${one.words(one.worst[1](...known))}` : `${one.words(Math.min(...known))} to ${one.words(Math.max(...known))}`;
   const key = `${root.root} ${one.key}`;
-  ui.charts.set(key, (part) => told(saves, one, part, now));
+  ui.charts.set(key, (part) => told(saves, one, part));
   return h(
     "figure",
     { class: "chart", "data-key": one.key },
@@ -78,20 +78,20 @@ function drawn(saves, values, one, key, label) {
 }
 
 /** The save at a position of the width, from 0 to 1, in words. */
-function told(saves, one, part, now) {
+function told(saves, one, part) {
   const past = saves[Math.round(Math.min(1, Math.max(0, part)) * (saves.length - 1))];
   const value = one.value(past);
   const words = value === null ? `not known: ${why(past, one)}` : one.words(value);
-  return `${printable(past.tag)} · ${clock(past.at, now)}\n${one.label}: ${words}`;
+  return `${printable(past.tag)} · ${clock(past.at)}\n${one.label}: ${words}`;
 }
 
-function asTable(saves, shown, now) {
+function asTable(saves, shown) {
   const cell = (past, one) => {
     const value = one.value(past);
     return number(value === null ? unknown(why(past, one)) : one.words(value));
   };
   const rows = [...saves].reverse().map((past) => ({
-    cells: [name(past.tag), number(past.step.toLocaleString("en")), clock(past.at, now), past.committed ? "committed" : "not committed", ...shown.map((one) => cell(past, one))],
+    cells: [name(past.tag), number(past.step.toLocaleString("en")), clock(past.at), past.committed ? "committed" : "not committed", ...shown.map((one) => cell(past, one))],
   }));
   return table("History as a table", ["Tag", "Step", "When", "Ended as", ...shown.map((one) => one.label)], rows);
 }
