@@ -22,6 +22,13 @@ def byte_size(nbytes: int, blank: str = " ") -> str:
     return f"{value:.1f}{blank}{_UNITS[unit]}" if unit else f"{nbytes}{blank}B"
 
 
+def lasting(seconds: float) -> str:
+    """A short length of time: `12 ms`, `7.2 s`, `95 s`."""
+    if seconds < 0.9995:
+        return f"{max(0.0, seconds) * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
 def utc(seconds: float) -> str:
     """A time in seconds since 1970 as every part of checkpointd shows it: `2026-11-28T09:30:11Z`."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -41,7 +41,7 @@ def test_expected():
 
 
 def called(tmp_path: Path, script: str, *, user: int = 1000, has: tuple[str, ...] = ()) -> str:
-    """What .ci/`script` calls: `make`, and for root `apt-get`; on its PATH are only stand-ins, of which `has` are tools of tests."""
+    """What .ci/`script` calls: `make`, and for root `apt-get`. Its PATH has only stand-ins; `has` are tools of tests."""
     stubs = {
         "make": 'printf "%s|" make "$@"',
         "apt-get": 'printf "%s|" apt-get "$@"; case "$*" in download*) touch prometheus_1.deb;; esac',
@@ -63,7 +63,20 @@ def called(tmp_path: Path, script: str, *, user: int = 1000, has: tuple[str, ...
     return done.stdout
 
 
-TOOLS = "c++ chromium fish mkfs.btrfs mkfs.xfs openssl promtool rsync shellcheck strace systemd-analyze zsh".split()
+TOOLS = [
+    "c++",
+    "chromium",
+    "fish",
+    "mkfs.btrfs",
+    "mkfs.xfs",
+    "openssl",
+    "promtool",
+    "rsync",
+    "shellcheck",
+    "strace",
+    "systemd-analyze",
+    "zsh",
+]
 
 
 @pytest.mark.parametrize(("script", "verb", "require"), [("run", "test", "compiler"), ("night", "test-all", "everything")])

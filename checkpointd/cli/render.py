@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Mood: TypeAlias = Literal["", "good", "bad", "doubt", "quiet"]
 
 PROSE_WIDTH_MIN = 30
-"""A terminal column of prose keeps at least this width; narrower terminals lose optional columns first, and then break words."""
+"""A terminal column of prose keeps at least this width; narrower ones lose optional columns first, and then break words."""
 
 _STYLES: dict[Mood, str] = {"": "", "good": "green", "bad": "bold red", "doubt": "yellow", "quiet": "dim"}
 

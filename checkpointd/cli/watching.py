@@ -81,7 +81,7 @@ async def _watch_live(looks: AsyncIterator[A | StoreError | SidecarError], page:
         async for found in looks:
             if isinstance(found, StoreError | SidecarError):
                 last = f"the last answer came at {answered}; " if answered else ""
-                shown = [Note(str(found), "bad"), Note(f"{last}this goes on asking")]
+                shown: list[Block] = [Note(str(found), "bad"), Note(f"{last}this goes on asking")]
             else:
                 shown, answered = list(page(found)), utc(time.time())
             live.update(Group(*rich_page(shown, live.console.width)), refresh=True)

@@ -213,8 +213,9 @@ class ServedRoots:
     def _check_bucket(self, root: BucketUrl) -> str:
         allowed = next((one for one in self._buckets if one.holds(root)), None)
         if allowed is None:
+            served = ", ".join(self.serves)
             raise UsageError(
-                f"this daemon does not serve {root.place}: it serves {', '.join(self.serves)} and what lies below; start it with --root "
+                f"this daemon does not serve {root.place}: it serves {served} and what lies below; start it with --root "
                 "for this one"
             )
         if root.options and root.options != allowed.options:

@@ -409,7 +409,9 @@ class Saver:
                 message = f"{info.tag} was skipped on rank {info.rank}: two saves are still in flight"
                 raise SkippedError(message, ranks=(info.rank,))
             waited = f"{info.tag} found no free memory for its snapshot on rank {info.rank} within {patience_s:g} s"
-            raise DeadlineError(f"{waited}: {self._missing()}; look at the storage, and at the ranks that it names", ranks=(info.rank,))
+            raise DeadlineError(
+                f"{waited}: {self._missing()}; look at the storage, and at the ranks that it names", ranks=(info.rank,)
+            )
 
     def _missing(self) -> str:
         return "; ".join(save.missing() for save in self.history.live()) or "earlier snapshots are not released yet"

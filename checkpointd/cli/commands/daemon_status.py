@@ -178,7 +178,13 @@ def _roots_table(found: DaemonStatus) -> Table:
         for root in sorted(found.roots, key=attention)
     ]
     titles = ("state", "root", "latest", "ago", "trainers", "in flight", "why")
-    return Table(titles, rows, right=frozenset({"ago", "trainers"}), prose=frozenset({"root", "why"}), optional=("in flight", "trainers", "ago", "latest"))
+    return Table(
+        titles,
+        rows,
+        right=frozenset({"ago", "trainers"}),
+        prose=frozenset({"root", "why"}),
+        optional=("in flight", "trainers", "ago", "latest"),
+    )
 
 
 def _named(root: RootStatus) -> str:

@@ -1,7 +1,7 @@
 """The verdict on a root, in one word and one sentence, from its status. Pure. Page and command line show the same.
 
 Invariants
-  VERDICT-1  A verdict changes only when something happens, or does not happen in time. So its reason has times, and never an age.
+  VERDICT-1  A verdict changes only when something happens, or does not happen in time. So its reason has times, and no age.
   VERDICT-2  The unknown never counts as bad: no save is late unless two intervals between saves are known, and no commit unless
       it is known how long one takes.
   VERDICT-3  Every save that did not commit counts. The reason names what is in flight, and since when nothing was committed.
@@ -18,7 +18,7 @@ import msgspec
 
 from checkpointd.daemon.status.model import RankStatus, RootStatus, RootVerdict, State
 from checkpointd.daemon.status.save_groups import SaveGroup, attempts_of, uncommitted
-from checkpointd.phrases import rank_runs, utc
+from checkpointd.phrases import lasting, rank_runs, utc
 from checkpointd.pipeline.root.identity import seconds_of
 
 INTERVALS = 8
@@ -104,7 +104,11 @@ def _sentence(text: str) -> str:
 
 def _healthy(root: RootStatus, asked: list[SaveGroup]) -> str:
     if root.newest_committed_at is None:
-        return "The trainers are connected; nothing was committed yet" if asked else "The trainers are connected; nothing was saved yet"
+        return (
+            "The trainers are connected; nothing was committed yet"
+            if asked
+            else "The trainers are connected; nothing was saved yet"
+        )
     began = max((rank.since for rank in root.ranks if rank.connected), default=0.0)
     if root.newest_committed_at < began:
         return f"The trainers are connected; they have not {'committed a save' if asked else 'saved'} since they began"
@@ -145,7 +149,7 @@ def _flying(live: list[SaveGroup]) -> str:
 
 
 def _since(root: RootStatus, asked: list[SaveGroup]) -> str:
-    """Since when nothing was committed, although saves were `asked` for (newest first): the newest commit, or the first of them."""
+    """Since when nothing was committed: the newest commit, or else the first of the saves `asked` for (newest first)."""
     if not asked:
         return ""
     return f"nothing was committed since {utc(root.newest_committed_at or asked[-1].began_at)}"
@@ -163,7 +167,11 @@ def _commit_is_late(root: RootStatus, asked: list[SaveGroup], now: float) -> boo
     began = max((rank.since for rank in root.ranks if rank.connected), default=0.0)
     times = sorted({*(past.at for past in root.history if past.committed), *(end for _, end in ends)})
     gaps = _gaps(times, began)
-    return len(gaps) >= 2 and not all(attempt.is_in_spool for attempt in asked) and now > max(times[-1], began) + _patience(max(gaps))
+    return (
+        len(gaps) >= 2
+        and not all(attempt.is_in_spool for attempt in asked)
+        and now > max(times[-1], began) + _patience(max(gaps))
+    )
 
 
 def _patience(longest: float) -> float:
@@ -206,9 +214,9 @@ def _gaps(times: list[float], began: float) -> list[float]:
 
 
 def about(seconds: float) -> str:
-    """A rough length of time: `45 s`, `10 min`, `2.5 h`."""
+    """A rough length of time: `300 ms`, `45 s`, `10 min`, `2.5 h`."""
     for unit, length, least in (("d", 86400.0, 1.95), ("h", 3600.0, 1.95), ("min", 60.0, 1.95)):
         if seconds >= least * length:
             value = seconds / length
             return f"{value:.0f} {unit}" if value >= 9.95 or round(value, 1) == round(value) else f"{value:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
+    return lasting(seconds)

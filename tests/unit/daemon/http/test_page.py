@@ -311,7 +311,9 @@ async def test_the_daemon_goes_away_and_comes_back(browser: Browser, tmp_path: P
     assert "global_step4100" in await text_of(page, "tr.latest")
     assert (await page.title()).startswith("⚠ ")
     assert await text_of(page, "details.root .verdict") == "! not known"
-    assert "The daemon does not answer. It last said something of this root at 2026-" in await text_of(page, "details.root .reason")
+    assert "The daemon does not answer. It last said something of this root at 2026-" in await text_of(
+        page, "details.root .reason"
+    )
     assert "healthy" not in await page.inner_text("body")
     async with serving(hub, url.removeprefix("http://").rstrip("/"), look=lambda _: seen.shown):
         await page.get_by_text("serving", exact=True).wait_for()
@@ -560,7 +562,10 @@ async def test_what_is_not_known_is_not_drawn_as_zero_and_says_why(browser: Brow
     daemon.shown = daemon_status(msgspec.structs.replace(busy(1).roots[0], history=old))
     page = await opened(browser, daemon)
     took = page.locator("figure", has_text="Save to commit")
-    assert " ".join((await took.inner_text()).split()) == "Save to commit — a later start committed it, and does not know when save() was called"
+    assert (
+        " ".join((await took.inner_text()).split())
+        == "Save to commit — a later start committed it, and does not know when save() was called"
+    )
     assert await took.locator("svg").count() == 0
 
 
@@ -598,8 +603,12 @@ async def test_the_median_of_two_is_between_them(browser: Browser, daemon: Daemo
     assert " ".join((await tile.inner_text()).split()) == "Save to commit 3.0 s median of the last 2"
 
 
-@pytest.mark.parametrize(("spare", "every", "said"), [(0.4, 0.3, "due now one came every 300 ms"), (2.0, 4.0, "in 2.0 s one came every 4.0 s")])
-async def test_short_times_are_not_called_no_time(browser: Browser, daemon: Daemon, spare: float, every: float, said: str) -> None:
+@pytest.mark.parametrize(
+    ("spare", "every", "said"), [(0.4, 0.3, "due now one came every 300 ms"), (2.0, 4.0, "in 2.0 s one came every 4.0 s")]
+)
+async def test_short_times_are_not_called_no_time(
+    browser: Browser, daemon: Daemon, spare: float, every: float, said: str
+) -> None:
     root = msgspec.structs.replace(busy(1).roots[0], next_due_at=NOW + spare, every_s=every)
     daemon.shown = daemon_status(root)
     daemon.shown = msgspec.structs.replace(
@@ -632,7 +641,9 @@ async def test_all_ranks_here_have_voted_and_others_have_not(browser: Browser, d
 
 async def test_a_save_whose_parts_are_not_known_is_not_drawn_as_staging(browser: Browser, daemon: Daemon) -> None:
     inline = Inline(reason="lost", why="the sidecar has closed the connection")
-    unmeasured = msgspec.structs.replace(save(0, 900, began=NOW - 9), staged_at=None, persisting_at=None, voted_at=None, inline=inline)
+    unmeasured = msgspec.structs.replace(
+        save(0, 900, began=NOW - 9), staged_at=None, persisting_at=None, voted_at=None, inline=inline
+    )
     daemon.shown = daemon_status(root_status("/r", ranks=[rank_status(0, 1)], recent=[unmeasured]))
     page = await opened(browser, daemon)
     assert await page.locator("svg.timeline path.seg.unmeasured").count() == 1
@@ -655,7 +666,9 @@ async def test_more_than_the_whole_is_never_done(browser: Browser, daemon: Daemo
 
 async def test_which_roots_are_served_stands_there(browser: Browser, daemon: Daemon) -> None:
     page = await opened(browser, daemon)
-    assert "Serves /mnt/ckpts, /mnt/scratch" in " ".join((await page.locator("section[aria-label='The daemon']").inner_text()).split())
+    assert "Serves /mnt/ckpts, /mnt/scratch" in " ".join(
+        (await page.locator("section[aria-label='The daemon']").inner_text()).split()
+    )
 
 
 async def test_all_times_are_of_one_zone_and_say_so(browser: Browser, daemon: Daemon) -> None:
@@ -675,12 +688,17 @@ async def test_long_names_and_long_lists_are_whole_on_a_phone(browser: Browser, 
     root = msgspec.structs.replace(busy(1).roots[0], recent=tuple(recent), in_flight=(), latest=tag)
     daemon.shown = daemon_status(root)
     page = await opened(browser, daemon, viewport=PHONE)
-    drawn = await page.evaluate("[...document.querySelectorAll('svg.timeline svg')].map((e) => [...e.querySelectorAll('text.panel-tag')].map((t) => t.textContent).join(''))")
+    tags = "[...document.querySelectorAll('svg.timeline svg')].map((e) => [...e.querySelectorAll('.panel-tag')])"
+    drawn = await page.evaluate(f"{tags}.map((lines) => lines.map((line) => line.textContent).join(''))")
     assert drawn == [f"{tag}-2", f"{tag}-3"]
-    clipped = """[...document.querySelectorAll('svg.timeline svg')].flatMap((box) => [...box.querySelectorAll('text')].filter((text) =>
-      text.getBoundingClientRect().right > box.getBoundingClientRect().right + 0.5 || text.getBoundingClientRect().bottom > box.getBoundingClientRect().bottom + 0.5))"""
+    clipped = """[...document.querySelectorAll('svg.timeline svg')].flatMap((e) => {
+      const box = e.getBoundingClientRect();
+      const parts = [...e.querySelectorAll('text')].map((text) => text.getBoundingClientRect());
+      return parts.filter((part) => part.right > box.right + 0.5 || part.bottom > box.bottom + 0.5);
+    })"""
     assert await page.evaluate(f"{clipped}.length") == 0
-    assert await page.evaluate("[...document.querySelectorAll('.scroll')].filter((e) => e.scrollHeight > e.clientHeight + 1).length") == 0
+    hidden = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollHeight > e.clientHeight + 1)"
+    assert await page.evaluate(f"{hidden}.length") == 0
     assert tag in await text_of(page, "details.root summary .brief")
     assert await page.locator("details.root summary .brief .tag").is_visible()
 

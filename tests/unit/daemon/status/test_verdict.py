@@ -29,7 +29,9 @@ def root(ranks: Sequence[RankStatus] | None = None, recent: Iterable[SaveStatus]
     recent = list(recent)
     made = root_status("/r", ranks=[rank_status(0, 1)] if ranks is None else ranks, recent=recent)
     last = max((one.ended_at for one in recent if one.phase == "committed" and one.ended_at), default=None)
-    return msgspec.structs.replace(made, **{"checkpoints": (), "history": (), "commit_s": (), "newest_committed_at": last, **changed})
+    return msgspec.structs.replace(
+        made, **{"checkpoints": (), "history": (), "commit_s": (), "newest_committed_at": last, **changed}
+    )
 
 
 def said(found: RootStatus, now: float = NOW) -> tuple[str, str]:
@@ -96,7 +98,9 @@ def test_saves_that_were_left_out_on_purpose_are_counted_and_are_no_failure() ->
     assert found.verdict.reason == "The last save was committed; 2 saves were skipped or replaced since then"
 
 
-@pytest.mark.parametrize(("phase", "code"), [("skipped", "DeadlineError"), ("superseded", "StoreError"), ("aborted", "DeadlineError")])
+@pytest.mark.parametrize(
+    ("phase", "code"), [("skipped", "DeadlineError"), ("superseded", "StoreError"), ("aborted", "DeadlineError")]
+)
 def test_a_save_counts_as_left_out_by_its_error_and_not_by_its_phase(phase: str, code: str) -> None:
     found = judged(root(recent=[*committed(NOW - 300), skipped(NOW - 50, phase=phase, code=code)]), NOW)
     assert (found.verdict.state, found.verdict.mood) == ("failing", "bad")
@@ -105,7 +109,9 @@ def test_a_save_counts_as_left_out_by_its_error_and_not_by_its_phase(phase: str,
 def test_a_failure_between_saves_that_were_skipped_counts_with_them() -> None:
     recent = [*committed(NOW - 900), failed(NOW - 700), *(skipped(NOW - 600 + at, step=1000 + at) for at in range(3))]
     reason = judged(root(recent=recent), NOW).verdict.reason
-    assert reason.startswith("The last 4 saves did not commit: rank 0 failed: no space is left; nothing was committed since 2026-")
+    assert reason.startswith(
+        "The last 4 saves did not commit: rank 0 failed: no space is left; nothing was committed since 2026-"
+    )
 
 
 def live(began: float, *, step: int = 900, phase: str = "prepared", rank: int = 0) -> SaveStatus:
@@ -122,12 +128,15 @@ def test_what_is_in_flight_is_named_in_every_state() -> None:
 
 def test_a_job_whose_saves_never_come_to_an_end_is_late() -> None:
     """Saves are asked for as ever, so the next one is never overdue; no vote comes from a rank that hangs on another node."""
-    recent, skips = committed(*(NOW - 1000 + 60 * at for at in range(8))), [skipped(NOW - 300 + 60 * at, step=950 + at) for at in range(5)]
+    recent, skips = (
+        committed(*(NOW - 1000 + 60 * at for at in range(8))),
+        [skipped(NOW - 300 + 60 * at, step=950 + at) for at in range(5)],
+    )
     found = judged(root(recent=[*recent, *skips], in_flight=(live(NOW - 420), live(NOW - 360, step=940))), NOW)
     assert (found.verdict.state, found.verdict.mood) == ("late", "doubt")
     assert found.verdict.reason == (
-        "Nothing was committed since 2026-09-21T14:03:45Z, although 7 saves were asked for; 5 saves were skipped or replaced since "
-        "then; 2 saves are in flight, global_step900 since 2026-09-21T14:06:20Z"
+        "Nothing was committed since 2026-09-21T14:03:45Z, although 7 saves were asked for; 5 saves were skipped or replaced "
+        "since then; 2 saves are in flight, global_step900 since 2026-09-21T14:06:20Z"
     )
 
 
@@ -300,7 +309,7 @@ def test_rhythm_needs_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.25, "0.2 s"),
+        (0.25, "250 ms"),
         (9, "9.0 s"),
         (45, "45 s"),
         (100, "100 s"),
