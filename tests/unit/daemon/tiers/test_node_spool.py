@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.served_roots import ServedRoots
 from checkpointd.daemon.tiers import node_spool
 from checkpointd.daemon.tiers.node_spool import NodeSpool
-from checkpointd.errors import StoreError
 from checkpointd.pipeline.spool.places import DiskPlace, Room, name_of
 from checkpointd.store.memory import MemoryStore
 from tests.servers.s3_server import free_ports
@@ -60,10 +60,10 @@ async def test_the_room_is_measured_while_nobody_saves(tmp_path: Path, monkeypat
     await left.delete("one")
     await until(lambda: (spool.status().used_bytes or 0) < 5000)
 
-    async def fails() -> Room:
-        raise StoreError("the disk has gone")
+    def fails(_: DiskPlace) -> Room:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(spool.directory.place, "room", fails)
+    monkeypatch.setattr(DiskPlace, "_room", fails)
     await until(lambda: spool.status().used_bytes is None)
     await spool.close()
 
