@@ -147,7 +147,7 @@ class AbortedError(CheckpointdError):
 
 
 class DeadlineError(AbortedError):
-    """The deadline passed before every rank had voted; the message names the missing ranks."""
+    """The deadline passed before every rank had voted, or before memory for a snapshot came free; the message says which."""
 
 
 class NoProgressError(AbortedError):

@@ -21,6 +21,13 @@ def byte_size(nbytes: int, blank: str = " ") -> str:
     return f"{value:.1f}{blank}{_UNITS[unit]}" if unit else f"{nbytes}{blank}B"
 
 
+def lasting(seconds: float) -> str:
+    """A short length of time: `12 ms`, `7.2 s`, `95 s`."""
+    if seconds < 0.9995:
+        return f"{max(0.0, seconds) * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
 def byte_count(size: int | str, what: str) -> int:
     """Bytes from `5GB` (G is 10**9, as in Hugging Face), `5GiB` (Gi is 2**30) or a number. UsageError names `what`."""
     if isinstance(size, int) and not isinstance(size, bool):

@@ -9,12 +9,14 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
+
+R = TypeVar("R", pytest.TestReport, pytest.CollectReport)
 
 pytest_plugins = ["tests.costs", "tests.servers.fixtures"]
 
@@ -30,6 +32,10 @@ settings.register_profile(
 settings.register_profile(
     "night", deadline=None, print_blob=True, max_examples=200, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+# A test that needs what can be installed is skipped with a reason that begins so. Other reasons are of the machine itself.
+REQUIRED = {"compiler": ("needs a C++ compiler",), "everything": ("needs ", "could not import ")}
 
 
 class Count(NamedTuple):
@@ -73,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-load", action="store_true", help="every state, layout, writer, world and dtype, not only some")
     parser.addoption("--chaos-first", type=int, default=0, help="the seed of the first training on streams (default: 0)")
     parser.addoption("--simulated-device", action="store_true", help="collect the tests that make it this process's device")
-    parser.addoption("--require-compiler", action="store_true", help="fail where the simulated device cannot be built")
+    parser.addoption("--require", choices=sorted(REQUIRED), help="fail, instead of skip, tests that need what is missing here")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -146,19 +152,40 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         # The net of pyproject.toml, which ends the process, must come after the test's own timeout.
         faulthandler.dump_traceback_later(timeout.args[0] + 60, exit=True, file=sys.__stderr__)
     if item.get_closest_marker("root") and os.geteuid() != 0:
-        pytest.skip(f"needs root; this is user id {os.geteuid()}")
+        pytest.skip(f"only for root; this is user id {os.geteuid()}")
     if item.get_closest_marker("gpu"):
         missing = why_no_cuda()
         if missing:
             pytest.skip(missing)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return required((yield), item.config.getoption("require"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return required((yield), collector.config.getoption("require"))
+
+
+def required(report: R, require: str | None) -> R:
+    """`report`, which fails if it was skipped since something is missing that `require` wants to be there."""
+    if require is not None and report.skipped and isinstance(report.longrepr, tuple):
+        reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        if reason.startswith(REQUIRED[require]):
+            report.outcome, report.longrepr = "failed", f"{reason}\n--require={require} does not skip it"
+    return report
+
+
 def why_no_cuda() -> str | None:
     """What keeps a CUDA test from running here, in words; None where it can run."""
     if importlib.util.find_spec("torch") is None:
-        return "needs a CUDA device; torch is not installed"
+        return "there is no CUDA device; torch is not installed"
     import torch
 
     if not torch.cuda.is_available():
-        return f"needs a CUDA device; torch {torch.__version__} sees none"
+        return f"there is no CUDA device; torch {torch.__version__} sees none"
     return None

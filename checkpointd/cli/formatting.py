@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 
 from checkpointd import phrases
 from checkpointd.phrases import byte_size, run_text
+from checkpointd.pipeline.root.identity import utc
 
 ABSENT = "-"
 
@@ -14,6 +15,11 @@ ABSENT = "-"
 def size(nbytes: int | None) -> str:
     """`1.5GiB`; `-` for None."""
     return ABSENT if nbytes is None else byte_size(nbytes, "")
+
+
+def part(done: int, total: int) -> str:
+    """`1.0GiB of 1.5GiB`: never more than the whole, though what is written again counts twice."""
+    return f"{size(min(done, total))} of {size(total)}"
 
 
 def ratio(raw: int | None, stored: int | None) -> str:
@@ -49,7 +55,7 @@ def moment(text: str | None) -> str:
     if not text:
         return ABSENT
     try:
-        return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return utc(datetime.fromisoformat(text).timestamp())
     except ValueError:
         return text
 

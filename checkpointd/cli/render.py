@@ -26,7 +26,7 @@ WIDTH_MAX = 200
 """The widest column of plain output. A longer cell moves the rest of its own row; it does not widen every other row."""
 
 PROSE_WIDTH_MIN = 30
-"""A terminal column of prose keeps at least this width; narrower terminals lose optional columns first."""
+"""A terminal column of prose keeps at least this width; narrower ones lose optional columns first, and then break words."""
 
 _STYLES: dict[Mood, str] = {"": "", "good": "green", "bad": "bold red", "doubt": "yellow", "quiet": "dim"}
 
@@ -210,7 +210,7 @@ def rich_page(blocks: Iterable[Block], width: int) -> list[ConsoleRenderable]:
             case Facts():
                 page.append(_rich_facts(block))
             case Table():
-                page.append(_rich_table(fitted(block, width)))
+                page.append(_rich_table(fitted(block, width), width))
             case Bars(rows):
                 page.append(_rich_bars(rows, width))
     return page
@@ -220,14 +220,16 @@ def _rich_bars(rows: Sequence[Bar], width: int) -> ConsoleRenderable:
     from rich.progress_bar import ProgressBar
     from rich.table import Table as Grid
 
+    label = max((len(printable(bar.label)) for bar in rows), default=0)
+    bar = max(8, min(40, width // 4))
     grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, min_width=max((len(printable(bar.label)) for bar in rows), default=0))
-    grid.add_column(width=max(8, min(40, width // 4)))
-    grid.add_column(justify="right", no_wrap=True, min_width=4)
-    grid.add_column(no_wrap=True, overflow="ellipsis")
-    for bar in rows:
-        done = ProgressBar(total=1.0, completed=bar.fraction, complete_style="cyan", finished_style="green")
-        grid.add_row(_rich_text(bar.label), done, _percent(bar), _rich_text(Cell(bar.text, bar.mood)))
+    grid.add_column(no_wrap=True, width=label)
+    grid.add_column(width=bar)
+    grid.add_column(justify="right", no_wrap=True, width=4)
+    grid.add_column(overflow="fold", max_width=max(8, width - label - bar - 4 - 3 * 2))
+    for row in rows:
+        done = ProgressBar(total=1.0, completed=row.fraction, complete_style="cyan", finished_style="green")
+        grid.add_row(_rich_text(row.label), done, _percent(row), _rich_text(Cell(row.text, row.mood)))
     return grid
 
 
@@ -257,16 +259,17 @@ def _least_width(table: Table) -> int:
     return sum(min(n, PROSE_WIDTH_MIN) if title in table.prose else n for title, n in needed) + 2 * (len(table.titles) - 1)
 
 
-def _rich_table(table: Table) -> ConsoleRenderable:
+def _rich_table(table: Table, width: int) -> ConsoleRenderable:
     from rich import box
     from rich.table import Table as Columns
 
+    fits = _least_width(table) <= width
     columns = Columns(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for title in table.titles:
         columns.add_column(
             title,
             justify="right" if title in table.right else "left",
-            no_wrap=title not in table.prose,
+            no_wrap=title not in table.prose and (fits or title in table.right),
             overflow="fold",
         )
     for row in table.rows:

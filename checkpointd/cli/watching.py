@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import operator
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from datetime import UTC, datetime
 from typing import TypeVar
 
 import click
@@ -15,6 +15,7 @@ import msgspec
 from checkpointd.cli.formatting import printable
 from checkpointd.cli.render import Block, Note, console, rich_page, show_json, warn
 from checkpointd.errors import SidecarError, StoreError
+from checkpointd.pipeline.root.identity import utc
 
 A = TypeVar("A", bound=msgspec.Struct)
 
@@ -40,7 +41,7 @@ async def watch(
     async for found in _succeeded(looks):
         if not as_json:
             for line in changes(before, found):
-                click.echo(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {printable(line)}")
+                click.echo(f"{utc(time.time())}  {printable(line)}")
         elif before is None or not same(before, found):
             show_json(found)
         sys.stdout.flush()
@@ -61,6 +62,8 @@ async def _succeeded(looks: AsyncIterator[A | StoreError | SidecarError]) -> Asy
     before = ""
     async for found in looks:
         if not isinstance(found, StoreError | SidecarError):
+            if before:
+                warn("there is an answer again")
             before = ""
             yield found
         elif str(found) != before:
@@ -69,15 +72,16 @@ async def _succeeded(looks: AsyncIterator[A | StoreError | SidecarError]) -> Asy
 
 
 async def _watch_live(looks: AsyncIterator[A | StoreError | SidecarError], page: Callable[[A], Iterable[Block]]) -> None:
-    """After an error, the last page stays below the error's message."""
+    """While there is no answer, the page says that and since when: what was seen before may be so no longer."""
     from rich.console import Group
     from rich.live import Live
 
-    blocks: list[Block] = []
+    answered = ""
     with Live(console=console(sys.stdout), auto_refresh=False, screen=False, vertical_overflow="crop") as live:
         async for found in looks:
             if isinstance(found, StoreError | SidecarError):
-                shown = [Note(str(found), "bad"), *blocks]
+                last = f"the last answer came at {answered}; " if answered else ""
+                shown: list[Block] = [Note(str(found), "bad"), Note(f"{last}this goes on asking")]
             else:
-                shown = blocks = list(page(found))
+                shown, answered = list(page(found)), utc(time.time())
             live.update(Group(*rich_page(shown, live.console.width)), refresh=True)

@@ -42,6 +42,7 @@ def standing(hub: Hub) -> DaemonStatus:
             mapped=hub.account.used, mapped_max=hub.account.limit, held=hub.tier.nbytes, held_max=hub.tier.held_bytes_max
         ),
         bandwidth_bps=config.bandwidth_bps,
+        serves=hub.roots.serves,
         mirrors=hub.mirrors.progress,
         exports=hub.exports.progress,
         spool=None if hub.spool is None else hub.spool.status(),

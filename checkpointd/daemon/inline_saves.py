@@ -15,6 +15,7 @@ from checkpointd.daemon.status.tally import RESULTS
 from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport, Inline, Outcome, Vote
+from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.identity import seconds_of
@@ -31,8 +32,10 @@ VOTES_MAX = 64
 def told(record: RankRecord, nonce: str, uid: int, message: Inlined) -> tuple[JobKey, SaveStatus]:
     """The inline save that a trainer of user `uid` reports. UsageError for an impossible report."""
     attempt, now = AttemptId.parse(message.attempt), time.time()
+    began_at, ended_at = now - message.began_s, now - message.ended_s
     if attempt is None or message.phase not in RESULTS:
         raise UsageError(f"{message.attempt!r} is not an attempt, or a save cannot end as {message.phase!r}")
+    staged_at, voted_at = _times(began_at, message.seconds, ended_at)
     save = SaveStatus(
         tag=check_tag(message.tag),
         attempt=str(attempt),
@@ -43,13 +46,24 @@ def told(record: RankRecord, nonce: str, uid: int, message: Inlined) -> tuple[Jo
         raw_done=message.raw_total if message.phase == "committed" else 0,
         stored=message.stored,
         error=message.error and _short(message.error),
-        began_at=now - message.began_s,
-        ended_at=now - message.ended_s,
+        began_at=began_at,
+        staged_at=staged_at,
+        persisting_at=staged_at,
+        voted_at=voted_at,
+        ended_at=ended_at,
         no_progress=message.no_progress,
         seconds=message.seconds,
         inline=Inline(reason=message.inline.reason, why=escaped(message.inline.why, WHY_MAX)),
     )
     return (record.root, nonce, uid, save.tag, save.attempt, save.rank), save
+
+
+def _times(began_at: float, seconds: PhaseSeconds, ended_at: float) -> tuple[float | None, float | None]:
+    """When the snapshot of an inline save was whole, and when its rank voted, by what its trainer measured."""
+    if seconds.staging is None:
+        return None, None
+    staged_at = min(began_at + seconds.staging, ended_at)
+    return staged_at, None if seconds.persisting is None else min(staged_at + seconds.persisting, ended_at)
 
 
 def _short(error: ErrorReport) -> ErrorReport:
@@ -85,7 +99,8 @@ async def find(hub: Hub, root: str, store: Store, fresh: Iterable[AttemptView]) 
 def _voted(vote: Vote, view: AttemptView, outcome: Outcome, decided_at: float) -> SaveStatus:
     """A committed inline save, by its vote and outcome."""
     assert vote.inline is not None
-    took_s = outcome.cost.took_s if outcome.cost is not None else 0.0
+    began_at = decided_at - (outcome.cost.took_s if outcome.cost is not None else 0.0)
+    staged_at, voted_at = _times(began_at, vote.seconds, decided_at)
     return SaveStatus(
         tag=view.tag,
         attempt=str(view.attempt),
@@ -95,8 +110,10 @@ def _voted(vote: Vote, view: AttemptView, outcome: Outcome, decided_at: float) -
         raw_total=vote.raw_bytes,
         raw_done=vote.raw_bytes,
         stored=vote.stored_bytes,
-        began_at=decided_at - took_s,
-        voted_at=seconds_of(vote.writer.time),
+        began_at=began_at,
+        staged_at=staged_at,
+        persisting_at=staged_at,
+        voted_at=voted_at or seconds_of(vote.writer.time),
         ended_at=decided_at,
         no_progress=outcome.no_progress,
         seconds=vote.seconds,

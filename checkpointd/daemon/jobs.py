@@ -36,7 +36,7 @@ from checkpointd.daemon.status.model import SaveStatus
 from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.layout.save_timings import PhaseSeconds
-from checkpointd.phrases import byte_size
+from checkpointd.phrases import byte_size, lasting
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import identity, leases
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
@@ -336,22 +336,22 @@ class SaveJob:
         seconds, extra = _known(progress.seconds), {"fields": ended_fields(self.status())}
         if self.phase is Phase.COMMITTED:
             log.info(
-                "%s: committed: %s, stored as %s, in %.1f s (%s)",
+                "%s: committed: %s, stored as %s, in %s (%s)",
                 info.prefix,
                 byte_size(progress.raw_done),
                 byte_size(progress.stored),
-                took_s,
-                ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()),
+                lasting(took_s),
+                ", ".join(f"{name} {lasting(value)}" for name, value in seconds.items()),
                 extra=extra,
             )
             return
         log.log(
             logging.WARNING if self.shown == SUPERSEDED else logging.ERROR,
-            "%s: %s after %.1f s, %s of %s written: %s",
+            "%s: %s after %s, %s of %s written: %s",
             info.prefix,
             self.shown,
-            took_s,
-            byte_size(progress.raw_done),
+            lasting(took_s),
+            byte_size(min(progress.raw_done, progress.raw_total)),
             byte_size(progress.raw_total),
             self.attempt.error,
             extra=extra,
@@ -420,7 +420,7 @@ def ended_inline(save: SaveStatus) -> str:
     error = "" if save.error is None else f": {save.error.message}"
     return (
         f"{save.tag}/{save.attempt}: {save.phase} inline, by its trainer (rank {save.rank}): {byte_size(save.raw_done)}, "
-        f"stored as {byte_size(save.stored)}, in {took_s:.1f} s ({why}){error}"
+        f"stored as {byte_size(save.stored)}, in {lasting(took_s)} ({why}){error}"
     )
 
 

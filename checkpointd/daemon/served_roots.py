@@ -184,6 +184,11 @@ class ServedRoots:
         for key in [key for key in self._stores if key[0] not in in_use][: max(0, len(self._stores) - STORES_KEPT)]:
             await self._stores.pop(key).close()
 
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """The directories and buckets at or below which roots may be."""
+        return (*self._allowed, *(one.url for one in self._buckets))
+
     def check(self, root: str) -> str:
         """The normal path or URL of `root`; UsageError, with the reason, if it is not served."""
         if is_bucket_url(root):
@@ -196,7 +201,7 @@ class ServedRoots:
         written = os.path.dirname(path) if can_show(path) else path
         if not any(_within(written, allowed) for allowed in self._allowed):
             raise UsageError(
-                f"this daemon does not serve {written}: it serves {self._served} and what lies below; "
+                f"this daemon does not serve {written}: it serves {', '.join(self.serves)} and what lies below; "
                 "start it with --root for this one"
             )
         try:
@@ -208,8 +213,9 @@ class ServedRoots:
     def _check_bucket(self, root: BucketUrl) -> str:
         allowed = next((one for one in self._buckets if one.holds(root)), None)
         if allowed is None:
+            served = ", ".join(self.serves)
             raise UsageError(
-                f"this daemon does not serve {root.place}: it serves {self._served} and what lies below; start it with --root "
+                f"this daemon does not serve {root.place}: it serves {served} and what lies below; start it with --root "
                 "for this one"
             )
         if root.options and root.options != allowed.options:
@@ -218,10 +224,6 @@ class ServedRoots:
                 "same options on both sides"
             )
         return replace(allowed, prefix=root.prefix).url
-
-    @property
-    def _served(self) -> str:
-        return ", ".join((*self._allowed, *(one.url for one in self._buckets)))
 
     async def usable(self) -> None:
         """UsageError if a configured root is not a directory that this process can use. As `checked`."""

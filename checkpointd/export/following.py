@@ -34,7 +34,7 @@ from checkpointd.export.record import ExportRecord
 from checkpointd.export.stream import Turn, at_once
 from checkpointd.export.target import ExportTarget, records_at
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.phrases import byte_count
+from checkpointd.phrases import byte_count, byte_size, lasting
 from checkpointd.pipeline.gc.export_leases import OwnExportLease
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import Checkpoint
@@ -229,7 +229,7 @@ class Exporter:
             shown.tag, shown.done_bytes, shown.total_bytes = "", 0, 0
         shown.exported, shown.exported_bytes = shown.exported + 1, shown.exported_bytes + done.bytes
         shown.last_s = time.monotonic() - began
-        log.info("%s exported to %s: %d bytes in %.1f s", checkpoint.tag, done.out, done.bytes, shown.last_s)
+        log.info("%s exported to %s: %s in %s", checkpoint.tag, done.out, byte_size(done.bytes), lasting(shown.last_s))
 
     async def _exported(self, checkpoint: Checkpoint) -> Consolidation:
         config, shown = self._config, self.progress

@@ -28,7 +28,7 @@ from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.config import Ranks
 from checkpointd.daemon.protocol.wire import METRICS_MAX
-from checkpointd.errors import CheckpointdError, ClosedError, SkippedError, StagingError, StoreError, UsageError
+from checkpointd.errors import CheckpointdError, ClosedError, DeadlineError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
 from checkpointd.pipeline.attempt import WriterState
@@ -380,7 +380,7 @@ class Saver:
         refused: Future[Shard] = Future()  # that of the job may have the snapshot already
         refused.set_exception(told)
         self._submit(replace(job, staged=refused, begun=threading.Lock(), lease=None, shard=None))
-        if isinstance(error, SkippedError):
+        if isinstance(error, SkippedError | DeadlineError):
             return
         if isinstance(error, CheckpointdError) or not isinstance(error, Exception):
             job.save.handle.observed = True  # the caller gets it here
@@ -397,7 +397,7 @@ class Saver:
         return 0.0 if self._when_busy == "skip" and not request.required else self._state.commit.timeout_s
 
     def _take_slot(self, hold: SlotHold, layout: SlotLayout, info: AttemptInfo, patience_s: float) -> None:
-        """Acquire a slot for `hold`; SkippedError if none becomes free in time."""
+        """Acquire a slot for `hold`. If none is free, SkippedError without patience, and DeadlineError after `patience_s`."""
         if self._prewarming is not None:
             thread = self._prewarming
             self._hurried.set()
@@ -405,9 +405,13 @@ class Saver:
             self._prewarming = None
         waiting = Waiting(lambda: f"{info.tag} finds no free memory for its snapshot: {self._missing()}")
         if not waiting.until(partial(self._arena.acquire, hold, layout.nbytes), patience_s):
-            still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"
-            message = f"{info.tag} was skipped on rank {info.rank}: two saves are {still}"
-            raise SkippedError(message, ranks=(info.rank,))
+            if not patience_s:
+                message = f"{info.tag} was skipped on rank {info.rank}: two saves are still in flight"
+                raise SkippedError(message, ranks=(info.rank,))
+            waited = f"{info.tag} found no free memory for its snapshot on rank {info.rank} within {patience_s:g} s"
+            raise DeadlineError(
+                f"{waited}: {self._missing()}; look at the storage, and at the ranks that it names", ranks=(info.rank,)
+            )
 
     def _missing(self) -> str:
         return "; ".join(save.missing() for save in self.history.live()) or "earlier snapshots are not released yet"

@@ -39,7 +39,7 @@ def alerts() -> list[dict[str, Any]]:
 def promtool(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     tool = shutil.which("promtool")
     if tool is None:
-        pytest.skip("needs promtool, a part of Prometheus")
+        pytest.skip("needs promtool: apt-get install prometheus")
     return subprocess.run([tool, *arguments], cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -51,6 +51,7 @@ def test_promtool_takes_the_rules() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.nightly  # promtool takes ten seconds of processor time
 def test_the_rules_fire_when_they_should_and_only_then() -> None:
     done = promtool(FOLDER, "test", "rules", "alerts_test.yml")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -71,7 +71,7 @@ def runner() -> Iterator[Runner]:
 )
 def test_block(block: Block, runner: Runner) -> None:
     if block.not_run:
-        pytest.skip(block.not_run)
+        pytest.skip(f"not run: {block.not_run}")
     error = runner.run(block)
     if error is not None:
         pytest.fail(f"{block.name}:\n{error}", pytrace=False)

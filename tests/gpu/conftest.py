@@ -20,7 +20,7 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 
         plugin.load()
     elif not torch.accelerator.is_available():
-        pytest.skip(f"needs an accelerator; torch {torch.__version__} sees none")
+        pytest.skip(f"there is no accelerator; torch {torch.__version__} sees none")
     found = torch.accelerator.current_accelerator()
     assert found is not None
     torch.accelerator.set_device_index(0)

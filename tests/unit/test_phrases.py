@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from checkpointd.errors import UsageError
-from checkpointd.phrases import byte_count, byte_size, listed, rank_runs
+from checkpointd.phrases import byte_count, byte_size, lasting, listed, rank_runs
+from checkpointd.pipeline.root.identity import utc
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (80 << 30, "80.0 GiB")])
 def test_sizes_as_text(nbytes: int, text: str) -> None:
     assert byte_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1.0, "0 ms"), (0.04, "40 ms"), (0.9996, "1.0 s"), (7.24, "7.2 s"), (9.96, "10 s"), (600.0, "600 s")]
+)
+def test_lengths_of_time_as_text(seconds: float, text: str) -> None:
+    assert lasting(seconds) == text
+
+
+def test_times_are_utc_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")
+    time.tzset()
+    try:
+        assert utc(1_790_000_000.9) == "2026-09-21T14:13:20Z"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_runs_of_ranks() -> None:

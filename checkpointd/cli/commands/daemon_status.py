@@ -12,14 +12,14 @@ import msgspec
 
 from checkpointd.bucket_urls import is_bucket_url, is_same_root
 from checkpointd.cli.arguments import only_root
-from checkpointd.cli.formatting import ABSENT, count, duration, size, speed
+from checkpointd.cli.formatting import ABSENT, count, duration, part, size, speed
 from checkpointd.cli.render import Bar, Bars, Block, Cell, Facts, Heading, Mood, Note, Table, show_answer
 from checkpointd.cli.watching import watch
 from checkpointd.commit.machine import FENCED, SUPERSEDED
 from checkpointd.daemon.query import AsyncStatusClient
 from checkpointd.daemon.status.changes import changes
 from checkpointd.daemon.status.model import DaemonStatus, RootStatus, SaveStatus, SpoolStatus
-from checkpointd.daemon.status.save_groups import DONE, SHOWN, SaveGroup, attempts_of, foremost, fraction, gather
+from checkpointd.daemon.status.save_groups import DONE, SHOWN, SaveGroup, attempts_of, foremost, fraction, in_flight
 from checkpointd.daemon.status.verdict import attention, members_of
 from checkpointd.errors import NotFoundError
 from checkpointd.export.progress import ExportProgress
@@ -82,6 +82,7 @@ def page(found: DaemonStatus) -> Iterator[Block]:
         [
             ("daemon", _daemon_cell(found)),
             ("memory", _memory_text(found)),
+            ("serves", ", ".join(found.serves)),
             ("connections", f"{found.clients} of {found.clients_max}, {_refusals(found)}"),
             *([("bandwidth limit", speed(found.bandwidth_bps))] if found.bandwidth_bps is not None else []),
             *([("spool", _spool_cell(found.spool))] if found.spool is not None else []),
@@ -109,7 +110,7 @@ def _spool_cell(spool: SpoolStatus) -> Cell:
     if spool.used_bytes is not None and spool.free_bytes is not None:
         parts.append(f"{size(spool.used_bytes)} used, {size(spool.free_bytes)} free")
     if spool.opens_in_s:
-        parts.append(f"uploads begin in {duration(spool.opens_in_s)} ({spool.windows})")
+        parts.append(f"uploads begin in {duration(spool.opens_in_s)} ({spool.windows}, local time of this node)")
     counts = {
         "superseded": spool.superseded,
         "straight to the root, since it was full": spool.direct_full,
@@ -128,7 +129,7 @@ _MIRROR_MOODS: dict[str, Mood] = {"in step": "good", "failing": "bad", "over": "
 def _mirror_cell(one: MirrorProgress, now: float) -> Cell:
     words = f"{one.origin} -> {one.mirror}: {one.state}"
     if one.state == "copying":
-        words += f" {one.tag}, {size(one.done_bytes)} of {size(one.total_bytes)}"
+        words += f" {one.tag}, {part(one.done_bytes, one.total_bytes)}"
     if one.behind:
         words += f", {count(one.behind, 'checkpoint')} behind"
     if one.newest_tag is not None:
@@ -148,7 +149,7 @@ def _export_cell(one: ExportProgress, now: float) -> Cell:
     if one.state == "waiting":
         words += f", since {one.holder} exports there"
     if one.state == "exporting":
-        words += f" {one.tag}, {size(one.done_bytes)} of {size(one.total_bytes)}"
+        words += f" {one.tag}, {part(one.done_bytes, one.total_bytes)}"
     if one.due > 1:
         words += f", {count(one.due, 'checkpoint')} due"
     if one.newest_tag is not None:
@@ -177,7 +178,13 @@ def _roots_table(found: DaemonStatus) -> Table:
         for root in sorted(found.roots, key=attention)
     ]
     titles = ("state", "root", "latest", "ago", "trainers", "in flight", "why")
-    return Table(titles, rows, right=frozenset({"ago", "trainers"}), prose=frozenset({"why"}), optional=("in flight",))
+    return Table(
+        titles,
+        rows,
+        right=frozenset({"ago", "trainers"}),
+        prose=frozenset({"root", "why"}),
+        optional=("in flight", "trainers", "ago", "latest"),
+    )
 
 
 def _named(root: RootStatus) -> str:
@@ -185,9 +192,15 @@ def _named(root: RootStatus) -> str:
 
 
 def _flying(root: RootStatus) -> str:
-    shown, others = foremost(gather(root.in_flight), 2)
-    words = [f"{attempt.tag} {attempt.fraction:.0%}{' uploaded' if attempt.goes_up else ''}" for attempt in shown]
+    shown, others = foremost(in_flight(root), 2)
+    words = [f"{attempt.tag} {_progress_word(attempt)}" for attempt in shown]
     return ", ".join([*words, *([f"{len(others)} more"] if others else [])]) or ABSENT
+
+
+def _progress_word(attempt: SaveGroup) -> str:
+    if attempt.has_voted:
+        return "voted"
+    return f"{int(attempt.fraction * 100)}%{' uploaded' if attempt.goes_up else ''}"
 
 
 def _refusals(found: DaemonStatus) -> str:
@@ -226,7 +239,7 @@ def _root_blocks(root: RootStatus, now: float) -> Iterator[Block]:
         number = sum(rank.saves_inline for rank in root.ranks)
         last = inline[-1].inline
         yield Note(f"the trainers persisted {count(number, 'save')} themselves; the last one: {last.why}", "doubt")
-    shown, others = foremost(gather(root.in_flight), FLIGHTS_SHOWN)
+    shown, others = foremost(in_flight(root), FLIGHTS_SHOWN)
     for attempt in shown:
         yield from _flight_blocks(attempt, now)
     if others:
@@ -276,6 +289,8 @@ def _flight_blocks(attempt: SaveGroup, now: float) -> Iterator[Block]:
     missing = attempt.votes_missing
     if missing:
         yield Note(f"waiting for the vote{'s' if len(missing) > 1 else ''} of {rank_runs(missing)}")
+    if attempt.absent:
+        yield Note(f"{rank_runs(attempt.absent)} {'have' if len(attempt.absent) > 1 else 'has'} not called save() yet", "doubt")
     total = Bar("all", attempt.fraction, _total_text(attempt))
     shown = attempt.saves
     if len(shown) > BARS_SHOWN:
@@ -288,7 +303,7 @@ def _flight_blocks(attempt: SaveGroup, now: float) -> Iterator[Block]:
 def _total_text(attempt: SaveGroup) -> str:
     parts = [f"{number} {phase}" for phase, number in attempt.counts.items()]
     if attempt.goes_up:
-        return ", ".join([*parts, f"{size(attempt.uploaded)} of {size(attempt.upload_total)} uploaded"])
+        return ", ".join([*parts, f"{part(attempt.uploaded, attempt.upload_total)} uploaded"])
     return ", ".join([*parts, *_pace(attempt.eta_s, attempt.speed_bps, attempt.raw_done, attempt.raw_total)])
 
 
@@ -299,14 +314,14 @@ def _pace(eta_s: float | None, speed_bps: float | None, raw_done: int, raw_total
     if speed_bps is not None:
         yield speed(speed_bps)
     if raw_total:
-        yield f"{size(raw_done)} of {size(raw_total)}"
+        yield part(raw_done, raw_total)
 
 
 def _save_text(save: SaveStatus) -> str:
     if save.error is not None:
         return f"{save.phase}: {save.error.message}"
     if save.phase == "uploading":
-        return f"uploading, {size(save.uploaded)} of {size(save.upload_total)}"
+        return f"uploading, {part(save.uploaded, save.upload_total)}"
     if save.phase == "spooled":
         return f"spooled, {size(save.upload_total)} to upload"
     if save.phase != "persisting":

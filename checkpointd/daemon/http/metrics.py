@@ -149,8 +149,10 @@ def _spool(found: DaemonStatus) -> Iterator[Metric]:
     if spool is None:
         return
     if spool.used_bytes is not None and spool.free_bytes is not None:
-        yield _gauge("checkpointd_spool_used_bytes", "Bytes in the spool when a save last looked.", spool.used_bytes)
-        yield _gauge("checkpointd_spool_free_bytes", "Free bytes of its disk when a save last looked.", spool.free_bytes)
+        yield _gauge(
+            "checkpointd_spool_used_bytes", "Bytes in the spool. Missing while its disk does not answer.", spool.used_bytes
+        )
+        yield _gauge("checkpointd_spool_free_bytes", "Free bytes of its disk.", spool.free_bytes)
     yield _gauge(
         "checkpointd_spool_waiting", "Shards in the spool that wait for their upload, or for other ranks.", spool.waiting
     )

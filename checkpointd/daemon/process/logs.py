@@ -83,7 +83,7 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         subject = _SUBJECT.get()
         record.message = f"{'' if subject is None else f'[{escaped(str(subject))}] '}{escaped(record.getMessage())}"
-        record.asctime = self.formatTime(record)
+        record.asctime = _utc(record)
         return self.formatMessage(record) + self.traceback(record)
 
     def traceback(self, record: logging.LogRecord) -> str:
@@ -104,7 +104,7 @@ class JsonFormatter(LineFormatter):
         subject = _SUBJECT.get()
         known = {name: value for name, value in asdict(subject).items() if value not in (None, "")} if subject else {}
         found = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": _utc(record),
             "level": record.levelname.lower(),
             "message": escaped(record.getMessage()),
             **{name: escaped(value) if isinstance(value, str) else value for name, value in known.items()},
@@ -113,6 +113,11 @@ class JsonFormatter(LineFormatter):
         if record.exc_info:
             found["traceback"] = self.traceback(record).strip("\n")
         return json.dumps(found, ensure_ascii=False)
+
+
+def _utc(record: logging.LogRecord) -> str:
+    """`2026-11-28T09:30:11.123Z`."""
+    return f"{datetime.fromtimestamp(record.created, UTC):%Y-%m-%dT%H:%M:%S}.{int(record.msecs):03d}Z"
 
 
 FORMATTERS: dict[str, type[LineFormatter]] = {"text": LineFormatter, "json": JsonFormatter}

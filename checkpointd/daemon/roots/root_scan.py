@@ -16,8 +16,6 @@ from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.base import Store
 
 CHECKPOINTS_MAX = 20
-HISTORY_TOLD = 64
-"""Past attempts that the status shows of each root: less than a megabyte for 64 roots."""
 
 
 @dataclass(slots=True)
@@ -45,7 +43,7 @@ class RootScanner:
             self._history.measured(room)
         self._decided = {view.prefix for view in attempts if view.state in ("committed", "aborted", "deleted")}
         shown = [(checkpoint, checkpoint.read_back) for checkpoint in catalog.checkpoints_of(attempts)[:CHECKPOINTS_MAX]]
-        look = replace(await _look(store, shown), history=self._history.saves(HISTORY_TOLD), space=self._history.space())
+        look = replace(await _look(store, shown), history=self._history.saves(), space=self._history.space())
         return look, [a for a in attempts if a.state == "in-doubt" and a.sizes]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from checkpointd.daemon.status.model import DaemonStatus, RootStatus
 from checkpointd.daemon.status.save_groups import SaveGroup, attempts_of
-from checkpointd.phrases import rank_runs
+from checkpointd.phrases import lasting, rank_runs
 
 
 def changes(before: DaemonStatus | None, after: DaemonStatus) -> Iterator[str]:
@@ -60,4 +60,4 @@ def _said(attempt: SaveGroup) -> str:
         return f"in flight: {attempt.name}: {counts}{f'; waiting for {rank_runs(missing)}' if missing else ''}"
     why = "; ".join(f"{rank_runs(s.rank for s in saves)}: {message}" for (_, message), saves in attempt.causes.items())
     took = (attempt.ended_at or attempt.began_at) - attempt.began_at
-    return f"ended: {attempt.name}: {counts}{f': {why}' if why else f' in {took:.1f} s'}"
+    return f"ended: {attempt.name}: {counts}{f': {why}' if why else f' in {lasting(took)}'}"

@@ -19,7 +19,8 @@ from checkpointd.daemon.status.model import PastSave, SpaceStatus
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.root.identity import seconds_of
 
-SAVES_MAX = 1024
+SAVES_MAX = 128
+"""The status tells them all: about 2 MB for 64 roots."""
 METRICS_MAX = 3
 """Metrics of a save that are kept, the first by name."""
 SAMPLE_S = 300.0
@@ -63,9 +64,9 @@ class RootHistory:
             self._rooms.pop()
         self._rooms.append(room)
 
-    def saves(self, most: int) -> tuple[PastSave, ...]:
-        """At most `most` of them, oldest first."""
-        return thinned(list(self._saves.values()), most)
+    def saves(self) -> tuple[PastSave, ...]:
+        """Oldest first, each of them: what is counted or averaged over them is so."""
+        return tuple(self._saves.values())
 
     def space(self) -> SpaceStatus | None:
         return space_left(self._rooms)
@@ -88,15 +89,6 @@ def past_of(outcome: Outcome) -> PastSave | None:
         raw_bytes=cost.raw_bytes or None,
         stored_bytes=cost.stored_bytes or None,
     )
-
-
-def thinned(saves: Sequence[PastSave], most: int) -> tuple[PastSave, ...]:
-    """At most `most` of `saves`: of each group in a row, one that did not commit, or else the slowest."""
-    each = -(-len(saves) // max(1, most))
-    if each <= 1:
-        return tuple(saves)
-    rows = [saves[max(0, end - each) : end] for end in range(len(saves), 0, -each)][::-1]
-    return tuple(max(row, key=lambda past: (not past.committed, past.took_s or 0.0, past.at)) for row in rows)
 
 
 def space_left(rooms: Sequence[SpaceSample]) -> SpaceStatus | None:

@@ -198,7 +198,7 @@ class RootStatus(msgspec.Struct, frozen=True, kw_only=True):
     """When the next save is due, if the trainers go on as before; None if unknown."""
     verdict: RootVerdict = UNJUDGED
     history: tuple[PastSave, ...] = ()
-    """Decided attempts, oldest first. If there are many, one of each group in a row: see `history.thinned`."""
+    """The last decided attempts, oldest first."""
     space: SpaceStatus | None = None
     requests: Requests | None = None
     """The requests to the bucket since the daemon opened it; None if the root is not in a bucket."""
@@ -266,6 +266,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the daemon got SIGTERM: it finishes the saves in flight and takes no new ones."""
     memory: MemoryStatus
     bandwidth_bps: float | None
+    serves: tuple[str, ...] = ()
+    """The directories and buckets at or below which trainers may have their roots."""
     spool: SpoolStatus | None = None
     """None: this daemon has no spool."""
     roots: tuple[RootStatus, ...]
@@ -306,6 +308,7 @@ def _root_cut(root: RootStatus, most: int) -> RootStatus:
     return msgspec.structs.replace(
         root,
         recent=root.recent[-most:] if most else (),
+        history=root.history[-most:] if most else (),
         checkpoints=root.checkpoints[:most],
         commit_s=root.commit_s[-most:] if most else (),
     )

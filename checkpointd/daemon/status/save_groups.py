@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from checkpointd.daemon.status.model import RootStatus, SaveStatus
-from checkpointd.pipeline.shard import part_done
+from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline.shard import NEARLY_DONE, part_done
 
 DONE = frozenset({"spooled", "uploading", "prepared", "committed"})
 """The phases after persisting: the bytes are durable, at the root or in the spool."""
 IN_SPOOL = frozenset({"spooled", "uploading"})
 """The phases in which the bytes are durable in the spool, and go to the root."""
+LEFT_OUT = frozenset({"SkippedError", "SupersededError"})
+"""The errors of saves that a job leaves out by its own settings."""
 SHOWN = {"prepared": "voted"}
 """Phases that people see under another name."""
 
@@ -25,6 +29,8 @@ class SaveGroup:
     attempt: str
     step: int
     saves: list[SaveStatus] = field(default_factory=list)
+    absent: tuple[int, ...] = ()
+    """Ranks of this node that have not called save() for it, while it is live."""
 
     @property
     def name(self) -> str:
@@ -57,9 +63,17 @@ class SaveGroup:
 
     @property
     def fraction(self) -> float:
-        """How far persisting has come, or the upload if it `goes_up`, over all ranks: 0 to 1."""
+        """How far persisting has come, or the upload if it `goes_up`, over the ranks here, absent ones, too: 0 to 1, which it
+        only is when no vote is missing.
+        """
         part = fraction if self.goes_up else _persisted
-        return sum(map(part, self.saves)) / len(self.saves)
+        done = sum(map(part, self.saves)) / (len(self.saves) + len(self.absent))
+        return done if self.votes_missing == () else min(done, NEARLY_DONE)
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether every rank here has voted."""
+        return not self.absent and all(save.phase in ("prepared", "committed") for save in self.saves)
 
     @property
     def uploaded(self) -> int:
@@ -95,6 +109,20 @@ class SaveGroup:
     def votes_missing(self) -> tuple[int, ...] | None:
         """The ranks without a vote; None if the coordinator is not on this node, or its save has ended."""
         return next((save.votes_missing for save in self.saves if save.votes_missing is not None), None)
+
+    @property
+    def committed(self) -> bool:
+        return any(save.phase == "committed" for save in self.saves)
+
+    @property
+    def is_in_spool(self) -> bool:
+        """Whether every rank's bytes are durable in the spool, and go to the root."""
+        return all(save.phase in IN_SPOOL for save in self.saves)
+
+    @property
+    def was_left_out(self) -> bool:
+        """Whether it ended since a save was skipped or replaced, as the job asks for, and nothing failed."""
+        return all(save.error is not None and save.error.code in LEFT_OUT for save in self.saves)
 
     @property
     def causes(self) -> dict[tuple[str, str], list[SaveStatus]]:
@@ -140,4 +168,25 @@ def gather(saves: Iterable[SaveStatus]) -> list[SaveGroup]:
 
 def attempts_of(root: RootStatus) -> list[SaveGroup]:
     """All known attempts at a root, the newest last."""
-    return gather([*root.recent, *root.in_flight])
+    found = gather([*root.recent, *root.in_flight])
+    for attempt in found:
+        if attempt.live and (named := AttemptId.parse(attempt.attempt)) is not None:
+            begun = {rank.rank for rank in root.ranks if rank.connected and rank.epoch == named.epoch}
+            attempt.absent = tuple(sorted(begun - {save.rank for save in attempt.saves}))
+    return found
+
+
+def in_flight(root: RootStatus) -> list[SaveGroup]:
+    """The attempts that have not ended on every rank here, the newest last."""
+    return [attempt for attempt in attempts_of(root) if attempt.live]
+
+
+def uncommitted(root: RootStatus) -> list[SaveGroup]:
+    """The attempts since the newest commit, newest first: those that ended without one, and those in flight."""
+    found: list[SaveGroup] = []
+    for attempt in reversed(attempts_of(root)):
+        ended = attempt.ended_at
+        if attempt.committed or (root.newest_committed_at or 0.0) > (ended or inf):
+            break
+        found.append(attempt)
+    return found

@@ -27,6 +27,8 @@ log = logging.getLogger("checkpointd")
 
 TRY_S = 10.0
 """How often a root that does not answer is asked again."""
+MEASURE_S = 10.0
+"""How often the room in the spool is measured."""
 StateKey = tuple[str, int, int, str]
 """Root, user, rank and nonce of the epoch."""
 
@@ -40,6 +42,7 @@ class NodeSpool:
         self._lock = hold(config.directory, alone=True)
         self._states: dict[StateKey, WriterState] = {}
         self._later: set[asyncio.Task[None]] = set()
+        self._measuring: asyncio.Task[None] | None = None
 
     async def own(self, root: str, user: User | None, nonce: str, uid: int) -> OwnSpool | None:
         """The spool for the saves of one rank's epoch; None if its disk fails, since saves then go straight to the root."""
@@ -57,6 +60,7 @@ class NodeSpool:
 
     async def take_up(self) -> None:
         """Make save jobs of the shards that an earlier daemon has left (NODESPOOL-1). Raises nothing."""
+        self._measuring = asyncio.get_running_loop().create_task(self._measure())
         try:
             found = await self.directory.found()
         except CheckpointdError as error:
@@ -135,10 +139,17 @@ class NodeSpool:
         if self.directory.config.finish:
             self.directory.pacing.lift()
 
+    async def _measure(self) -> None:
+        """Keep the room for the status up to date: shards leave, and other programs fill the disk, while nobody saves."""
+        while True:
+            await self.directory.measure()
+            await asyncio.sleep(MEASURE_S)
+
     async def close(self) -> None:
-        for task in self._later:
+        tasks = [*self._later, *([] if self._measuring is None else [self._measuring])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._later, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.directory.close()
         self._lock.release()
 

@@ -72,7 +72,7 @@ class SpoolDirectory:
         self.pacing = Pacing(config, now)
         self.counts = SpoolCounts()
         self.room: Room | None = None
-        """The room when it was last looked at."""
+        """The room when it was last looked at; None if it is not known."""
         self.live: set[SpooledShard] = set()
         """The shards of undecided attempts at which this process works."""
         self._retained: dict[TurnKey, SpooledShard] = {}
@@ -117,6 +117,13 @@ class SpoolDirectory:
                     return True
                 if not await self._drop_oldest():
                     return False
+
+    async def measure(self) -> None:
+        """Look at the room. It is not known while the disk fails."""
+        try:
+            self.room = await self.place.room()
+        except StoreError:
+            self.room = None
 
     def give_back(self, nbytes: int) -> None:
         self._reserved -= nbytes

@@ -107,8 +107,10 @@ class SidecarClient:
             self._lost_as = cause
             log.warning("%s; %s meanwhile", error, _MEANWHILE[self.on_loss])
 
-    def forget_loss(self) -> None:
-        """The daemon is back: the next loss is logged again."""
+    def say_back(self) -> None:
+        """Say that the daemon takes saves again, if its loss was said; the next loss is said again."""
+        if self._lost_as and not self._closed:
+            log.warning("the sidecar at %s is back, and takes the saves from here on", self.path)
         self._lost_as = ""
 
     async def link(self) -> Link:
@@ -141,7 +143,7 @@ class SidecarClient:
                 raise
             await self._join(link)
             self._link, self._silence = link, None
-            self.forget_loss()
+            self.say_back()
             return link
 
     def _spare(self, error: SidecarError) -> None:
@@ -362,7 +364,7 @@ class SidecarRunner:
                     self._state.outlast_s = self._sidecar.spool.timeout_s
                 failed = await self._handed_over(job, link, takeover)
                 if failed is None:
-                    self._sidecar.forget_loss()
+                    self._sidecar.say_back()
                     return
                 lost, takeover = failed, takeover + 1  # the objects of that writer have its number
             if await self._without(job, lost, takeover):

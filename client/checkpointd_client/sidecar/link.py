@@ -314,7 +314,7 @@ class Link:
         if trouble and trouble != self.trouble:
             log.warning("the sidecar does not reach the root: %s", trouble)
         elif self.trouble and not trouble:
-            log.info("the sidecar reaches the root again")
+            log.warning("the sidecar reaches the root again")
         self.trouble = trouble
 
     def _snapshot_part(self, received: Received, part: wire.Snapshot) -> None:

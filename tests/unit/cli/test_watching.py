@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 
@@ -52,7 +53,7 @@ async def test_in_a_pipe_each_change_is_a_line_and_each_new_error_is_told_once(c
     await watched(1, 1, "it hangs", "it hangs", 1, "it hangs", 2)
     said = capsys.readouterr()
     assert [line.split("  ", 1)[1] for line in said.out.splitlines()] == ["now 1", "now 2"]
-    assert said.err.splitlines() == ["warning: it hangs"] * 2
+    assert said.err.splitlines() == ["warning: it hangs", "warning: there is an answer again"] * 2
 
 
 async def test_json_has_a_document_for_each_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +61,7 @@ async def test_json_has_a_document_for_each_change(capsys: pytest.CaptureFixture
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"number": 1}, {"number": 2}]
 
 
-async def test_on_a_terminal_an_error_stands_above_the_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_on_a_terminal_an_error_takes_the_place_of_what_may_be_so_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -70,4 +71,5 @@ async def test_on_a_terminal_an_error_stands_above_the_last_page(monkeypatch: py
     monkeypatch.setenv("TERM", "xterm")
     await watched(7, "it hangs")
     shown = terminal.getvalue()
-    assert shown.index("it hangs") < shown.rindex("the number is 7")
+    assert shown.rindex("the number is 7") < shown.index("it hangs")
+    assert re.search(r"the last answer came at 20\d\d-\d\d-\d\dT[\d:]+Z; this goes on asking", shown)

@@ -19,6 +19,7 @@ from checkpointd.commit.machine import Phase
 from checkpointd.errors import (
     AbortedError,
     ClosedError,
+    DeadlineError,
     MismatchError,
     NotFoundError,
     RootInUseError,
@@ -35,6 +36,7 @@ from checkpointd.pipeline.write.job import PersistJob
 from checkpointd_client import Checkpointer, RngState, Status, open_checkpoint
 from checkpointd_client.capture.recapture import capturer
 from checkpointd_client.restore import store_source
+from checkpointd_client.saver import Saver
 from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.staging.arena import Slot
@@ -129,6 +131,22 @@ def test_when_busy_skip_skips_and_says_so(tmp_path: Path, monkeypatch: pytest.Mo
         assert [handle.wait().phase for handle in first] == ["committed", "committed"]
         assert ckpt.latest() == "global_step2"
         assert ckpt.save(4, _state(4)).wait().phase == "committed"
+
+
+def test_a_save_that_waited_in_vain_for_memory_has_failed_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for, and nobody chose to skip it."""
+    held = HeldPersist(monkeypatch)
+    with Checkpointer(tmp_path) as ckpt:
+        first = [ckpt.save(step, _state(step)) for step in (1, 2)]
+        monkeypatch.setattr(Saver, "_patience_s", lambda _, __: 0.01)
+        third = ckpt.save(3, _state(3))
+        with pytest.raises(DeadlineError, match=r"found no free memory for its snapshot on rank 0 within 0.01 s: global_step1"):
+            third.wait(30)
+        assert third.phase == "failed"
+        held.go.set()
+        assert [handle.wait().phase for handle in first] == ["committed", "committed"]
 
 
 def test_a_skipped_last_save_is_no_error_of_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,7 @@ def daemon_status(*unjudged: RootStatus, leaving: bool = False, now: float = NOW
         leaving=leaving,
         memory=MemoryStatus(mapped=held * 2, mapped_max=max(held * 3, 64 * GIB), held=held, held_max=max(2 * held, 64 * GIB)),
         bandwidth_bps=1.5e9,
+        serves=("/mnt/ckpts", "/mnt/scratch"),
         roots=tuple(roots),
     )
 

@@ -152,6 +152,29 @@ async def test_the_store_tells_what_no_trainer_told(tmp_path: Path) -> None:
     assert hub.tallies[root].committed == 1
     [seen] = root_of(hub).recent
     assert (seen.rank, seen.tag, seen.inline, seen.seconds.disk is not None) == (1, "global_step1", LOST, True)
+    assert seen.voted_at is not None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "phases"),
+    [
+        (PhaseSeconds(staging=1.5, persisting=4.0, waiting=1.5), (1.5, 1.5, 5.5)),
+        (PhaseSeconds(staging=1.5), (1.5, 1.5, None)),
+        (PhaseSeconds(disk=3.0), (None, None, None)),
+        (PhaseSeconds(staging=1.5, persisting=400.0), (1.5, 1.5, 7.0)),
+    ],
+)
+async def test_a_save_that_its_trainer_persisted_is_not_told_as_staging_from_end_to_end(
+    daemon: Daemon, root: Path, seconds: PhaseSeconds, phases: tuple[float | None, ...]
+) -> None:
+    client = await daemon.client()
+    await client.join(root)
+    await client.begin(1)
+    await client.send(told(seconds=seconds))
+    await answered(client)
+    [seen] = root_of(daemon.hub).recent
+    times = (seen.staged_at, seen.persisting_at, seen.voted_at)
+    assert [None if time is None else round(time - seen.began_at, 3) for time in times] == list(phases)
 
 
 async def test_a_save_is_counted_although_the_first_look_at_its_commit_fails(

@@ -37,7 +37,7 @@ def raw(*arguments):
     if LIBC.syscall(*arguments) < 0:
         raise OSError(ctypes.get_errno(), "")
 """
-needs_landlock = pytest.mark.skipif(not landlock_version(), reason="needs a kernel with Landlock")
+needs_landlock = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
 needs_seccomp = pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="seccomp is not known for it")
 
 

@@ -25,7 +25,8 @@ const DONE = ["spooled", "uploading", "prepared", "committed"], BEFORE = ["stagi
 /** Whether a rank's bytes are durable in the spool, and go to the root. */
 export const isInSpool = (save) => save.phase === "spooled" || save.phase === "uploading";
 
-const partDone = (done, total) => (total ? Math.min(0.99, done / total) : 0); // as part_done of checkpointd/pipeline/shard.py
+const NEARLY_DONE = 0.99;
+const partDone = (done, total) => (total ? Math.min(NEARLY_DONE, done / total) : 0); // as part_done of checkpointd/pipeline/shard.py
 const persisted = (save) => (DONE.includes(save.phase) ? 1 : partDone(save.raw_done, save.raw_total));
 
 /** How much of a rank's bytes is on the disk, or, if they are in the spool, at the root; from 0 to 1. */
@@ -42,6 +43,18 @@ export function foremost(found, most) {
   return [found.filter((attempt) => first.has(attempt)), found.filter((attempt) => !first.has(attempt))];
 }
 
+/** The attempts at a root that have not ended on every rank here, each with its `absent` ranks: those of this node that have
+ * not called save() for it.
+ */
+export function liveAttempts(root, now) {
+  const found = attempts([...root.recent, ...root.in_flight], now).filter((attempt) => attempt.live);
+  for (const attempt of found) {
+    const begun = root.ranks.filter((rank) => rank.connected && rank.epoch === parseInt(attempt.attempt, 10));
+    attempt.absent = begun.map((rank) => rank.rank).filter((rank) => !attempt.saves.some((save) => save.rank === rank));
+  }
+  return found;
+}
+
 /** How far an attempt has come, over its ranks here: in persisting, or in the upload from the spool once all have persisted. */
 export function progress(attempt) {
   const { saves } = attempt;
@@ -49,9 +62,11 @@ export function progress(attempt) {
   const etas = busy.map((save) => save.eta_s).filter((eta) => eta !== null);
   const coordinator = saves.find((save) => save.votes_missing !== null);
   const goesUp = saves.some(isInSpool) && !saves.some((save) => BEFORE.includes(save.phase));
+  const done = sum(saves, goesUp ? fraction : persisted) / (saves.length + attempt.absent.length);
   return {
     goesUp,
-    fraction: sum(saves, goesUp ? fraction : persisted) / saves.length,
+    hasVoted: !attempt.absent.length && saves.every((save) => save.phase === "prepared" || save.phase === "committed"),
+    fraction: coordinator?.votes_missing.length === 0 ? done : Math.min(done, NEARLY_DONE),
     total: sum(saves, (save) => (goesUp ? save.upload_total : save.raw_total)),
     done: sum(saves, (save) => (goesUp ? save.uploaded : save.raw_done)),
     speed: sum(busy, (save) => save.speed_bps ?? 0),
@@ -68,5 +83,6 @@ export function pieces(save, now) {
   const known = times.map((time, at) => [kinds[at], time]).filter(([, time]) => time != null);
   const found = known.map(([kind, from], at) => [kind, from, Math.max(from, known[at + 1]?.[1] ?? end)]);
   if (save.ended_at !== null && save.phase !== "committed") found.at(-1)[0] = "lost";
+  else if (save.staged_at == null && save.phase !== "staging") found[0][0] = "unmeasured";
   return found;
 }

@@ -1,20 +1,20 @@
 // Saves in flight: how far each has come, rank by rank.
 
 import { h, s } from "./dom.js";
-import { attempts, foremost, fraction, isInSpool, progress } from "./attempts.js";
+import { foremost, fraction, isInSpool, liveAttempts, progress } from "./attempts.js";
 import { folded, name, number, table } from "./elements.js";
-import { count, duration, percent, printable, ranks as rankWords, size, speed } from "./formatting.js";
+import { count, duration, percent, printable, ranks as rankWords, size, sizeOf, speed } from "./formatting.js";
 
 const BARS_MAX = 8, SLOWEST = 3, FLIGHTS_MAX = 4;
 
 export function inFlight(root, now, ui) {
-  const flying = attempts(root.in_flight, now);
+  const flying = liveAttempts(root, now), isHere = root.ranks.some((rank) => rank.rank === 0);
   const [shown, others] = foremost(flying, FLIGHTS_MAX);
   return h(
     "section",
     { class: "part", "aria-label": "Saves in flight" },
     h("h3", null, flying.length ? "In flight" : "Nothing is in flight"),
-    shown.map((attempt) => flight(attempt, now, ui)),
+    shown.map((attempt) => flight(attempt, now, ui, isHere)),
     others.length > 0 && folded(ui, `flights ${root.root}`, `${count(others.length, "more save")} in flight, the oldest for ${duration(now - others[0].began)}`, () => rest(others, now)),
   );
 }
@@ -29,7 +29,8 @@ function rest(others, now) {
 
 const SHOWN = [["staging", "staging"], ["staged", "staged"], ["persisting", "persisting"], ["spooled", "spooled"], ["uploading", "uploading"], ["prepared", "voted"], ["failed", "failed"], ["fenced", "fenced"], ["superseded", "superseded"], ["skipped", "skipped"]];
 
-function flight(attempt, now, ui) {
+/** `isHere`: whether rank 0, which counts the votes, is on this node. */
+function flight(attempt, now, ui, isHere) {
   const p = progress(attempt);
   const label = `${printable(attempt.tag)}: ${p.goesUp ? "uploaded" : "persisted"}`;
   return h(
@@ -38,7 +39,8 @@ function flight(attempt, now, ui) {
     h("h4", null, name(attempt.tag), " ", h("small", null, `attempt ${attempt.attempt} · step ${attempt.step.toLocaleString("en")} · for ${duration(now - attempt.began)}`)),
     h("div", { class: p.goesUp ? "bar uploading" : "bar" }, h("progress", { max: 1, value: p.fraction.toFixed(4), "aria-label": label }), h("output", null, percent(p.fraction), p.goesUp && " uploaded")),
     h("p", { class: "facts" }, facts(attempt, p).join(" · ")),
-    h("p", { class: "facts" }, waiting(p.missing)),
+    attempt.absent.length > 0 && h("p", { class: "facts" }, `${rankWords(attempt.absent)} ${attempt.absent.length === 1 ? "has" : "have"} not called save() yet.`),
+    h("p", { class: "facts" }, waiting(p.missing, isHere)),
     attempt.saves.length <= BARS_MAX ? rankBars(attempt) : strip(attempt, ui.width - 48),
   );
 }
@@ -46,14 +48,14 @@ function flight(attempt, now, ui) {
 function facts(attempt, p) {
   const phases = SHOWN.map(([phase, word]) => [attempt.saves.filter((save) => save.phase === phase).length, word]);
   const told = phases.filter(([n]) => n).map(([n, word]) => `${n} ${word}`);
-  if (p.total) told.push(`${size(p.done)} of ${size(p.total)}${p.goesUp ? " uploaded" : ""}`);
+  if (p.total) told.push(`${sizeOf(p.done, p.total)}${p.goesUp ? " uploaded" : ""}`);
   if (p.speed) told.push(speed(p.speed));
   if (p.eta !== null) told.push(`about ${duration(p.eta)} left`);
   return told;
 }
 
-function waiting(missing) {
-  if (missing === null) return "Votes are counted on the node of rank 0.";
+function waiting(missing, isHere) {
+  if (missing === null) return isHere ? "Votes are counted once rank 0 has called save()." : "Votes are counted on the node of rank 0.";
   return missing.length ? `Waiting for the vote${missing.length === 1 ? "" : "s"} of ${rankWords(missing)}.` : "All votes are in.";
 }
 
@@ -75,7 +77,7 @@ function rankBars(attempt) {
 
 function rankWord(save) {
   if (save.error) return `${save.phase}: ${printable(save.error.message)}`;
-  if (save.phase === "uploading") return `uploading, ${size(save.uploaded)} of ${size(save.upload_total)}`;
+  if (save.phase === "uploading") return `uploading, ${sizeOf(save.uploaded, save.upload_total)}`;
   if (save.phase === "spooled") return `spooled, ${size(save.upload_total)} to upload`;
   if (save.phase !== "persisting") return save.phase === "prepared" ? "voted" : save.phase;
   const left = save.eta_s === null ? "" : `, ${duration(save.eta_s)} left`;

@@ -14,6 +14,9 @@ export function size(bytes) {
   return unit ? `${value.toFixed(1)} ${UNITS[unit]}` : `${bytes} B`;
 }
 
+/** How much of `total` is `done`: never more than the whole, though what is written again counts twice. */
+export const sizeOf = (done, total) => `${size(Math.min(done, total))} of ${size(total)}`;
+
 export const speed = (bytesPerSecond) => `${size(Math.round(bytesPerSecond))}/s`;
 
 export function duration(seconds) {
@@ -32,7 +35,13 @@ export function about(seconds) {
     const value = seconds / length;
     if (value >= 1.95) return `${value >= 9.95 ? Math.round(value) : +value.toFixed(1)} ${unit}`;
   }
-  return `${Math.max(0, Math.round(seconds))} s`;
+  return duration(seconds);
+}
+
+/** The middle value; of an even number of values, the mean of the two in the middle. */
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b), at = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[at] : (sorted[at - 1] + sorted[at]) / 2;
 }
 
 /** A number of any size in four digits. */
@@ -40,15 +49,11 @@ export const figure = (value) => (Math.abs(value) >= 1e6 || (value !== 0 && Math
 
 export const ago = (seconds) => (seconds < 1 ? "just now" : `${duration(seconds)} ago`);
 
-const two = (n) => String(n).padStart(2, "0");
+/** A time as every part of checkpointd shows it: `2026-11-28T09:30:11Z`. */
+export const clock = (time) => `${new Date(time * 1000).toISOString().slice(0, 19)}Z`;
 
-/** The reader's time of day, with the date if that differs from the date of `now`. */
-export function clock(time, now = time) {
-  const at = new Date(time * 1000), today = new Date(now * 1000);
-  const text = `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`;
-  const date = `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}`;
-  return at.toDateString() === today.toDateString() ? text : `${date} ${text}`;
-}
+/** The same without the date, where there is no room for it. */
+export const timeOfDay = (time) => clock(time).slice(11);
 
 export const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 

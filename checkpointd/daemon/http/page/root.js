@@ -1,13 +1,13 @@
 // One root: its summary, and the parts that unfold.
 
 import { h } from "./dom.js";
-import { attempts, progress } from "./attempts.js";
+import { attempts, liveAttempts, progress } from "./attempts.js";
 import { badge, folded, name, number, table, tile, unknown } from "./elements.js";
 import { inFlight } from "./flight.js";
 import { history } from "./history.js";
 import { spent } from "./spent.js";
-import { layout, legend, picture, rows, TITLES } from "./timeline.js";
-import { about, ago, clock, count, duration, percent, ranks as rankWords, size } from "./formatting.js";
+import { layout, legend, picture, rows, titles } from "./timeline.js";
+import { about, ago, clock, count, duration, median, percent, ranks as rankWords, size } from "./formatting.js";
 
 const ERRORS_MAX = 12, RANKS_MAX = 32, OPEN_MAX = 3;
 const SIGNS = { bad: "✕", doubt: "!", good: "✓", quiet: "–" };
@@ -20,13 +20,17 @@ export function opensByItself(root, roots) {
 }
 
 export function rootCard(root, isOpen, now, ui) {
+  const shown = ui.lost ? { ...root, verdict: notKnown(now) } : root;
   return h(
     "details",
-    { class: `card root is-${root.verdict.mood}`, "data-key": root.root, "data-root": root.root },
-    summary(root, now),
+    { class: `card root is-${shown.verdict.mood}`, "data-key": root.root, "data-root": root.root },
+    summary(shown, now),
     isOpen && h("div", { class: "inside" }, inside(root, now, ui)),
   );
 }
+
+/** The verdict while the daemon does not answer, since `now`. */
+const notKnown = (now) => ({ state: "not known", mood: "doubt", reason: `The daemon does not answer. It last said something of this root at ${clock(now)}` });
 
 export const verdict = (root) => h("span", { class: `badge verdict ${root.verdict.mood}` }, h("span", { class: "sign", "aria-hidden": "true" }, SIGNS[root.verdict.mood]), ` ${root.verdict.state}`);
 
@@ -42,11 +46,12 @@ function summary(root, now) {
 }
 
 function saving(root, now) {
-  const flying = attempts(root.in_flight, now);
+  const flying = liveAttempts(root, now);
   if (!flying.length) return null;
   const all = flying.map(progress), least = Math.min(...all.filter((one) => !one.goesUp).map((one) => one.fraction), 1);
   const upload = all.filter((one) => one.goesUp);
-  if (!upload.length || least < 1) return badge(`saving, ${percent(least)}`, "busy");
+  if (all.every((one) => one.hasVoted)) return badge("saved here, waiting for votes", "busy");
+  if (all.length > upload.length) return badge(`saving, ${percent(least)}`, "busy");
   const sum = (key) => upload.reduce((before, one) => before + one[key], 0);
   return badge(`in the spool, ${percent(sum("done") / Math.max(1, sum("total")))} uploaded`, "busy");
 }
@@ -68,7 +73,7 @@ function inside(root, now, ui) {
     !urgent && wrong,
     timeline(root, now, ui),
     spent(root, now),
-    history(root, now, ui),
+    history(root, ui),
     h("div", { class: "columns" }, checkpoints(root, now), ranksOf(root, ui)),
   ];
 }
@@ -95,7 +100,7 @@ function latest(root) {
 
 function newest(root, now) {
   if (root.newest_committed_at === null) return tile("Newest commit", null, root.problem ? "the root was not read" : "no commit was seen");
-  return tile("Newest commit", ago(now - root.newest_committed_at), clock(root.newest_committed_at, now));
+  return tile("Newest commit", ago(now - root.newest_committed_at), clock(root.newest_committed_at));
 }
 
 function due(root, now) {
@@ -104,14 +109,13 @@ function due(root, now) {
   }
   const left = root.next_due_at - now, every = `one came every ${about(root.every_s)}`;
   if (root.verdict.state === "late") return tile("Next save", `${about(-left)} late`, every, "doubt");
-  return tile("Next save", left > 0 ? `in ${about(left)}` : -left < 10 ? "due now" : `due ${about(-left)} ago`, every);
+  return tile("Next save", left >= 1 ? `in ${about(left)}` : left > -10 ? "due now" : `due ${about(-left)} ago`, every);
 }
 
 function took(root) {
   const known = root.commit_s.length ? root.commit_s : root.history.map((past) => past.took_s).filter((seconds) => seconds !== null);
   if (!known.length) return tile("Save to commit", null, root.ranks.some((rank) => rank.rank === 0) ? NO_SAVE : "rank 0 is on another node");
-  const sorted = [...known].sort((a, b) => a - b);
-  return tile("Save to commit", duration(sorted[Math.floor(sorted.length / 2)]), `median of the last ${sorted.length}`);
+  return tile("Save to commit", duration(median(known)), `median of the last ${known.length}`);
 }
 
 function held(root) {
@@ -165,7 +169,7 @@ function failure(attempt, now) {
   return h(
     "article",
     { class: "failure", "data-key": attempt.key },
-    h("h4", null, name(attempt.tag), " ", h("small", null, `attempt ${attempt.attempt} · ${clock(attempt.ended, now)}, ${ago(now - attempt.ended)}`)),
+    h("h4", null, name(attempt.tag), " ", h("small", null, `attempt ${attempt.attempt} · ${clock(attempt.ended)}, ${ago(now - attempt.ended)}`)),
     ordered.map((saves, at) => [
       h("p", null, h("strong", null, `${rankWords(saves.map((save) => save.rank))} ${saves[0].phase}`), ": ", name(saves[0].error.message), " ", h("code", { class: "code" }, saves[0].error.code)),
       saves[0].advice && last.get(saves[0].advice) === at && h("p", { class: "advice" }, name(saves[0].advice)),
@@ -186,9 +190,9 @@ function timeline(root, now, ui) {
     "section",
     { class: "part", "aria-label": "Timeline of the last saves" },
     h("h3", null, "The last saves, rank by rank"),
-    h("div", { class: "over" }, legend(drawn), h("label", null, h("input", { type: "checkbox", "data-action": "scale", checked: ui.sameScale }), " one time scale for all")),
+    h("div", { class: "over" }, legend(drawn, now), h("label", null, h("input", { type: "checkbox", "data-action": "scale", checked: ui.sameScale }), " one time scale for all")),
     h("div", { class: "picture" }, picture(drawn, now, root.root)),
-    folded(ui, `table ${root.root}`, "The same as a table", () => table("Timeline as a table", TITLES, rows(drawn, now))),
+    folded(ui, `table ${root.root}`, "The same as a table", () => table("Timeline as a table", titles(drawn, now), rows(drawn, now))),
   );
 }
 

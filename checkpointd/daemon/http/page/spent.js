@@ -3,7 +3,7 @@
 import { h } from "./dom.js";
 import { attempts } from "./attempts.js";
 import { name } from "./elements.js";
-import { duration } from "./formatting.js";
+import { duration, median } from "./formatting.js";
 
 const PARTS = [
   ["staging", "Staging", false],
@@ -34,12 +34,12 @@ export function spent(root, now) {
 const known = (saves, key) => saves.map((save) => [save.seconds?.[key] ?? null, save.rank]).filter(([seconds]) => seconds !== null).sort((a, b) => a[0] - b[0]);
 
 function row({ label, isPart, ranks }, longest, of) {
-  const [most, rank] = ranks.at(-1), median = ranks[Math.floor(ranks.length / 2)][0];
+  const [most, rank] = ranks.at(-1), middle = median(ranks.map(([seconds]) => seconds));
   return h(
     "li",
     { class: isPart ? "within" : null },
     h("span", { class: "who" }, label),
     h("progress", { max: 1, value: (most / longest).toFixed(4), "aria-label": `${label}: ${duration(most)}` }),
-    h("span", { class: "what" }, duration(most), of > 1 && `, rank ${rank}; median ${duration(median)}`),
+    h("span", { class: "what" }, duration(most), of > 1 && `, rank ${rank}; median ${duration(middle)}`),
   );
 }

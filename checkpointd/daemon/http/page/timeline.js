@@ -4,7 +4,7 @@
 import { h, s } from "./dom.js";
 import { attempts, pieces } from "./attempts.js";
 import { name, number } from "./elements.js";
-import { clock, count, duration, printable, shortened } from "./formatting.js";
+import { clock, count, duration, printable, shortened, timeOfDay } from "./formatting.js";
 
 export const KINDS = [
   ["staging", "staging: copying the snapshot"],
@@ -13,9 +13,12 @@ export const KINDS = [
   ["spooled", "in the spool, waiting for its upload"],
   ["uploading", "uploading from the spool"],
   ["voted", "voted, waiting for the commit"],
+  ["unmeasured", "not measured in parts"],
   ["lost", "ended, not committed"],
 ];
-const PANELS_MAX = 6, PANEL_MIN = 138, GAP = 14, HEAD = 38, AXIS = 24, ROWS_MAX = 460, LETTER = 7;
+/** The kinds that the legend and the table have only if they occur. */
+const RARE = ["spooled", "uploading", "unmeasured", "lost"];
+const PANELS_MAX = 6, PANEL_MIN = 138, GAP = 14, LINE = 15, AXIS = 24, ROWS_MAX = 460, LETTER = 7, TAG_LETTER = 7.8, TAG_LINES = 4;
 
 /** The picture in pixels; null if there are no saves. */
 export function layout(root, now, width, sameScale) {
@@ -34,7 +37,15 @@ export function layout(root, now, width, sameScale) {
     const x = left + at * (each + GAP);
     return { attempt, x, width: each, seconds, overlap: overlap(before, attempt), at: (time) => x + ((time - attempt.began) / seconds) * each };
   });
-  return { panels, ranks, rowOf: new Map(ranks.map((rank, at) => [rank, at])), row, left, width, height: HEAD + row * ranks.length + AXIS };
+  const head = 23 + LINE * Math.max(...panels.map((panel) => tagLines(panel).length));
+  return { panels, ranks, rowOf: new Map(ranks.map((rank, at) => [rank, at])), row, left, width, head, height: head + row * ranks.length + AXIS };
+}
+
+/** The tag of a panel, broken to its width; only a name of more than TAG_LINES lines is shortened. */
+function tagLines(panel) {
+  const each = Math.floor(panel.width / TAG_LETTER);
+  const letters = [...shortened(printable(panel.attempt.tag), each * TAG_LINES)];
+  return Array.from({ length: Math.ceil(letters.length / each) }, (_, at) => letters.slice(at * each, (at + 1) * each).join(""));
 }
 
 /** How many seconds a save ran at the same time as the save before. */
@@ -43,7 +54,7 @@ const overlap = (before, attempt) => (before ? Math.max(0, Math.min(before.ended
 /** The place of a rank's row: its top, and how tall it is. */
 function band(drawn, rank) {
   const gap = drawn.row > 6 ? 3 : drawn.row > 3 ? 1 : 0;
-  return [HEAD + drawn.rowOf.get(rank) * drawn.row + gap / 2, drawn.row - gap];
+  return [drawn.head + drawn.rowOf.get(rank) * drawn.row + gap / 2, drawn.row - gap];
 }
 
 export function picture(drawn, now, key) {
@@ -75,11 +86,11 @@ function rankLabels(drawn) {
   const every = [1, 2, 4, 8, 16, 32, 64, 128].find((n) => n * drawn.row >= 15) ?? 256;
   return drawn.ranks
     .filter((_, at) => at % every === 0)
-    .map((rank) => s("text", { class: "label", x: drawn.left - 8, y: HEAD + (drawn.rowOf.get(rank) + 0.5) * drawn.row, "text-anchor": "end", "dominant-baseline": "central" }, String(rank)));
+    .map((rank) => s("text", { class: "label", x: drawn.left - 8, y: drawn.head + (drawn.rowOf.get(rank) + 0.5) * drawn.row, "text-anchor": "end", "dominant-baseline": "central" }, String(rank)));
 }
 
 function drawPanel(drawn, panel, now) {
-  const bottom = HEAD + drawn.row * drawn.ranks.length;
+  const bottom = drawn.head + drawn.row * drawn.ranks.length;
   const paths = new Map(KINDS.map(([kind]) => [kind, []]));
   for (const save of panel.attempt.saves) {
     const [y, tall] = band(drawn, save.rank);
@@ -91,46 +102,47 @@ function drawPanel(drawn, panel, now) {
   return s(
     "g",
     { "data-key": panel.attempt.key },
-    s("rect", { class: "panel", x: panel.x, y: HEAD, width: panel.width, height: bottom - HEAD }),
-    ticks(panel, bottom),
+    s("rect", { class: "panel", x: panel.x, y: drawn.head, width: panel.width, height: bottom - drawn.head }),
+    ticks(panel, drawn.head, bottom),
     [...paths].filter(([, parts]) => parts.length).map(([kind, parts]) => s("path", { class: `seg ${kind}`, d: parts.join("") })),
-    overlapLine(panel),
-    commitLine(panel, bottom),
-    panel.attempt.live && s("path", { class: "now", d: `M${panel.at(now).toFixed(1)} ${HEAD - 3}V${bottom + 3}` }),
-    heading(panel, now),
+    overlapLine(panel, drawn.head),
+    commitLine(panel, drawn.head, bottom),
+    panel.attempt.live && s("path", { class: "now", d: `M${panel.at(now).toFixed(1)} ${drawn.head - 3}V${bottom + 3}` }),
+    heading(panel, drawn.head),
   );
 }
 
 /** A line above the rows for the time in which the save before was still under way. */
-function overlapLine(panel) {
+function overlapLine(panel, head) {
   if (!panel.overlap) return null;
   const wide = Math.min(panel.width, (panel.overlap / panel.seconds) * panel.width);
-  return s("path", { class: "overlap", d: `M${panel.x} ${HEAD - 3}h${wide.toFixed(1)}` }, s("title", null, `For ${duration(panel.overlap)} the save before was still under way.`));
+  return s("path", { class: "overlap", d: `M${panel.x} ${head - 3}h${wide.toFixed(1)}` }, s("title", null, `For ${duration(panel.overlap)} the save before was still under way.`));
 }
 
-function commitLine(panel, bottom) {
+function commitLine(panel, head, bottom) {
   const times = panel.attempt.saves.filter((save) => save.phase === "committed" && save.ended_at !== null).map((save) => save.ended_at);
   if (!times.length) return null;
   const x = Math.min(panel.at(Math.min(...times)), panel.x + panel.width - 1).toFixed(1);
-  return s("path", { class: "committed", d: `M${x} ${HEAD - 3}V${bottom + 3}` });
+  return s("path", { class: "committed", d: `M${x} ${head - 3}V${bottom + 3}` });
 }
 
-function heading(panel, now) {
+function heading(panel, head) {
   const { attempt } = panel;
-  const tag = printable(attempt.tag), most = Math.floor(panel.width / LETTER);
+  const most = Math.floor(panel.width / LETTER);
   const took = `${duration(attempt.ended - attempt.began)}${attempt.live ? " so far" : ""}`;
-  const full = `${clock(attempt.began, now)} · ${took}`;
-  const line = full.length <= most ? full : `${clock(attempt.began)} · ${took}`; // the date is in the table
+  const full = `${clock(attempt.began)} · ${took}`;
+  const line = full.length <= most ? full : `${timeOfDay(attempt.began)} · ${took}`; // the date is in the tooltip
   return s( // an inner svg cuts off text that is too wide
     "svg",
-    { x: panel.x, y: 0, width: panel.width, height: HEAD },
-    s("text", { class: "panel-tag", y: 13 }, shortened(tag, Math.floor(panel.width / 7.6)), s("title", null, tag)),
-    s("text", { class: "label", y: 29 }, line),
+    { x: panel.x, y: 0, width: panel.width, height: head },
+    s("title", null, `${printable(attempt.tag)} · ${full}`),
+    tagLines(panel).map((part, at) => s("text", { class: "panel-tag", y: 13 + LINE * at }, part)),
+    s("text", { class: "label", y: head - 9 }, line),
   );
 }
 
 /** A line at each step of time, with a label if there is room for it. */
-function ticks(panel, bottom) {
+function ticks(panel, head, bottom) {
   const step = niceStep((panel.seconds * 30) / panel.width);
   const times = [];
   for (let at = 0; at <= panel.seconds * 1.0001; at += step) times.push(at);
@@ -141,7 +153,7 @@ function ticks(panel, bottom) {
     const shown = from >= free;
     if (shown) free = from + wide + LETTER;
     return [
-      s("path", { class: "grid", d: `M${x.toFixed(1)} ${HEAD}V${bottom}` }),
+      s("path", { class: "grid", d: `M${x.toFixed(1)} ${head}V${bottom}` }),
       shown && s("text", { class: "label tick", x: (from + (at === 0 ? 0 : wide / 2)).toFixed(1), y: bottom + 16, "text-anchor": at === 0 ? "start" : "middle" }, text),
     ];
   });
@@ -161,9 +173,9 @@ function tick(at, step) {
 
 /** The save at a point of the picture, in words; null if there is none. */
 export function told(drawn, x, y, now) {
-  const rank = drawn.ranks[Math.floor((y - HEAD) / drawn.row)];
+  const rank = drawn.ranks[Math.floor((y - drawn.head) / drawn.row)];
   const panel = drawn.panels.find((p) => x >= p.x && x <= p.x + p.width);
-  if (rank === undefined || !panel || y < HEAD) return null;
+  if (rank === undefined || !panel || y < drawn.head) return null;
   const save = panel.attempt.saves.find((one) => one.rank === rank);
   if (!save) return `rank ${rank}: no save here is known`;
   const steps = pieces(save, now).filter(([, from, to]) => to - from > 5e-4).map(([kind, from, to]) => `${kind === "lost" ? save.phase : kind} ${duration(to - from)}`);
@@ -177,19 +189,23 @@ export function rows(drawn, now) {
     const piece = pieces(save, now).find(([one]) => one === kind);
     return number(piece ? duration(piece[2] - piece[1]) : "–");
   };
-  return saves.map((save) => ({ cells: [name(save.tag), number(String(save.rank)), save.phase, ...KINDS.map(([kind]) => cell(save, kind))] }));
+  return saves.map((save) => ({ cells: [name(save.tag), number(String(save.rank)), save.phase, ...shownKinds(drawn, now).map(([kind]) => cell(save, kind))] }));
 }
 
-export const TITLES = ["Tag", "Rank", "Ended as", "Staging", "Waiting", "Persisting", "Voted", "Lost"];
+const shownKinds = (drawn, now) => {
+  const seen = new Set(drawn.panels.flatMap(({ attempt }) => attempt.saves).flatMap((save) => pieces(save, now).map(([kind]) => kind)));
+  return KINDS.filter(([kind]) => seen.has(kind) || !RARE.includes(kind));
+};
+
+export const titles = (drawn, now) => ["Tag", "Rank", "Ended as", ...shownKinds(drawn, now).map(([kind]) => kind[0].toUpperCase() + kind.slice(1))];
 
 /** The legend of the kinds in the picture. */
-export function legend(drawn) {
-  const isLost = drawn.panels.some(({ attempt }) => attempt.saves.some((save) => save.ended_at !== null && save.phase !== "committed"));
+export function legend(drawn, now) {
   const swatch = (kind) => s("svg", { class: "swatch", width: 18, height: 12, "aria-hidden": "true" }, s("rect", { class: `seg ${kind}`, width: 18, height: 12, rx: 2 }));
   const line = s("svg", { class: "swatch", width: 18, height: 12, "aria-hidden": "true" }, s("path", { class: "committed", d: "M9 0V12" }));
   const beside = s("svg", { class: "swatch", width: 18, height: 12, "aria-hidden": "true" }, s("path", { class: "overlap", d: "M0 6H18" }));
   return h("ul", { class: "legend" },
-    KINDS.filter(([kind]) => kind !== "lost" || isLost).map(([kind, words]) => h("li", null, swatch(kind), words)),
+    shownKinds(drawn, now).map(([kind, words]) => h("li", null, swatch(kind), words)),
     h("li", null, line, "committed"),
     drawn.panels.some((panel) => panel.overlap) && h("li", null, beside, "beside the save before"),
   );

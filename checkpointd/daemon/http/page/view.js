@@ -5,7 +5,7 @@ import { attempts } from "./attempts.js";
 import { badge, folded, name } from "./elements.js";
 import { rootCard } from "./root.js";
 import { textures } from "./timeline.js";
-import { clock, count, duration, printable, ranks as rankWords, size, speed } from "./formatting.js";
+import { clock, count, duration, printable, ranks as rankWords, size, sizeOf, speed } from "./formatting.js";
 
 const HELD_MAX = 4;
 
@@ -17,7 +17,7 @@ export function head(status, lost) {
     { id: "head" },
     h("h1", null, "checkpointd", h("span", { class: "host" }, " on ", name(status.host))),
     state,
-    h("span", { class: "counts" }, counts(status.roots)),
+    h("span", { class: "counts" }, lost === null && counts(status.roots)),
     h("span", { class: "quiet time" }, `up ${duration(status.now - status.started_at)}, as of ${clock(status.now)}`),
   );
 }
@@ -88,7 +88,7 @@ function followed(title, found, done, now, words) {
       name(one.root),
       " to ",
       name(one.to),
-      one.tag && `: ${printable(one.tag)}, ${size(one.done_bytes)} of ${size(one.total_bytes)}`,
+      one.tag && `: ${printable(one.tag)}, ${sizeOf(one.done_bytes, one.total_bytes)}`,
       words(one),
       one.newest_tag !== null && h("span", null, ", newest ", name(one.newest_tag)),
       one.upToDateAt !== null && one.state !== done && `, ${done} ${duration(now - one.upToDateAt)} ago`,
@@ -150,7 +150,8 @@ function daemon(status) {
     ["Release", status.release],
     ["Process", String(status.pid)],
     ["Socket", name(status.socket)],
-    ["Running since", clock(status.started_at, status.now)],
+    ["Serves", (status.serves || []).map((one, at) => [at > 0 && ", ", name(one)])],
+    ["Running since", clock(status.started_at)],
     ["Connections", `${status.clients} of ${status.clients_max}`],
     ["Refused", refused(status)],
     ["Bandwidth limit", status.bandwidth_bps === null ? "none" : speed(status.bandwidth_bps)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import pty
 import signal
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from checkpointd.cli.commands.daemon_status import page
 from checkpointd.cli.formatting import duration, speed
-from checkpointd.cli.render import plain
+from checkpointd.cli.render import plain, rich_page
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.decoder import Decoder
 from checkpointd.daemon.query import AsyncStatusClient
@@ -37,6 +39,7 @@ from tests.unit.daemon.example_statuses import (
     failing,
     fresh,
     hostile,
+    many,
     rank_status,
     root_status,
     save,
@@ -147,6 +150,70 @@ def test_many_roots_are_a_line_each_what_needs_a_look_first(daemon: Daemon, cli:
     assert len(lines) == first + 4
 
 
+def narrow(found: DaemonStatus, width: int) -> str:
+    """The page of a terminal of `width` columns."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, markup=False, emoji=False)
+    for part in rich_page(page(found), width):
+        console.print(part)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_narrow_terminal_keeps_the_state_the_root_and_why(width: int) -> None:
+    found = daemon_status(*failing().roots, *many(12).roots)
+    text = narrow(found, width)
+    lines = text.splitlines()
+    head = next(line for line in lines if line.split()[:2] == ["state", "root"])
+    column = {title: head.index(title) for title in ("state", "root", "why")}
+    after = head.split()
+    ends = {title: head.index(after[after.index(title) + 1]) if title != "why" else width for title in column}
+    rows = lines[lines.index(head) + 2 :]
+    told = {title: "".join(line[column[title] : ends[title]].replace(" ", "") for line in rows) for title in column}
+    for root in found.roots:
+        assert root.verdict.state.replace(" ", "") in told["state"]
+        assert root.root in told["root"]
+        assert root.verdict.reason.replace(" ", "") in told["why"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_a_narrow_terminal_keeps_who_a_bar_is_of_and_what_is_said_of_it(width: int) -> None:
+    root = busy(4).roots[0]
+    error = ErrorReport(code="StoreFullError", message="write: no space left on device (/mnt/ckpts/llama-7b)")
+    flights = (*root.in_flight[:3], msgspec.structs.replace(root.in_flight[3], phase="failed", error=error))
+    text = narrow(daemon_status(msgspec.structs.replace(root, in_flight=flights)), width)
+    assert [f"rank {rank}" for rank in range(4)] == [line[:6] for line in text.splitlines() if line.startswith("rank ")]
+    joined = "".join(line[len("rank 0") + 2 + max(8, min(40, width // 4)) + 2 + 4 + 2 :].strip() for line in text.splitlines())
+    assert error.message.replace(" ", "") in joined.replace(" ", "")
+
+
+def test_which_roots_are_served_is_said(daemon: Daemon, cli: Cli) -> None:
+    assert "serves: /mnt/ckpts, /mnt/scratch" in cli("status", "--socket", daemon.path).lines
+
+
+def test_a_rank_that_never_called_save_is_named_and_counts_as_not_done(daemon: Daemon, cli: Cli) -> None:
+    began = [save(0, 900, began=NOW - 9, phase="prepared", missing=(1,)), save(2, 900, began=NOW - 9, phase="prepared")]
+    root = root_status("/r", ranks=[rank_status(rank, 3) for rank in range(3)], in_flight=began)
+    daemon.says = daemon_status(root)
+    lines = cli("status", "--socket", daemon.path).lines
+    assert "rank 1 has not called save() yet" in lines
+    assert [line.split()[1] for line in lines if line.startswith("all ")] == ["66%"]
+    daemon.says = daemon_status(root, root_status("/s", ranks=[rank_status(0, 1)], in_flight=began[:1]))
+    rows = [line for line in cli("status", "--socket", daemon.path).lines if "global_step900" in line]
+    assert ["global_step900 66%" in row for row in rows] == [True, False]
+    assert "global_step900 voted" in rows[1]
+
+
+def test_more_than_the_whole_is_never_done(daemon: Daemon, cli: Cli) -> None:
+    """What is written again counts twice."""
+    one = save(0, 900, began=NOW - 9, phase="persisting", total=771 << 10)
+    more = msgspec.structs.replace(one, raw_done=772 << 10)
+    daemon.says = daemon_status(root_status("/r", ranks=[rank_status(0, 1)], in_flight=[more]))
+    text = "\n".join(cli("status", "--socket", daemon.path).lines)
+    assert "771.0KiB of 771.0KiB" in text
+    assert "772.0KiB" not in text
+
+
 def test_what_trainers_persisted_themselves_and_what_was_refused(daemon: Daemon, cli: Cli) -> None:
     [root] = busy().roots
     lost = Inline(reason="refused", why="the sidecar refused: no room")
@@ -161,6 +228,7 @@ def test_what_trainers_persisted_themselves_and_what_was_refused(daemon: Daemon,
 
 def test_each_rung_of_the_spool_is_shown(daemon: Daemon, cli: Cli) -> None:
     [root] = busy().roots
+    root = msgspec.structs.replace(root, ranks=root.ranks[:2])
     waits, uploads = root.in_flight[:2]
     flights = (
         msgspec.structs.replace(waits, rank=0, phase="spooled", upload_total=1 << 31, votes_missing=None),
@@ -190,7 +258,8 @@ def test_each_rung_of_the_spool_is_shown(daemon: Daemon, cli: Cli) -> None:
     told = daemon_status(msgspec.structs.replace(root, in_flight=flights, recent=(gone,)))
     daemon.says = msgspec.structs.replace(told, spool=spool)
     lines = cli("status", "--socket", daemon.path).lines
-    words = "/nvme/spool, 2 shards wait (2.0GiB), 3.0GiB used, 7.0GiB free, uploads begin in 2h00m (22:00-06:00), 3 superseded"
+    words = "/nvme/spool, 2 shards wait (2.0GiB), 3.0GiB used, 7.0GiB free, uploads begin in 2h00m"
+    words += " (22:00-06:00, local time of this node), 3 superseded"
     assert f"spool: {words}, 1 straight to the root, since it was full" in lines
     assert "all      25%  1 spooled, 1 uploading, 1.0GiB of 4.0GiB uploaded" in lines
     assert "rank 0    0%  spooled, 2.0GiB to upload" in lines
@@ -403,9 +472,14 @@ def test_on_a_terminal_it_is_a_live_view_with_bars(daemon: Daemon) -> None:
     text = seen.decode(errors="replace")
     assert "━" in text
     assert "global_step4200 (00000003-0): in flight" in text
+    assert "healthy" in text
     daemon.end()
-    while b"no socket" not in seen and b"went away" not in seen and b"closed the connection" not in seen:
+    seen = b""
+    while b"this goes on asking" not in seen:
         seen += os.read(master, 65536)
+    gone = seen[seen.rindex(b"the last answer came at 20") - 400 :].decode(errors="replace")
+    assert "no socket" in gone or "went away" in gone or "closed the connection" in gone
+    assert "healthy" not in gone
     assert watching.stop() == 0
     os.close(master)
 

@@ -606,6 +606,17 @@ def test_a_full_sidecar_at_the_start_where_its_loss_is_an_error(tmp_path: Path, 
         Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="raise")
 
 
+async def test_a_trainer_that_said_that_the_sidecar_is_lost_says_once_that_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    one = client.SidecarClient("/nowhere", MemoryStore("root"), Ranks(), "inline")
+    one.say_back()
+    assert caplog.messages == []
+    one.say_lost(link.LinkLost("the sidecar has closed the connection"))
+    one.say_back()
+    one.say_back()
+    assert caplog.messages[1:] == ["the sidecar at /nowhere is back, and takes the saves from here on"]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}, "whoever saw the loss sees its end"
+
+
 async def test_a_connection_that_this_trainer_closes_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
     one = client.SidecarClient("/nowhere", MemoryStore("root"), Ranks(), "inline")
     one.say_lost(link.LinkLost("the sidecar has closed the connection"))

@@ -96,10 +96,10 @@ class Daemon:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chromium() -> AsyncIterator[Browser]:
-    playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+    playwright = pytest.importorskip("playwright.async_api", reason="needs playwright: make setup installs it")
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
-        pytest.skip(f"no browser is installed: {', '.join(BROWSERS)}")
+        pytest.skip("needs Chromium: apt-get install chromium")
     async with playwright.async_playwright() as play:
         browser = await play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
@@ -125,7 +125,7 @@ async def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def opened(browser: Browser, daemon: Daemon, **settings: Any) -> Page:
-    context = await browser.new_context(timezone_id="UTC", **settings)
+    context = await browser.new_context(**{"timezone_id": "UTC", **settings})
     context.set_default_timeout(120_000)
     page = await context.new_page()
     page.on("console", lambda message: daemon.complaints.append(message.text) if message.type == "error" else None)
@@ -306,10 +306,15 @@ async def test_the_daemon_goes_away_and_comes_back(browser: Browser, tmp_path: P
     await page.get_by_text("not answering", exact=True).wait_for()
     said = await text_of(page, "#alive")
     assert re.fullmatch(
-        r"The daemon has not answered since [\d:]{8}\. Below is what it said at .*\. This page goes on asking\.", said
+        r"The daemon has not answered since 20[\dT:-]+Z\. Below is what it said at .*\. This page goes on asking\.", said
     )
     assert "global_step4100" in await text_of(page, "tr.latest")
     assert (await page.title()).startswith("⚠ ")
+    assert await text_of(page, "details.root .verdict") == "! not known"
+    assert "The daemon does not answer. It last said something of this root at 2026-" in await text_of(
+        page, "details.root .reason"
+    )
+    assert "healthy" not in await page.inner_text("body")
     async with serving(hub, url.removeprefix("http://").rstrip("/"), look=lambda _: seen.shown):
         await page.get_by_text("serving", exact=True).wait_for()
         assert await text_of(page, "#alive") == ""
@@ -528,7 +533,7 @@ async def test_the_history_is_drawn_and_told(browser: Browser, daemon: Daemon) -
     page = await opened(browser, daemon)
     part = page.locator("section[aria-label=History]")
     said = " ".join((await part.inner_text()).split())
-    assert "48 saves from 06:21:47 to 14:11:47, oldest left; 2 did not commit" in said
+    assert "The last 48 saves, from 2026-09-21T06:21:47Z to 2026-09-21T14:11:47Z, oldest left; 2 did not commit" in said
     for label in ("Save to commit", "Throughput", "Training held", "Size on disk", "Metric loss"):
         assert await part.locator("figure", has_text=label).locator("path.line").count() == 1
         assert await part.locator("figure", has_text=label).locator("path.miss").count() == 1
@@ -538,13 +543,13 @@ async def test_the_history_is_drawn_and_told(browser: Browser, daemon: Daemon) -
     box = await chart.bounding_box()
     assert box is not None
     await chart.hover(position={"x": box["width"] - 1, "y": 20})
-    assert (await page.locator("#tip").inner_text()).startswith("global_step4100 · 14:11:47\nSave to commit: ")
+    assert (await page.locator("#tip").inner_text()).startswith("global_step4100 · 2026-09-21T14:11:47Z\nSave to commit: ")
     await part.get_by_text("The history as a table").click()
     rows = page.locator("div[aria-label='History as a table'] tbody tr")
     await rows.first.wait_for()
     assert await rows.count() == 48
     lost = " ".join((await rows.filter(has_text="not committed").first.inner_text()).split())
-    assert re.fullmatch(r"global_step\d+ [\d,]+ [\d:]+ not committed — — — — —", lost)
+    assert re.fullmatch(r"global_step\d+ [\d,]+ 2026-09-\d\dT[\d:]+Z not committed — — — — —", lost)
     assert daemon.complaints == []
 
 
@@ -552,12 +557,15 @@ async def label_of(found: Locator) -> str:
     return await found.get_attribute("aria-label") or ""
 
 
-async def test_what_older_releases_did_not_say_is_not_drawn_as_zero(browser: Browser, daemon: Daemon) -> None:
+async def test_what_is_not_known_is_not_drawn_as_zero_and_says_why(browser: Browser, daemon: Daemon) -> None:
     old = tuple(msgspec.structs.replace(one, took_s=None, held_s=None, raw_bytes=None) for one in busy(1).roots[0].history)
     daemon.shown = daemon_status(msgspec.structs.replace(busy(1).roots[0], history=old))
     page = await opened(browser, daemon)
     took = page.locator("figure", has_text="Save to commit")
-    assert " ".join((await took.inner_text()).split()) == "Save to commit — outcomes of older releases do not say it"
+    assert (
+        " ".join((await took.inner_text()).split())
+        == "Save to commit — a later start committed it, and does not know when save() was called"
+    )
     assert await took.locator("svg").count() == 0
 
 
@@ -578,8 +586,121 @@ async def test_the_history_is_there_after_a_restart_of_the_daemon(
         await page.locator("details.root > summary").click()
         part = page.locator("section[aria-label=History]")
         await part.wait_for()
-        assert (await part.inner_text()).split("\n")[2].startswith("3 saves from ")
+        assert (await part.inner_text()).split("\n")[2].startswith("The last 3 saves, from ")
         assert await part.locator("figure", has_text="Save to commit").locator("path.line").count() == 1
+
+
+# --- numbers and words -------------------------------------------------------------------------------------------
+
+
+async def test_the_median_of_two_is_between_them(browser: Browser, daemon: Daemon) -> None:
+    root = busy(2).roots[0]
+    two = tuple(msgspec.structs.replace(one, took_s=took_s) for one, took_s in zip(root.history[-2:], (2.0, 4.0), strict=True))
+    daemon.shown = daemon_status(msgspec.structs.replace(root, history=two, commit_s=(2.0, 4.0)))
+    page = await opened(browser, daemon)
+    assert "median 3.0 s, longest 4.0 s" in await page.locator("figure", has_text="Save to commit").inner_text()
+    tile = page.locator(".tile", has_text="Save to commit")
+    assert " ".join((await tile.inner_text()).split()) == "Save to commit 3.0 s median of the last 2"
+
+
+@pytest.mark.parametrize(
+    ("spare", "every", "said"), [(0.4, 0.3, "due now one came every 300 ms"), (2.0, 4.0, "in 2.0 s one came every 4.0 s")]
+)
+async def test_short_times_are_not_called_no_time(
+    browser: Browser, daemon: Daemon, spare: float, every: float, said: str
+) -> None:
+    root = msgspec.structs.replace(busy(1).roots[0], next_due_at=NOW + spare, every_s=every)
+    daemon.shown = daemon_status(root)
+    daemon.shown = msgspec.structs.replace(
+        daemon.shown, roots=(msgspec.structs.replace(daemon.shown.roots[0], next_due_at=NOW + spare, every_s=every),)
+    )
+    page = await opened(browser, daemon)
+    assert " ".join((await page.locator(".tile", has_text="Next save").inner_text()).split()) == f"Next save {said}"
+
+
+async def test_a_rank_that_never_called_save_is_named_and_counts_as_not_done(browser: Browser, daemon: Daemon) -> None:
+    ranks = [rank_status(rank, 2) for rank in range(2)]
+    daemon.shown = daemon_status(root_status("/r", ranks=ranks, in_flight=[save(1, 900, began=NOW - 9, phase="prepared")]))
+    page = await opened(browser, daemon)
+    assert await text_of(page, ".badge.busy") == "saving, 50 %"
+    flight = await text_of(page, ".flight")
+    assert "50 %" in flight
+    assert "100 %" not in flight
+    assert "rank 0 has not called save() yet." in flight
+    assert "Votes are counted once rank 0 has called save()." in flight, "this is its node"
+
+
+async def test_all_ranks_here_have_voted_and_others_have_not(browser: Browser, daemon: Daemon) -> None:
+    ranks = [rank_status(rank, 4) for rank in range(2)]
+    flying = [save(0, 900, began=NOW - 9, phase="prepared", missing=(2, 3)), save(1, 900, began=NOW - 9, phase="prepared")]
+    daemon.shown = daemon_status(root_status("/r", ranks=ranks, in_flight=flying))
+    page = await opened(browser, daemon)
+    assert await text_of(page, ".badge.busy") == "saved here, waiting for votes"
+    assert "99 % 2 voted · 4.0 GiB of 4.0 GiB Waiting for the votes of ranks 2, 3." in await text_of(page, ".flight")
+
+
+async def test_a_save_whose_parts_are_not_known_is_not_drawn_as_staging(browser: Browser, daemon: Daemon) -> None:
+    inline = Inline(reason="lost", why="the sidecar has closed the connection")
+    unmeasured = msgspec.structs.replace(
+        save(0, 900, began=NOW - 9), staged_at=None, persisting_at=None, voted_at=None, inline=inline
+    )
+    daemon.shown = daemon_status(root_status("/r", ranks=[rank_status(0, 1)], recent=[unmeasured]))
+    page = await opened(browser, daemon)
+    assert await page.locator("svg.timeline path.seg.unmeasured").count() == 1
+    assert await page.locator("svg.timeline path.seg.staging").count() == 0
+    assert "not measured in parts" in await text_of(page, ".legend")
+    await page.get_by_text("The same as a table").click()
+    table = page.locator("div[aria-label='Timeline as a table']")
+    await table.locator("tbody tr").wait_for()
+    titles = await table.locator("thead th").count()
+    assert titles == await table.locator("tbody tr").first.locator("td").count(), "each number stands below its title"
+
+
+async def test_more_than_the_whole_is_never_done(browser: Browser, daemon: Daemon) -> None:
+    one = save(0, 900, began=NOW - 9, phase="persisting", total=771 << 10)
+    flying = [msgspec.structs.replace(one, raw_done=772 << 10)]
+    daemon.shown = daemon_status(root_status("/r", ranks=[rank_status(0, 1)], in_flight=flying))
+    page = await opened(browser, daemon)
+    assert "771.0 KiB of 771.0 KiB" in await text_of(page, ".flight")
+
+
+async def test_which_roots_are_served_stands_there(browser: Browser, daemon: Daemon) -> None:
+    page = await opened(browser, daemon)
+    assert "Serves /mnt/ckpts, /mnt/scratch" in " ".join(
+        (await page.locator("section[aria-label='The daemon']").inner_text()).split()
+    )
+
+
+async def test_all_times_are_of_one_zone_and_say_so(browser: Browser, daemon: Daemon) -> None:
+    """Wherever the reader is."""
+    daemon.shown = failing()
+    page = await opened(browser, daemon, timezone_id="Asia/Kathmandu")
+    text = await page.inner_text("body")
+    times = re.findall(r"\d\d:\d\d:\d\d.?", text)
+    assert len(times) > 5
+    assert {time[-1] for time in times} == {"Z"}
+    assert "as of 2026-09-21T14:13:20Z" in text
+
+
+async def test_long_names_and_long_lists_are_whole_on_a_phone(browser: Browser, daemon: Daemon) -> None:
+    tag = "checkpoint-of-the-long-run-with-its-own-name-0042"
+    recent = [save(0, 100 * k, began=NOW - 900 + 100 * k, tag=f"{tag}-{k}") for k in range(4)]
+    root = msgspec.structs.replace(busy(1).roots[0], recent=tuple(recent), in_flight=(), latest=tag)
+    daemon.shown = daemon_status(root)
+    page = await opened(browser, daemon, viewport=PHONE)
+    tags = "[...document.querySelectorAll('svg.timeline svg')].map((e) => [...e.querySelectorAll('.panel-tag')])"
+    drawn = await page.evaluate(f"{tags}.map((lines) => lines.map((line) => line.textContent).join(''))")
+    assert drawn == [f"{tag}-2", f"{tag}-3"]
+    clipped = """[...document.querySelectorAll('svg.timeline svg')].flatMap((e) => {
+      const box = e.getBoundingClientRect();
+      const parts = [...e.querySelectorAll('text')].map((text) => text.getBoundingClientRect());
+      return parts.filter((part) => part.right > box.right + 0.5 || part.bottom > box.bottom + 0.5);
+    })"""
+    assert await page.evaluate(f"{clipped}.length") == 0
+    hidden = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollHeight > e.clientHeight + 1)"
+    assert await page.evaluate(f"{hidden}.length") == 0
+    assert tag in await text_of(page, "details.root summary .brief")
+    assert await page.locator("details.root summary .brief .tag").is_visible()
 
 
 async def test_where_the_time_went(browser: Browser, daemon: Daemon) -> None:

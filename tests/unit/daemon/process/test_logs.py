@@ -6,6 +6,7 @@ import contextvars
 import json
 import logging
 import sys
+import time
 from datetime import datetime
 
 import pytest
@@ -38,6 +39,19 @@ def test_a_traceback_keeps_its_lines_and_none_of_them_looks_like_a_record() -> N
     assert first.endswith(" ERROR it failed")
     assert rest[0] == "    Traceback (most recent call last):"
     assert all(line.isprintable() and line.startswith("    ") for line in rest)
+
+
+def test_times_are_utc_and_say_so_in_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")
+    time.tzset()
+    try:
+        record = logging.LogRecord("checkpointd", logging.INFO, __file__, 1, "said", (), None)
+        record.created, record.msecs = 1_790_000_000.123, 123.0
+        assert LineFormatter().format(record) == "2026-09-21T14:13:20.123Z INFO said"
+        assert json.loads(JsonFormatter().format(record))["time"] == "2026-09-21T14:13:20.123Z"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_record_has_a_bounded_length() -> None:

@@ -29,7 +29,9 @@ def root(ranks: Sequence[RankStatus] | None = None, recent: Iterable[SaveStatus]
     recent = list(recent)
     made = root_status("/r", ranks=[rank_status(0, 1)] if ranks is None else ranks, recent=recent)
     last = max((one.ended_at for one in recent if one.phase == "committed" and one.ended_at), default=None)
-    return msgspec.structs.replace(made, **{"checkpoints": (), "newest_committed_at": last, **changed})
+    return msgspec.structs.replace(
+        made, **{"checkpoints": (), "history": (), "commit_s": (), "newest_committed_at": last, **changed}
+    )
 
 
 def said(found: RootStatus, now: float = NOW) -> tuple[str, str]:
@@ -43,7 +45,7 @@ def gone(*ranks: int, world: int = 2, well: bool = False) -> list[RankStatus]:
 
 def test_a_root_that_saves_is_healthy() -> None:
     assert said(root(recent=committed(NOW - 100))) == ("healthy", "good")
-    assert judged(busy(8).roots[0], NOW).verdict.reason == "The last save was committed"
+    assert judged(root(recent=committed(NOW - 100)), NOW).verdict.reason == "The last save was committed"
 
 
 def test_a_save_that_the_trainer_persisted_itself_is_said() -> None:
@@ -68,7 +70,8 @@ def test_what_the_run_before_committed_is_not_this_ones() -> None:
 def test_the_last_saves_that_did_not_commit_are_counted() -> None:
     found = judged(root(recent=[*committed(NOW - 900), failed(NOW - 600, step=500), failed(NOW - 300, step=600)]), NOW)
     assert (found.verdict.state, found.verdict.mood) == ("failing", "bad")
-    assert found.verdict.reason == "The last 2 saves did not commit: rank 0 failed: no space is left"
+    said = "The last 2 saves did not commit: rank 0 failed: no space is left; nothing was committed since 2026-09-21T13:58:25Z"
+    assert found.verdict.reason == said
 
 
 def test_a_commit_after_a_failure_makes_it_healthy() -> None:
@@ -84,9 +87,90 @@ def test_the_rank_that_failed_by_itself_is_named_first() -> None:
     assert "rank 1 failed" in judged(root([rank_status(r, 2) for r in range(2)], recent), NOW).verdict.reason
 
 
-def test_a_save_that_was_left_out_on_purpose_is_no_failure() -> None:
-    busy_yet = save(0, 300, began=NOW - 50, phase="skipped", error=FULL)
-    assert said(root(recent=[*committed(NOW - 300), busy_yet])) == ("healthy", "good")
+def skipped(began: float, *, step: int = 900, phase: str = "skipped", code: str = "SkippedError") -> SaveStatus:
+    return save(0, step, began=began, phase=phase, error=ErrorReport(code=code, message="two saves are still in flight"))
+
+
+def test_saves_that_were_left_out_on_purpose_are_counted_and_are_no_failure() -> None:
+    left_out = [skipped(NOW - 50, step=300), skipped(NOW - 40, step=400, phase="superseded", code="SupersededError")]
+    found = judged(root(recent=[*committed(NOW - 60), *left_out]), NOW)
+    assert (found.verdict.state, found.verdict.mood) == ("healthy", "good")
+    assert found.verdict.reason == "The last save was committed; 2 saves were skipped or replaced since then"
+
+
+@pytest.mark.parametrize(
+    ("phase", "code"), [("skipped", "DeadlineError"), ("superseded", "StoreError"), ("aborted", "DeadlineError")]
+)
+def test_a_save_counts_as_left_out_by_its_error_and_not_by_its_phase(phase: str, code: str) -> None:
+    found = judged(root(recent=[*committed(NOW - 300), skipped(NOW - 50, phase=phase, code=code)]), NOW)
+    assert (found.verdict.state, found.verdict.mood) == ("failing", "bad")
+
+
+def test_a_failure_between_saves_that_were_skipped_counts_with_them() -> None:
+    recent = [*committed(NOW - 900), failed(NOW - 700), *(skipped(NOW - 600 + at, step=1000 + at) for at in range(3))]
+    reason = judged(root(recent=recent), NOW).verdict.reason
+    assert reason.startswith(
+        "The last 4 saves did not commit: rank 0 failed: no space is left; nothing was committed since 2026-"
+    )
+
+
+def live(began: float, *, step: int = 900, phase: str = "prepared", rank: int = 0) -> SaveStatus:
+    return save(rank, step, began=began, phase=phase)
+
+
+def test_what_is_in_flight_is_named_in_every_state() -> None:
+    flying = [live(NOW - 20, step=901), live(NOW - 10, step=902)]
+    words = "2 saves are in flight, global_step901 since 2026-09-21T14:13:00Z"
+    for recent in (committed(NOW - 100), [*committed(NOW - 100), failed(NOW - 50)], []):
+        assert words in judged(root(recent=recent, in_flight=tuple(flying)), NOW).verdict.reason
+    assert words in judged(root(gone(1), committed(NOW - 100), in_flight=tuple(flying)), NOW).verdict.reason
+
+
+def test_a_job_whose_saves_never_come_to_an_end_is_late() -> None:
+    """Saves are asked for as ever, so the next one is never overdue; no vote comes from a rank that hangs on another node."""
+    recent, skips = (
+        committed(*(NOW - 1000 + 60 * at for at in range(8))),
+        [skipped(NOW - 300 + 60 * at, step=950 + at) for at in range(5)],
+    )
+    found = judged(root(recent=[*recent, *skips], in_flight=(live(NOW - 420), live(NOW - 360, step=940))), NOW)
+    assert (found.verdict.state, found.verdict.mood) == ("late", "doubt")
+    assert found.verdict.reason == (
+        "Nothing was committed since 2026-09-21T14:03:45Z, although 7 saves were asked for; 5 saves were skipped or replaced "
+        "since then; 2 saves are in flight, global_step900 since 2026-09-21T14:06:20Z"
+    )
+
+
+def test_a_commit_that_takes_as_long_as_commits_take_is_not_late() -> None:
+    slow = [save(0, 100, began=NOW - 2000, persisting=600.0)]
+    assert said(root(recent=slow, in_flight=(live(NOW - 700),)))[0] == "healthy"
+    assert said(root(recent=slow, in_flight=(live(NOW - 1000),)))[0] == "late"
+
+
+def test_a_first_commit_that_does_not_come_and_what_lies_in_the_spool_are_not_late() -> None:
+    assert said(root(in_flight=(live(NOW - 5000),)))[0] == "healthy"
+    in_spool = msgspec.structs.replace(live(NOW - 5000), phase="spooled")
+    assert said(root(recent=committed(NOW - 9000), in_flight=(in_spool,)))[0] == "healthy"
+
+
+def test_saves_that_are_skipped_for_ever_while_nothing_is_in_flight_are_late() -> None:
+    recent = committed(*(NOW - 1000 + 60 * at for at in range(5)))
+    skips = [skipped(NOW - 700 + 60 * at, step=950 + at) for at in range(11)]
+    assert said(root(recent=[*recent, *skips]))[0] == "late"
+
+
+def test_a_job_that_skips_most_saves_is_not_late() -> None:
+    """With when_busy="space", say: a commit each ten minutes, and a save each half minute."""
+    ranks = [msgspec.structs.replace(rank_status(0, 1), since=NOW - 9000)]
+    recent = committed(*(NOW - 2500 + 600 * at for at in range(5)))
+    skips = [skipped(NOW - 1900 + 30 * at, step=5000 + at) for at in range(1, 64) if at % 20]
+    assert said(root(ranks, sorted([*recent, *skips], key=lambda one: one.began_at))) == ("healthy", "good")
+
+
+def test_a_long_cause_hides_neither_what_is_in_flight_nor_since_when_nothing_was_committed() -> None:
+    long = msgspec.structs.replace(failed(NOW - 50, step=800), error=ErrorReport(code="StoreError", message="x" * 900))
+    reason = judged(root(recent=[*committed(NOW - 100), long], in_flight=(live(NOW - 10),)), NOW).verdict.reason
+    assert "…; nothing was committed since 2026-" in reason
+    assert reason.endswith("global_step900 is in flight since 2026-09-21T14:13:10Z")
 
 
 def test_a_trainer_that_was_killed_is_gone() -> None:
@@ -225,7 +309,7 @@ def test_rhythm_needs_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.25, "0.2 s"),
+        (0.25, "250 ms"),
         (9, "9.0 s"),
         (45, "45 s"),
         (100, "100 s"),

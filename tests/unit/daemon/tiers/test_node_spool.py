@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
+
+import pytest
 
 from checkpointd.commit.machine import IN_SPOOL
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.served_roots import ServedRoots
+from checkpointd.daemon.tiers import node_spool
 from checkpointd.daemon.tiers.node_spool import NodeSpool
-from checkpointd.pipeline.spool.places import DiskPlace
+from checkpointd.pipeline.spool.places import DiskPlace, Room, name_of
 from checkpointd.store.memory import MemoryStore
 from tests.servers.s3_server import free_ports
 from tests.spooled_saves import AwayStore, Node, begun_root, until
@@ -40,6 +44,27 @@ async def test_what_was_left_at_a_bucket_goes_on_after_options_of_its_url_have_c
     assert job.root == hub.roots.check("s3://bucket/run1"), "so a trainer hears of it"
     job.task.cancel()
     await asyncio.wait([job.task])
+    await spool.close()
+
+
+async def test_the_room_is_measured_while_nobody_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_spool, "MEASURE_S", 0.01)
+    config = ServeConfig(socket="s", roots=(str(tmp_path),), uids=(os.geteuid(),), spool=str(tmp_path / "spool"))
+    assert config.spool_config is not None
+    spool = NodeSpool(Hub(config), config.spool_config)
+    await spool.take_up()
+    await until(lambda: spool.status().used_bytes == 0)
+    left = DiskPlace(str(tmp_path / "spool")).open(name_of("/mnt/root", None), None)
+    await left.put("one", bytes(5000))
+    await until(lambda: (spool.status().used_bytes or 0) >= 5000)
+    await left.delete("one")
+    await until(lambda: (spool.status().used_bytes or 0) < 5000)
+
+    def fails(_: DiskPlace) -> Room:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(DiskPlace, "_room", fails)
+    await until(lambda: spool.status().used_bytes is None)
     await spool.close()
 
 
