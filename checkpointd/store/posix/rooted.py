@@ -154,4 +154,10 @@ def absolute(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a root: give the path of a directory")
-    return os.path.abspath(text)
+    path = "/" + os.path.abspath(text).lstrip("/")  # abspath leaves two slashes at the beginning as they are
+    if path == "/":
+        raise UsageError(
+            f"{text!r} is the top of the whole file system: give checkpoints a directory of their own, such as /mnt/ckpts/run. "
+            "Was a variable in the path empty?"
+        )
+    return path

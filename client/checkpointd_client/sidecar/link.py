@@ -506,7 +506,7 @@ class Link:
             job.save.handle.advance(Phase.STAGED)
             return
         message = str(error) if isinstance(error, CheckpointdError) else f"the snapshot failed: {error!r}"
-        report = ErrorReport.of(error, message=message[:_ERROR_MAX])
+        report = ErrorReport.of(error, str(Phase.STAGING), message[:_ERROR_MAX])
         await self._send(wire.Spoiled(save=number, error=report, held_s=held_s))
 
     async def _announce(self, number: int, job: PendingSave) -> None:
