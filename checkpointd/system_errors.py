@@ -37,7 +37,7 @@ _NO_DIRECTORY_SYNC: Final = (
     "committed checkpoint: use a root on one that can (ext4, XFS, NFS, Lustre, GPFS)"
 )
 _AWAY: Final = "the file server or the program behind this file system is not there: start it, or mount the file system again"
-_NO_HARD_LINKS: Final = (
+NO_HARD_LINKS: Final = (
     "this file system refuses hard links, which make a commit atomic: use a root on one that has them (ext4, XFS, NFS, Lustre, "
     "GPFS)"
 )
@@ -77,7 +77,7 @@ _WORDS: Final[dict[tuple[int, Place | None], str]] = {
     (errno.EINVAL, "read"): "this is not a regular file: look at what has this name",
     (errno.EINVAL, "snapshot"): "the kernel does not know sealed memory (memfd_create with MFD_ALLOW_SEALING): use a newer one",
     **dict.fromkeys([(number, "directory") for number in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)], _NO_DIRECTORY_SYNC),
-    **dict.fromkeys([(number, "link") for number in NO_LINKS], _NO_HARD_LINKS),
+    **dict.fromkeys([(number, "link") for number in NO_LINKS], NO_HARD_LINKS),
     (errno.EIO, None): "the device or the file server failed: see the kernel log, and try again when it answers",
     (errno.EIO, "root"): "the device or the file server failed: nothing just written can be trusted; see the kernel log, then "
     "save again",
@@ -139,15 +139,20 @@ _LASTING: Final = frozenset(
 """The errors that last until somebody changes something, such as a permission. All others may pass by themselves."""
 
 
-def told(error: OSError, place: Place, path: str = "") -> str:
+def in_words(error: OSError, place: Place, path: str = "") -> str:
     """`error` in words: the system's own reason, then what to do: `[EACCES] Permission denied: permission is missing: …`.
 
     `path`: a path on the file system where it happened. If that is full, the words say what is left of it.
     """
+    return ": ".join(filter(None, explained(error, place, path)))
+
+
+def explained(error: OSError, place: Place, path: str = "") -> tuple[str, str]:
+    """The two parts of `in_words`: the reason, and the advice, which is empty if the table has none."""
     number = error.errno or 0
     reason = f"[{errno.errorcode.get(number, number)}] {error.strerror or error}" if number else str(error)
     facts, advice = _known(number, place, path)
-    return f"{reason}{facts}: {advice}" if advice else reason
+    return reason + facts, advice
 
 
 def _known(number: int, place: Place, path: str) -> tuple[str, str]:

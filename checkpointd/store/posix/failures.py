@@ -7,7 +7,7 @@ import errno
 from checkpointd.errors import LinkError, StoreError, StoreFullError, UnreadableError
 from checkpointd.store.posix.anchor import LinkMet
 from checkpointd.store.posix.directories import DirectoryNotSynced
-from checkpointd.system_errors import NO_LINKS, Place, told
+from checkpointd.system_errors import NO_LINKS, Place, in_words
 
 
 def store_error(error: OSError, *, doing: str, key: str, url: str, reads: bool = False) -> StoreError:
@@ -21,7 +21,7 @@ def store_error(error: OSError, *, doing: str, key: str, url: str, reads: bool =
         )
     place: Place = "directory" if isinstance(error, DirectoryNotSynced) else "read" if reads else "root"
     kind = UnreadableError if reads else StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-    return kind(f"{doing} {key!r} in {url} failed: {told(error, place, url)}")
+    return kind(f"{doing} {key!r} in {url} failed: {in_words(error, place, url)}")
 
 
 def is_without_links(error: OSError) -> bool:
@@ -31,7 +31,7 @@ def is_without_links(error: OSError) -> bool:
 
 def links_error(error: OSError, *, key: str, url: str) -> StoreError:
     """The StoreError for a file system without hard links, which `put_if_absent` needs to be atomic."""
-    return StoreError(f"creating {key!r} in {url} failed: {told(error, 'link')}")
+    return StoreError(f"creating {key!r} in {url} failed: {in_words(error, 'link')}")
 
 
 def swept_error(*, key: str, url: str) -> StoreError:

@@ -30,7 +30,7 @@ import torch
 from checkpointd.phrases import byte_size
 from checkpointd.pipeline.pages import page_up
 from checkpointd.pipeline.shard import PAGE, Bytes
-from checkpointd.system_errors import told
+from checkpointd.system_errors import in_words
 from checkpointd_client import devices
 
 log = logging.getLogger("checkpointd")
@@ -67,7 +67,7 @@ class Slot:
         try:
             self._map, self.fd = _sealed(self.nbytes)
         except OSError as error:
-            raise MemoryError(f"no memory of {byte_size(self.nbytes)} for a snapshot: {told(error, 'snapshot')}") from error
+            raise MemoryError(f"no memory of {byte_size(self.nbytes)} for a snapshot: {in_words(error, 'snapshot')}") from error
         whole: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.buffer: Bytes = whole[: self.capacity]
         self._mark = whole[-8:].view("<u8")
