@@ -139,6 +139,10 @@ _LASTING: Final = frozenset(
 """The errors that last until somebody changes something, such as a permission. All others may pass by themselves."""
 
 
+class NeverReached(OSError):
+    """A server has not answered this process even once, so its address is probably wrong."""
+
+
 def in_words(error: OSError, place: Place, path: str = "") -> str:
     """`error` in words: the system's own reason, then what to do: `[EACCES] Permission denied: permission is missing: …`.
 
@@ -179,7 +183,9 @@ def _room(path: str) -> os.statvfs_result | None:
 def lasts(error: BaseException | None) -> bool:
     """Whether `error`, or what caused it, lasts until somebody changes something: then waiting cannot help."""
     while error is not None:
-        if isinstance(error, StoreFullError | PermissionError) or (isinstance(error, OSError) and error.errno in _LASTING):
+        if isinstance(error, StoreFullError | PermissionError | NeverReached):
+            return True
+        if isinstance(error, OSError) and error.errno in _LASTING:
             return True
         error = error.__cause__
     return False
