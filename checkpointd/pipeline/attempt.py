@@ -471,7 +471,7 @@ class Attempt:
             if (cause := str(error)) != self._unseen:  # else the look before has logged it
                 log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
             self._unseen = cause
-            if lasts(error) and self.spool is None:
+            if lasts(error) and self.spool is None and (self._no is None or self.info.world_size == 1):
                 self._end_in_vain(error)
             elif no is not None and self.info.world_size == 1:
                 self._hopeless = error

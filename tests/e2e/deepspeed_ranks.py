@@ -173,7 +173,7 @@ class Rank(Findings):
             path, _ = engine.load_checkpoint(str(root / "tags"))  # while the other rank has not heard yet that the save failed
             self.check(path is not None, "nothing is loaded right after a save that failed")
             if is_other:
-                with self.raises(AbortedError, "no luck", "unpicklable"):
+                with self.raises(StateError, "no luck", "unpicklable"):
                     handle.wait(LIMIT_S)
         self.check(not (root / "unlucky").exists() and not (root / "latest").exists(), "something of the aborted save is there")
 
