@@ -25,7 +25,6 @@ from deepspeed.runtime import engine as deepspeed_engine
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd.errors import (
-    AbortedError,
     CheckpointdError,
     DamagedError,
     DeadlineError,
@@ -354,7 +353,7 @@ def failing(_: Checkpointer) -> list[Any]:
 @contextmanager
 def detaching(plug: Adapter) -> Iterator[Adapter]:
     yield plug
-    with suppress(AbortedError):  # one of those that had to
+    with suppress(CheckpointdError):  # one of those that had to
         plug.close()
     plug.detach()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpointd.commit.retention import Retention
-from checkpointd.errors import StateError, UsageError, WaitTimeoutError
+from checkpointd.errors import StagingError, StateError, UsageError, WaitTimeoutError
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from tests.builders import HeldPersist

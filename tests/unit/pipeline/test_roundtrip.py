@@ -9,7 +9,7 @@ import pytest
 from checkpointd.codec import Compression
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
-from checkpointd.errors import DamagedError, DeadlineError, FencedError, NotFoundError
+from checkpointd.errors import DamagedError, DeadlineError, FencedError, NotFoundError, StagingError
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
-from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError
+from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError, UsageError
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.deepspeed import files_adapter as plugs
 from checkpointd_client.integrations.deepspeed.adapter_base import DirectoryError
