@@ -342,7 +342,7 @@ def _client(location: BucketUrl) -> ObjectStore:
         "retry_timeout": timedelta(seconds=location.retry_s),
         "backoff": {
             "init_backoff": timedelta(milliseconds=100),
-            "max_backoff": timedelta(seconds=min(10.0, location.retry_s / 4)),
+            "max_backoff": timedelta(seconds=max(1.0, min(10.0, location.retry_s / 4))),
             "base": 2,
         },
     }
