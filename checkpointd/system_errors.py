@@ -10,7 +10,7 @@ import os
 import resource
 from typing import Final, Literal
 
-from checkpointd.commands import MAY_NOT_OPEN
+from checkpointd.commands import MAY_NOT_OPEN, command
 from checkpointd.errors import StoreFullError
 from checkpointd.phrases import byte_size
 
@@ -30,7 +30,7 @@ _READ_ONLY: Final = (
 )
 _NO_MEMFD: Final = (
     "this process may not make a memfd, the memory in which a snapshot lies: allow memfd_create in the seccomp profile of the "
-    "container; `checkpointd doctor` tries it"
+    f"container; {command('doctor')} tries it"
 )
 _NO_DIRECTORY_SYNC: Final = (
     "this file system cannot make the names in a directory durable (fsync of a directory), so a power cut could take a "

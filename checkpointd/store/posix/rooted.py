@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.store.names import LOCK, TEMPORARY
+from checkpointd.store.names import LOCK, SERVICE, TEMPORARY
 from checkpointd.store.posix.directories import Directories
 from checkpointd.store.posix.disk import Child, Disk
 from checkpointd.store.posix.failures import is_without_links, links_error, store_error, swept_error
@@ -155,7 +155,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a root: give the path of a directory")
     path = "/" + os.path.abspath(text).lstrip("/")  # abspath leaves two slashes at the beginning as they are
-    if path == "/":
+    if path in ("/", f"/{SERVICE}"):  # the second shows its checkpoints in "/"
         raise UsageError(
             f"{text!r} is the top of the whole file system: give checkpoints a directory of their own, such as /mnt/ckpts/run. "
             "Was a variable in the path empty?"

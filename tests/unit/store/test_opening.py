@@ -140,7 +140,7 @@ def test_a_variable_that_no_shell_has_replaced_is_refused_with_the_path_that_was
         open_store(root)
 
 
-@pytest.mark.parametrize("root", ["/", "//", "/.", "/tmp/..", "file:///"])
+@pytest.mark.parametrize("root", ["/", "//", "/.", "/tmp/..", "file:///", "/.checkpointd", "//.checkpointd"])
 def test_the_top_of_the_file_system_is_no_root(root: str) -> None:
     with pytest.raises(UsageError, match="give checkpoints a directory of their own"):
         open_store(root)
