@@ -38,8 +38,7 @@ _NO_DIRECTORY_SYNC: Final = (
 )
 _AWAY: Final = "the file server or the program behind this file system is not there: start it, or mount the file system again"
 NO_HARD_LINKS: Final = (
-    "this file system refuses hard links, which make a commit atomic: use a root on one that has them (ext4, XFS, NFS, Lustre, "
-    "GPFS)"
+    "hard links make a commit atomic: use a root on a file system that has hard links (ext4, XFS, NFS, Lustre, GPFS)"
 )
 _NO_INODES: Final = (
     "the file system has room for bytes, but no inodes for more files: remove files, such as old checkpoints, or ask for more "
@@ -118,9 +117,9 @@ _WORDS: Final[dict[tuple[int, Place | None], str]] = {
     (errno.ENOENT, "root"): "it was removed while it was in use: is another process collecting this root?",
     (errno.ENOENT, "read"): "it was there a moment ago: is another process collecting this root, or does the file server lag "
     "behind?",
-    (errno.ENOENT, "socket"): "there is no such socket: give the one that the daemon has, or start the daemon",
+    (errno.ENOENT, "socket"): "there is no such socket: give the one that the daemon has",
     (errno.ENOENT, "listener"): "its directory is not there: make it, or choose another one",
-    (errno.ECONNREFUSED, "socket"): "nobody listens there: the daemon has died, or this is no socket; start the daemon",
+    (errno.ECONNREFUSED, "socket"): "nobody listens there: the daemon has died, or this is no socket",
     (errno.EAGAIN, "socket"): "the daemon takes no more connections for now: it is busy or stuck; read its log",
     (errno.ENOTSOCK, "socket"): _NO_SOCKET,
     (errno.EPROTOTYPE, "socket"): _NO_SOCKET,

@@ -250,5 +250,5 @@ def _unreachable(error: OSError, path: str, timeout_s: float) -> SidecarError:
         )
     reason, advice = explained(error, "socket")
     if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
-        advice = f"{advice}; {start_sidecar(path)}"
+        advice = f"{advice}, or {start_sidecar(path)}"
     return SidecarError(f"the daemon at {path} cannot be asked: {reason}", advice)

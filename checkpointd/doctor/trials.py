@@ -150,7 +150,7 @@ def _timed(check: str, what: str, sync: Callable[[], None]) -> Finding:
 
 
 def _cannot_sync(check: str, what: str, reason: str, advice: str) -> Finding:
-    advice = advice or "nothing can be made durable here: see the kernel log, or use another file system"
+    advice = f"nothing can be made durable here: {advice or 'see the kernel log, or use another file system'}"
     return _finding(check, "fail", f"fsync of {what} failed: {reason}", advice)
 
 

@@ -171,7 +171,7 @@ class Link:
         except SidecarError as error:
             raise LinkLost(str(error)) from error
         except OSError as error:
-            raise LinkLost(f"no sidecar answers at {path}: {in_words(error, 'socket')}; {start_sidecar(path)}") from error
+            raise LinkLost(f"no sidecar answers at {path}: {in_words(error, 'socket')}; or {start_sidecar(path)}") from error
         link = Link(channel)
         try:
             await link._greet(path)
