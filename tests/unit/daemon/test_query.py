@@ -169,7 +169,7 @@ async def test_the_daemon_has_died(tmp_path: Path, ask: Ask) -> None:
 @both
 async def test_it_is_no_socket(tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "s").write_text("")
-    with pytest.raises(SidecarError, match="nobody listens there: .*or this is no socket"):
+    with pytest.raises(SidecarError, match=r"nobody listens there: .*or this is no socket"):
         await ask(str(tmp_path / "s"), 60.0)
 
 
