@@ -53,7 +53,7 @@ NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 _WORDS: Final[dict[tuple[int, Place | None], str]] = {
     (errno.ENOSPC, None): "free some space",
     (errno.ENOSPC, "root"): "free some space (or delete old checkpoints), then save again",
-    (errno.ENOSPC, "export"): "free some space, or give a place on another file system",
+    (errno.ENOSPC, "export"): "free some space or give a place on another file system",
     (errno.EDQUOT, None): "the disk quota is used up, for bytes or for files: free some, or raise it (`quota -s` shows it)",
     (errno.EDQUOT, "root"): "the disk quota is used up, for bytes or for files: free some space or raise the quota (`quota -s` "
     "shows it), then save again",

@@ -27,7 +27,6 @@ import msgspec
 from checkpointd.bucket_urls import was_url
 from checkpointd.errors import FormatError, NotFoundError, StoreError, StoreFullError, UsageError
 from checkpointd.export.record import NAME, ExportRecord, decode, encode
-from checkpointd.phrases import byte_size
 from checkpointd.system_errors import in_words
 from checkpointd.waits import to_the_end
 
@@ -290,7 +289,7 @@ def translated(doing: str, place: str, nbytes: int = 0) -> Iterator[None]:
             raise UsageError(
                 f"{place} appeared while it was being written and is not overwritten: give another place"
             ) from error
-        needed = f"; this file needs {byte_size(nbytes)}" if nbytes else ""
+        needed = f"; {nbytes} bytes are needed for this file" if nbytes else ""
         kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
         why = in_words(error, "export", os.path.dirname(place))
         raise kind(f"{doing} {place} failed: {why}{needed}; nothing was left") from error
