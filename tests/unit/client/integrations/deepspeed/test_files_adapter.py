@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
 
-from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError, UsageError
+from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError, StoreError
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.deepspeed import files_adapter as plugs
 from checkpointd_client.integrations.deepspeed.adapter_base import DirectoryError
@@ -47,7 +47,7 @@ def test_a_directory_on_another_file_system_is_refused_at_once(
     monkeypatch.setattr(plugs, "mount_fault", lambda *_: "it lies elsewhere")
     adapter.save_checkpoint(str(tmp_path))
     assert adapter.handle is not None
-    with pytest.raises(UsageError, match="it lies elsewhere"):
+    with pytest.raises(StoreError, match="it lies elsewhere"):
         adapter.handle.wait(60)
 
 
