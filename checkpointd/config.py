@@ -15,6 +15,7 @@ from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
 from checkpointd.phrases import byte_count
+from checkpointd.system_errors import in_words
 from checkpointd.windows import DailyWindows
 
 MIB = 1 << 20
@@ -269,7 +270,7 @@ def read_serve_file(path: str) -> dict[str, object]:
         with open(path, "rb") as file:
             found = tomllib.load(file)
     except OSError as error:
-        raise UsageError(f"the configuration {path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"the configuration {path} cannot be read: {in_words(error, 'file')}") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"the configuration {path} is not TOML: {error}") from error
     table = found.pop("serve", None)

@@ -14,6 +14,8 @@ class CheckpointdError(Exception):
 
     exit_code: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
+    ranks: tuple[int, ...] = ()
+    """The ranks at fault, if all ranks gave up a save because of this error."""
 
     @property
     def code(self) -> str:
@@ -136,7 +138,11 @@ class DeviceError(CheckpointdError):
 
 
 class AbortedError(CheckpointdError):
-    """All ranks gave up a save; the message says why and names the ranks. The next save starts anew."""
+    """All ranks gave up a save; the message says why and names the ranks. The next save starts anew.
+
+    If one rank failed, all ranks raise an error of the class that it had, such as StoreFullError, and an AbortedError is the
+    context of that error.
+    """
 
     exit_code = 7
     retryable = True

@@ -41,6 +41,7 @@ LAYERS = {
     "checkpointd.arguments": 1,
     "checkpointd.phrases": 1,
     "checkpointd.waits": 1,
+    "checkpointd.system_errors": 2,
     "checkpointd.windows": 1,
     "checkpointd.layout": 1,
     "checkpointd.codec": 1,

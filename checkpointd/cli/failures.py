@@ -10,7 +10,7 @@ import msgspec
 
 from checkpointd.cli.formatting import printable
 from checkpointd.commands import command
-from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, UsageError
+from checkpointd.errors import CheckpointdError, DamagedError, UsageError
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -45,7 +45,7 @@ def of_error(error: CheckpointdError) -> Failure:
         key=damage.key,
         fqn=damage.fqn,
         rank=damage.rank,
-        ranks=error.ranks if isinstance(error, AbortedError) else (),
+        ranks=error.ranks,
     )
 
 

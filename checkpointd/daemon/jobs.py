@@ -190,7 +190,7 @@ class SaveJob:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that the error names, at most RANKS_TOLD."""
-        return tuple(getattr(self.attempt.error, "ranks", ()))[:RANKS_TOLD]
+        return (self.attempt.error.ranks if self.attempt.error else ())[:RANKS_TOLD]
 
     @property
     def has_voted(self) -> bool:

@@ -14,19 +14,19 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from checkpointd import __version__, arguments
-from checkpointd.commands import MAY_NOT_OPEN, start_sidecar
+from checkpointd.commands import start_sidecar
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.decoder import Decoder
 from checkpointd.daemon.protocol.peers import Peer, connected, peer_of
 from checkpointd.daemon.status.model import DaemonStatus
 from checkpointd.errors import SidecarError, WireError
+from checkpointd.system_errors import explained
 
 TIMEOUT_S = 5.0
 _PIECE = 256 << 10
@@ -248,20 +248,7 @@ def _unreachable(error: OSError, path: str, timeout_s: float) -> SidecarError:
             f"the daemon at {path} did not answer within {timeout_s:g} s",
             "it is stuck or stopped; read its log, then restart it: its trainers persist meanwhile",
         )
-    match error.errno:
-        case errno.ENOENT:
-            return SidecarError(f"there is no socket {path}", f"give the one that the daemon has, or {start_sidecar(path)}")
-        case errno.ECONNREFUSED if not Path(path).is_socket():
-            return SidecarError(f"{path} is not a socket", "give the daemon's socket, or remove this to start a daemon there")
-        case errno.ECONNREFUSED:
-            return SidecarError(f"nobody listens at {path} any more", f"the daemon has died; {start_sidecar(path)}")
-        case errno.EACCES | errno.EPERM:
-            return SidecarError(f"you may not open {path}", MAY_NOT_OPEN)
-        case errno.EAGAIN:
-            return SidecarError(f"the daemon at {path} takes no more connections for now", "it is busy or stuck; read its log")
-        case errno.ENOTSOCK | errno.ENOTDIR | errno.EPROTOTYPE:
-            return SidecarError(f"{path} is not the socket of a daemon: {error.strerror}")
-        case errno.ECONNRESET | errno.EPIPE:
-            return SidecarError(f"the daemon at {path} went away in the middle of its answer", "ask again when it is back")
-        case _:
-            return SidecarError(f"the daemon at {path} cannot be asked: {error.strerror or error}")
+    reason, advice = explained(error, "socket")
+    if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
+        advice = f"{advice}, or {start_sidecar(path)}"
+    return SidecarError(f"the daemon at {path} cannot be asked: {reason}", advice)

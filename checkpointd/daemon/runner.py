@@ -26,6 +26,7 @@ from checkpointd.daemon.service import Service
 from checkpointd.daemon.users import check_users
 from checkpointd.errors import SidecarError, StoreError, UsageError
 from checkpointd.store.opening import import_client
+from checkpointd.system_errors import in_words
 
 log = logging.getLogger("checkpointd")
 
@@ -62,7 +63,9 @@ def make_spool(directory: str) -> None:
     try:
         os.makedirs(directory, mode=0o711, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"the spool {directory} cannot be made: {error.strerror or error}") from error
+        raise UsageError(
+            f"the spool {directory} cannot be made: {in_words(error, 'spool', os.path.dirname(directory))}"
+        ) from error
 
 
 def _exit(seconds: float) -> None:
@@ -171,7 +174,7 @@ class Supervisor:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
                 out.sendto(state.encode(), name)
         except OSError as error:
-            log.warning("systemd cannot be told at %s: %s", address, error.strerror)
+            log.warning("systemd cannot be told at %s: %s", address, in_words(error, "file"))
 
     async def watch(self) -> None:
         """Feed the watchdog from the loop that does the work, so that systemd notices if the loop hangs."""

@@ -40,6 +40,7 @@ from checkpointd.store.posix.plain import can_show
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.posix.users import User, become, may_write
 from checkpointd.store.requests import Requests, requests_of
+from checkpointd.system_errors import explained, in_words
 
 log = logging.getLogger("checkpointd")
 
@@ -311,7 +312,7 @@ def _may_write_at(root: str, user: User | None) -> bool:
         except OSError as error:
             if user is None and error.errno in NO_ROOM:
                 return True  # no descriptor is free; the daemon's own user finds out at each write
-            raise StoreError(f"cannot find out who may write at {root}: {error.strerror or error}") from error
+            raise StoreError(f"cannot find out who may write at {root}: {in_words(error, 'read')}") from error
 
 
 def _owner_of(path: str) -> os.stat_result | None:
@@ -347,7 +348,9 @@ def _unfit(path: str) -> str | None:
     except FileNotFoundError:
         return f"it does not exist; make it as the user that trains: `{shlex.join(['mkdir', '-p', path])}`"
     except OSError as error:
-        return f"{user} cannot look at it ({error.strerror}): see that it is mounted, and that this user may reach it"
+        return (
+            f"{user} cannot look at it ({explained(error, 'read')[0]}): see that it is mounted, and that this user may reach it"
+        )
     if not is_directory:
         return "it is not a directory; give --root the directory in which the jobs' roots lie"
     owner = f"run the daemon as the user that trains, or give this one the right: `{shlex.join(['chmod', 'u+rwx', path])}`"

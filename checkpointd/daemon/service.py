@@ -40,6 +40,7 @@ from checkpointd.daemon.tiers.node_spool import NodeSpool
 from checkpointd.daemon.users import may_ask, warn_of_shut_out
 from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError, WireError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.system_errors import in_words
 
 log = logging.getLogger("checkpointd")
 
@@ -204,7 +205,7 @@ class Service:
                 full = error.errno in NO_ROOM
                 if full and loop.time() - said >= _SAY_AGAIN_S:
                     said = loop.time()
-                    log.error("no connection can be taken: %s; raise `ulimit -n`", error.strerror)
+                    log.error("no connection can be taken: %s", in_words(error, "listener"))
                 if not (full and self._drop_a_silent_one()):
                     await asyncio.sleep(PAUSE_S)
                 continue

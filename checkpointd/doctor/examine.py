@@ -18,7 +18,7 @@ from checkpointd.doctor.scratch import scratch
 from checkpointd.errors import CheckpointdError, UsageError
 from checkpointd.report.listing import listing
 from checkpointd.store import open_store
-from checkpointd.store.posix.failures import store_error
+from checkpointd.system_errors import explained
 
 TRIALS: tuple[tuple[str, Callable[[str], Finding]], ...] = (
     ("direct-io", trials.direct_io),
@@ -159,7 +159,6 @@ def _made(topic: Topic, check: str, trial: Callable[[], Finding]) -> Finding:
 
 def _failed(topic: Topic, check: str, error: OSError, root: str) -> Finding:
     """The finding for `error`, in the words that a save would use for the same error."""
-    _, _, words = str(store_error(error, doing="trying", key=check, url=root)).partition(" failed: ")
-    seen, _, fix = words.partition(": ")
+    seen, fix = explained(error, "root", root)
     where = f"{error.filename}: " if isinstance(error.filename, str) else ""
     return Finding(topic, check, "fail", f"{where}{seen}", fix or "look at the kernel log")

@@ -19,6 +19,7 @@ from typing import Final
 from checkpointd.doctor.finding import Finding, StateSize
 from checkpointd.memory_limit import memory_bytes
 from checkpointd.phrases import byte_size
+from checkpointd.system_errors import explained
 
 SLOTS: Final = 2
 WRITER_BYTES: Final = 256 << 20
@@ -39,7 +40,7 @@ def memfd() -> Finding:
     try:
         descriptor = os.memfd_create("checkpointd-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        return _finding("memfd", "fail", f"memfd_create is refused: {error.strerror}", _why_no_memfd())
+        return _no_memfd("memfd_create is refused", error)
     try:
         os.ftruncate(descriptor, size)
         with mmap.mmap(descriptor, size) as mapped:
@@ -51,15 +52,16 @@ def memfd() -> Finding:
             return _finding("memfd", "ok", "memfd_create works, and its seals hold")
         return _finding("memfd", "fail", "a sealed memfd could be shrunk", "use a real Linux kernel, 5.4 or newer")
     except OSError as error:
-        return _finding("memfd", "fail", f"a memfd cannot be sealed and mapped: {error.strerror}", _why_no_memfd())
+        return _no_memfd("a memfd cannot be sealed and mapped", error)
     finally:
         os.close(descriptor)
 
 
-def _why_no_memfd() -> str:
+def _no_memfd(seen: str, error: OSError) -> Finding:
+    reason, advice = explained(error, "snapshot")
     if _text("/proc/sys/vm/memfd_noexec") == "2":
-        return "set vm.memfd_noexec to 1 or 0"
-    return "let the container's seccomp profile allow memfd_create, fcntl and ftruncate"
+        advice = "set vm.memfd_noexec to 1 or 0"
+    return _finding("memfd", "fail", f"{seen}: {reason}", advice)
 
 
 def populate() -> Finding:

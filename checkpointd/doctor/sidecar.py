@@ -16,6 +16,7 @@ from checkpointd.daemon.status.model import DaemonStatus
 from checkpointd.doctor.finding import Finding, StateSize
 from checkpointd.errors import SidecarError
 from checkpointd.phrases import byte_size
+from checkpointd.system_errors import explained, in_words
 
 _finding = partial(Finding, "sidecar")
 
@@ -39,7 +40,7 @@ def socket_directory(path: str, sidecar_uid: int | None) -> Finding:
         found = os.stat(directory)
         fault = directory_fault(directory, trusted(sidecar_uid))
     except OSError as error:
-        return _finding("socket-directory", "fail", f"{directory}: {error.strerror}", start_sidecar(path))
+        return _finding("socket-directory", "fail", f"{directory}: {in_words(error, 'socket')}", start_sidecar(path))
     seen = f"{directory} has mode {stat.S_IMODE(found.st_mode):04o} and belongs to {user_name(found.st_uid)}"
     if fault:
         return _finding("socket-directory", "fail", seen, fault)
@@ -56,9 +57,8 @@ def socket_rights(path: str) -> Finding:
     except FileNotFoundError:
         return _finding("socket-rights", "fail", f"there is no {path}", start_sidecar(path))
     except OSError as error:
-        return _finding(
-            "socket-rights", "fail", f"{path}: {error.strerror}", f"let this user enter the directory; {MAY_NOT_OPEN}"
-        )
+        reason, advice = explained(error, "socket")
+        return _finding("socket-rights", "fail", f"{path}: {reason}", f"let this user enter the directory; {advice}")
     if not stat.S_ISSOCK(found.st_mode):
         return _finding("socket-rights", "fail", f"{path} is not a socket", "remove it, or give the daemon's own path")
     mode = stat.S_IMODE(found.st_mode)

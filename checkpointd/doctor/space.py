@@ -11,6 +11,7 @@ from typing import Final
 
 from checkpointd.doctor.finding import Finding, StateSize
 from checkpointd.phrases import byte_size
+from checkpointd.system_errors import explained
 
 INODES_PER_CHECKPOINT: Final = 16
 """Enough for a few ranks. A large job needs five files for each rank, and file systems of that size have enough inodes."""
@@ -95,15 +96,8 @@ def reservation(place: str, found: FreeSpace, state: StateSize | None, *, volati
             "this file system cannot reserve space",
             "a full disk is noticed only in the middle of a save; that save then fails, and nothing else does",
         )
-    reason = os.strerror(failed)
-    if failed == errno.EDQUOT:
-        return _finding("reservation", "fail", f"the quota refuses {byte_size(state.total_bytes)}: {reason}", "raise the quota")
-    if failed == errno.EFBIG:
-        advice = "raise `ulimit -f`, or use a file system that takes larger files"
-        return _finding("reservation", "fail", f"a file of {byte_size(state.total_bytes)} is refused: {reason}", advice)
-    return _finding(
-        "reservation",
-        "fail",
-        f"{byte_size(state.total_bytes)} cannot be reserved, although the file system reports that much as free: {reason}",
-        "look for a quota of this user, group or project",
-    )
+    reason, advice = explained(OSError(failed, os.strerror(failed)), "root", place)
+    seen = f"{byte_size(state.total_bytes)} cannot be reserved: {reason}"
+    if failed == errno.ENOSPC:  # although the file system reports that much as free
+        advice = "look for a quota of this user, group or project"
+    return _finding("reservation", "fail", seen, advice)

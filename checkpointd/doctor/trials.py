@@ -17,6 +17,7 @@ from typing import Final
 
 from checkpointd.doctor.finding import Finding
 from checkpointd.store.posix.failures import is_without_links
+from checkpointd.system_errors import NO_HARD_LINKS, explained
 
 DIRECT_BYTES: Final = 1 << 20
 REPLACEMENTS: Final = 64
@@ -24,7 +25,6 @@ SLOW_SYNC_S: Final = 0.25
 SKEW_S: Final = 2.0
 """A difference that is harmless: time stamps of file systems may be as coarse as this."""
 
-_NO_LINKS: Final = "use a root on a file system that has hard links, which make a commit atomic (ext4, XFS, NFS, Lustre, GPFS)"
 
 _finding = partial(Finding, "root")
 
@@ -69,13 +69,13 @@ def hard_links(place: str) -> Finding:
     except OSError as error:
         if not is_without_links(error):
             raise
-        return _finding("hard-links", "fail", f"hard links are refused: {error.strerror}", _NO_LINKS)
+        return _finding("hard-links", "fail", f"hard links are refused: {explained(error, 'link')[0]}", NO_HARD_LINKS)
     try:
         os.link(second, name)
     except FileExistsError:
         if _read(name) == b"first" and os.path.samefile(first, name):
             return _finding("hard-links", "ok", "a second link to the same name was refused")
-    return _finding("hard-links", "fail", "a second link replaced the first, or the link is a copy", _NO_LINKS)
+    return _finding("hard-links", "fail", "a second link replaced the first, or the link is a copy", NO_HARD_LINKS)
 
 
 def rename(place: str) -> Finding:
@@ -92,7 +92,7 @@ def rename(place: str) -> Finding:
                     torn.append("torn")
             except OSError as error:
                 if error.errno != errno.ESTALE:
-                    torn.append(error.strerror or "failed")
+                    torn.append(explained(error, "read")[0])
 
     reader = threading.Thread(target=watch, name="checkpointd-doctor")
     reader.start()
@@ -117,7 +117,7 @@ def sync_file(place: str) -> Finding:
         os.write(descriptor, bytes(4096))
         return _timed("fsync-file", "a file", lambda: os.fsync(descriptor))
     except OSError as error:
-        return _cannot_sync("fsync-file", "a file", error)
+        return _cannot_sync("fsync-file", "a file", *explained(error, "root"))
     finally:
         os.close(descriptor)
 
@@ -129,7 +129,7 @@ def sync_directory(place: str) -> Finding:
     try:
         return _timed("fsync-directory", "a directory", lambda: os.fsync(descriptor))
     except OSError as error:
-        return _cannot_sync("fsync-directory", "a directory", error)
+        return _cannot_sync("fsync-directory", "a directory", *explained(error, "directory"))
     finally:
         os.close(descriptor)
 
@@ -149,9 +149,9 @@ def _timed(check: str, what: str, sync: Callable[[], None]) -> Finding:
     return _finding(check, "ok", seen)
 
 
-def _cannot_sync(check: str, what: str, error: OSError) -> Finding:
-    advice = "nothing can be made durable here: see the kernel log, or use another file system"
-    return _finding(check, "fail", f"fsync of {what} failed: {error.strerror}", advice)
+def _cannot_sync(check: str, what: str, reason: str, advice: str) -> Finding:
+    advice = f"nothing can be made durable here: {advice or 'see the kernel log, or use another file system'}"
+    return _finding(check, "fail", f"fsync of {what} failed: {reason}", advice)
 
 
 def locks(place: str) -> Finding:
@@ -169,7 +169,7 @@ def locks(place: str) -> Finding:
         return _finding(
             "locks",
             "fail",
-            f"flock is refused: {error.strerror}",
+            f"flock is refused: {explained(error, 'root')[0]}",
             "mount with locking: NFS without `nolock`, Lustre with `-o flock`",
         )
     finally:

@@ -9,6 +9,7 @@ import msgspec
 
 from checkpointd.errors import NotFoundError, StoreError, UsageError
 from checkpointd.export.record import CONFIG, NAME
+from checkpointd.system_errors import in_words
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|distcp)(\.index\.json)?\Z", re.IGNORECASE)
 BYTES_MAX = 256 << 20
@@ -47,7 +48,7 @@ def read_beside(directory: str | os.PathLike[str] | None, dtype: str = "keep") -
     except FileNotFoundError as error:
         raise _missing(place) from error
     except OSError as error:
-        raise StoreError(f"the files in {place} cannot be read: {error.strerror or error}") from error
+        raise StoreError(f"the files in {place} cannot be read: {in_words(error, 'file')}") from error
     if CONFIG in found and dtype in _DTYPES:
         found[CONFIG] = _with_dtype(found[CONFIG], _DTYPES[dtype], os.path.join(place, CONFIG))
     return found

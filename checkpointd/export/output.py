@@ -27,6 +27,7 @@ import msgspec
 from checkpointd.bucket_urls import was_url
 from checkpointd.errors import FormatError, NotFoundError, StoreError, StoreFullError, UsageError
 from checkpointd.export.record import NAME, ExportRecord, decode, encode
+from checkpointd.system_errors import in_words
 from checkpointd.waits import to_the_end
 
 T = TypeVar("T")
@@ -36,7 +37,6 @@ DIRTY_BYTES_MAX = 64 << 20
 _EXPORTED = re.compile(
     r"(model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|__\d+_\d+\.distcp|\.metadata|checkpointd\.json)\Z"
 )
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_RESERVE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
 
 
@@ -285,18 +285,14 @@ def translated(doing: str, place: str, nbytes: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        number = error.errno or 0
-        what = f"{doing} {place} failed: [{errno.errorcode.get(number, number)}] {error.strerror or error}"
-        if number in _FULL:
-            needed = f" {nbytes} bytes are needed for this file:" if nbytes else ""
-            raise StoreFullError(
-                f"{what}:{needed} free some space or give a place on another file system; nothing was left"
-            ) from error
-        if number == errno.EEXIST:
+        if error.errno == errno.EEXIST:
             raise UsageError(
                 f"{place} appeared while it was being written and is not overwritten: give another place"
             ) from error
-        raise StoreError(f"{what}; nothing was left") from error
+        needed = f"; {nbytes} bytes are needed for this file" if nbytes else ""
+        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+        why = in_words(error, "export", os.path.dirname(place))
+        raise kind(f"{doing} {place} failed: {why}{needed}; nothing was left") from error
 
 
 def _is_empty_directory(path: str) -> bool:

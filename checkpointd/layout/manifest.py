@@ -116,16 +116,27 @@ class ErrorReport(_Object, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException, phase: str = "", message: str | None = None) -> ErrorReport:
-        """The report of `error`, with its own message or `message`. An error outside `errors.py` becomes a StagingError."""
-        code = error.code if isinstance(error, CheckpointdError) else StagingError.__name__
+        """The report of `error`, with its own message or `message`, and the nearest class of `errors.py`. Of an error that has
+        none, that is StagingError if the snapshot failed, else CheckpointdError.
+        """
+        unknown = StagingError if phase == "staging" else CheckpointdError
+        code = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in ERRORS), unknown.__name__)
         return cls(code=code, message=(str(error) or repr(error)) if message is None else message, phase=phase)
 
     def error(
         self, message: str | None = None, *, ranks: Sequence[int] = (), unknown: type[CheckpointdError] = CheckpointdError
     ) -> CheckpointdError:
-        """The reported error as an exception; of class `unknown` if this release does not have its class."""
+        """The reported error as an exception; of class `unknown` if this release does not have its class. `ranks`: those at
+        fault in a save that was aborted. The context of an error that is no AbortedError is then one, which tracebacks omit.
+        """
         kind, text = ERRORS.get(self.code, unknown), self.message if message is None else message
-        return kind(text, ranks=tuple(ranks)) if issubclass(kind, AbortedError) else kind(text)
+        if issubclass(kind, AbortedError):
+            return kind(text, ranks=tuple(ranks))
+        error = kind(text)
+        if ranks:
+            error.ranks = tuple(ranks)
+            error.__context__, error.__suppress_context__ = AbortedError(text, ranks=error.ranks), True
+        return error
 
 
 NO_REASON = ErrorReport(code=AbortedError.__name__, message="no reason was recorded")

@@ -18,6 +18,8 @@ Invariants
       announcement for some time.
   ATTEMPT-9  With a spool, the snapshot is free and the phase `spooled` is reported as soon as the shard is durable in it
       (SPOOL-1 in `spool/shards.py`). From then on, and after its vote, a rank waits as long as the spool's time-out says.
+  ATTEMPT-10  Without a spool, a rank does not wait for the storage when no wait can help (`system_errors.lasts`), as on a full
+      disk. It puts the abort at once, in place of the ballast if need be. If that is refused, too, its save ends there.
 """
 
 from __future__ import annotations
@@ -32,18 +34,17 @@ from functools import partial
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import FINAL, IN_SPOOL, Event, Phase, step
-from checkpointd.errors import CheckpointdError, FencedError, NotFoundError, SkippedError, StoreError, StoreFullError
+from checkpointd.errors import CheckpointdError, FencedError, SkippedError, StoreError, StoreFullError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import OUTCOME
 from checkpointd.layout.manifest import ErrorReport, Outcome
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_error
 from checkpointd.pipeline.awaited import Awaited, stirred
 from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
-from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome
+from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome, seen_outcome
 from checkpointd.pipeline.pauses import pauses, spooled_pause_s
 from checkpointd.pipeline.read.readback import checkpoint_of
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, epochs, reserve
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.side import SpoolHooks, SpoolSide
@@ -53,16 +54,16 @@ from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import persist
 from checkpointd.pipeline.write.vote import (
     VoteUncertain,
-    check_own_part,
     check_own_vote,
     drop_shard,
     drop_unfinished,
     drop_unless_named,
     is_own,
+    tried,
     vote_no,
 )
 from checkpointd.pipeline.writer_state import WriterState as WriterState
-from checkpointd.store.base import Store
+from checkpointd.system_errors import lasts
 
 log = logging.getLogger("checkpointd")
 
@@ -143,8 +144,10 @@ class Attempt:
 
     def give_up(self, why: str) -> None:
         """End this attempt as if its deadline had passed, for the reason `why`. Call it on the writer's thread."""
-        self._given_up = decisions.abort("AbortedError", why)
-        self._deadline = asyncio.get_running_loop().time()
+        self._end_now(decisions.abort("AbortedError", why))
+
+    def _end_now(self, decision: Decision) -> None:
+        self._given_up, self._deadline = decision, asyncio.get_running_loop().time()
 
     async def run(self, staged: Awaitable[Shard]) -> None:
         """Persist the shard that `staged` gives, vote, and follow the attempt to its outcome.
@@ -200,11 +203,12 @@ class Attempt:
         await work
         await self._state.own_plans.decided(self._store, self.info.prefix)
         if outcome.outcome == "abort":
-            await self._drop(drop_shard)
+            await tried(drop_shard, self._store, self.info)
             if self.info.rank == COORDINATOR:
-                await self._drop(drop_unfinished)
+                await tried(drop_unfinished, self._store, self.info)
+                await reserve.take_aboard(self._store)
         elif self.info.may_be_taken_over and not self._own_vote_stands:
-            await self._drop(drop_unless_named)
+            await tried(drop_unless_named, self._store, self.info)
         if self.spool is not None:
             await self.spool.ended(committed=outcome.outcome == "commit")
 
@@ -379,7 +383,7 @@ class Attempt:
                 return False
             log.error("%s: rank %d cannot store its no: %s; it tries to store the abort", self.info.prefix, self.info.rank, why)
             refused = await self._put_abort(report)
-            if not self.info.may_be_taken_over or is_out_of_reach(refused):
+            if not self.info.may_be_taken_over or is_out_of_reach(refused) or (self.spool is None and lasts(refused)):
                 # Without this rank's yes there can be no commit, so its save has failed even if no other rank hears of it.
                 self._hopeless = refused
         return True
@@ -388,13 +392,14 @@ class Attempt:
         """From here on, this writer puts neither a vote nor an outcome (ANNOUNCE-1). It reports the outcome if it sees one."""
         self._late = error
         self.own_error = self._hopeless = StoreError(str(error))
-        await self._drop(drop_shard)
+        await tried(drop_shard, self._store, self.info)
 
     async def _doubt(self, error: VoteUncertain) -> None:
         """The yes vote may exist or not, so nothing may be removed before there is an outcome."""
         self.own_error = error.__cause__
         self._fire(Event.VOTE_UNCERTAIN)
-        self._doubted = Decision(ErrorReport.of(error, str(Phase.PERSISTING)), (self.info.rank,))
+        report = ErrorReport.of(error.__cause__ or error, str(Phase.PERSISTING), str(error))
+        self._doubted = Decision(report, (self.info.rank,))
 
     async def _put_abort(self, report: ErrorReport) -> Exception | None:
         """Put the abort for this rank's error unless there is an outcome. Returns the error that prevented it."""
@@ -463,23 +468,23 @@ class Attempt:
                 return await self._coordinate()
             return await self._seen()
         except CheckpointdError as error:
-            # The storage may come back before the deadline, so the attempt goes on waiting.
             if (cause := str(error)) != self._unseen:  # else the look before has logged it
                 log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
             self._unseen = cause
-            if no is not None and self.info.world_size == 1:
+            if lasts(error) and self.spool is None and (self._no is None or self.info.world_size == 1):
+                self._end_in_vain(error)
+            elif no is not None and self.info.world_size == 1:
                 self._hopeless = error
-            return None
+            return None  # the storage may come back before the deadline
+
+    def _end_in_vain(self, error: CheckpointdError) -> None:
+        """`error` keeps this rank from seeing or putting the outcome, and no wait can help (ATTEMPT-10)."""
+        self.own_error = self.own_error or error
+        report = ErrorReport.of(error, str(self.phase), decisions.shortened(str(error)))
+        self._end_now(decisions.refused({self.info.rank: report}))
 
     async def _seen(self) -> Outcome | None:
-        try:
-            outcome = await catalog.read_outcome(self._store, self.info.tag, self.info.attempt)
-        except NotFoundError:
-            return None
-        await self._store.settle(self.info.key(OUTCOME))
-        if outcome.outcome == "commit" and self._own_vote_stands:
-            await check_own_part(self._store, self.info)
-        return outcome
+        return await seen_outcome(self._store, self.info, voted=self._own_vote_stands)
 
     async def _coordinate(self) -> Outcome | None:
         outcome = await self._seen()
@@ -520,7 +525,7 @@ class Attempt:
             try:
                 return await answered(self._abort_late(), ANSWER_S)
             except CheckpointdError as error:
-                if tries == GIVE_UP_TRIES:
+                if tries == GIVE_UP_TRIES or lasts(error):
                     raise
                 log.warning("%s: the abort cannot be put: %s; trying again", self.info.prefix, error)
                 await asyncio.sleep(self._state.commit.poll_max_s * tries)
@@ -563,8 +568,7 @@ class Attempt:
                     log.warning("%s: %s", self.info.prefix, decisions.no_progress_words(outcome.step))
             self._fire(Event.SAW_COMMIT)
             return
-        self.error = error_of(self.info, outcome)
-        self.error.__cause__ = self.own_error
+        self.error = error_of(self.info, outcome, self.own_error)
         self._fire(Event.SAW_ABORT)
 
     def _lost(self, error: Exception) -> None:
@@ -572,13 +576,6 @@ class Attempt:
             log.error("%s: unforeseen, please report it", self.info.prefix, exc_info=error)
         self.error = lost_error(self.info, self.own_error, error)
         self._fire(Event.OUTCOME_LOST)
-
-    async def _drop(self, drop: Callable[[Store, AttemptInfo], Awaitable[None]]) -> None:
-        """Remove this writer's unused objects. The coordinator may have tidied up before a late writer wrote them."""
-        try:
-            await drop(self._store, self.info)
-        except Exception as error:  # ATTEMPT-1
-            log.warning("%s: leftovers could not be removed: %s; the next start tries again", self.info.prefix, error)
 
     def _fire(self, event: Event) -> None:
         if self.phase not in FINAL and (phase := step(self.phase, event)) is not self.phase:

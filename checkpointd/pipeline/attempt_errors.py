@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from checkpointd.errors import AbortedError, CheckpointdError, FencedError, LinkError, RootGoneError, StoreError
-from checkpointd.layout.manifest import NO_REASON, Outcome
+from checkpointd.errors import AbortedError, CheckpointdError, LinkError, RootGoneError
+from checkpointd.layout.manifest import NO_REASON, ErrorReport, Outcome
 from checkpointd.pipeline.shard import AttemptInfo
 
 
-def error_of(info: AttemptInfo, outcome: Outcome) -> CheckpointdError:
-    """The error to raise for an abort: of the reported class if that is an AbortedError or a FencedError, else AbortedError."""
+def error_of(info: AttemptInfo, outcome: Outcome, own: BaseException | None) -> CheckpointdError:
+    """The error to raise for an abort, of the class that the failed rank had; `own`, this rank's failure, is in its context."""
     report = outcome.error or NO_REASON
     message = f"{info.tag} (attempt {info.attempt}) was not committed: {report.message}"
-    error = report.error(message, ranks=outcome.ranks)
-    return error if isinstance(error, AbortedError | FencedError) else AbortedError(message, ranks=tuple(outcome.ranks))
+    error = report.error(message, ranks=outcome.ranks, unknown=AbortedError)
+    (error.__context__ or error).__context__, error.__suppress_context__ = own, True
+    return error
 
 
 def is_out_of_reach(error: BaseException | None) -> bool:
@@ -29,6 +30,6 @@ def lost_error(info: AttemptInfo, own: BaseException | None, error: Exception) -
         message = f"{info.prefix} failed: {own}; the failure could not be stored{audience} ({error})"
     else:
         message = f"{info.prefix}: no outcome can be read or put ({error}); it is in doubt until the next start decides it"
-    lost = (type(own) if isinstance(own, FencedError | LinkError | RootGoneError) else StoreError)(message)
-    lost.__cause__ = own or error
+    lost = ErrorReport.of(own or error).error(message)
+    lost.__context__, lost.__suppress_context__ = own or error, True
     return lost

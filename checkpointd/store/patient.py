@@ -4,7 +4,8 @@ Readers follow names, from an outcome to its votes, indexes and chunks, so every
 server that is failing over, a process out of descriptors, or a client with a stale directory entry must not look like damage.
 
 Invariants
-  PATIENT-1  An UnreadableError never becomes another error. It is raised when reads have failed for `retry_s`.
+  PATIENT-1  An UnreadableError never becomes another error. It is raised when reads have failed for `retry_s`, and at once if
+      waiting cannot help, as with a missing permission.
   PATIENT-2  NotFoundError is raised only after LOOKS_MIN looks in a row, the first and the last at least `absence_s` apart,
       that found neither the object nor its name in a listing taken afterwards. A look that finds the name, or that fails,
       starts the count again.
@@ -23,6 +24,7 @@ from typing import Final, NoReturn, Self, TypeVar
 from checkpointd.errors import CheckpointdError, NotFoundError, UnreadableError
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
 from checkpointd.store.passing import PassingStore
+from checkpointd.system_errors import lasts
 
 T = TypeVar("T")
 
@@ -89,7 +91,11 @@ class RepeatedLooks:
             self._patience.ended_failing()
 
     async def unreadable(self, error: UnreadableError) -> None:
-        """Wait until the next look is due. If no time is left, raise `error` and say how long it was tried (PATIENT-1)."""
+        """Wait until the next look is due. If no time is left, raise `error` and say how long it was tried. If waiting cannot
+        help, raise it at once (PATIENT-1).
+        """
+        if lasts(error):
+            raise error
         self._agreed = 0
         self._patience.last_failure = error
         self._note()

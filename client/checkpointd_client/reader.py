@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from checkpointd.errors import (
     MismatchError,
     NotFoundError,
     PartlyLoadedError,
+    UnreadableError,
     UsageError,
 )
 from checkpointd.export.selection import select_all
@@ -41,6 +43,7 @@ from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store import open_store
+from checkpointd.system_errors import in_words
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.lifetime import check_no_tag
@@ -125,10 +128,7 @@ class OpenCheckpoint:
         self._classes = TensorClasses.of(tensor_classes)
         self._store = open_store(root, read_only=True)
         if directory_of(self._store.url) is not None:
-            if not os.path.isdir(self._store.url):
-                other = of_others(self._store.url)
-                advice = "give the root that the job was given" if other is None else other
-                raise NotFoundError(f"there is no directory {self._store.url}: {advice}")
+            _check_directory(self._store.url)
             check_no_tag(self._store.url)
         self._config = LoadConfig(retry_s=timeout_s, absence_s=absence_s, pinned_bytes=pinned_bytes)
         parsed = None if attempt is None else _parsed(attempt)
@@ -430,6 +430,19 @@ class OpenCheckpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _check_directory(root: str) -> None:
+    """NotFoundError if `root` is no directory; UnreadableError if this user may not look."""
+    try:
+        if stat.S_ISDIR(os.stat(root).st_mode):
+            return
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UnreadableError(f"opening {root} failed: {in_words(error, 'read')}") from error
+    other = of_others(root)
+    raise NotFoundError(f"there is no directory {root}: {other or 'give the root that the job was given'}")
 
 
 def _names(only: object) -> tuple[str, ...]:

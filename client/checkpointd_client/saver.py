@@ -375,7 +375,7 @@ class Saver:
         """
         told = error
         if not isinstance(error, CheckpointdError):
-            told = StagingError(f"the snapshot of {job.info.tag} failed: {error!r}")
+            told = StagingError(f"the snapshot of {job.info.tag} failed: {type(error).__name__}: {error}")
             told.__cause__ = error
         refused: Future[Shard] = Future()  # that of the job may have the snapshot already
         refused.set_exception(told)

@@ -25,7 +25,6 @@ from deepspeed.runtime import engine as deepspeed_engine
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from checkpointd.errors import (
-    AbortedError,
     CheckpointdError,
     DamagedError,
     DeadlineError,
@@ -173,7 +172,7 @@ class Rank(Findings):
             path, _ = engine.load_checkpoint(str(root / "tags"))  # while the other rank has not heard yet that the save failed
             self.check(path is not None, "nothing is loaded right after a save that failed")
             if is_other:
-                with self.raises(AbortedError, "no luck", "unpicklable"):
+                with self.raises(StateError, "no luck", "unpicklable"):
                     handle.wait(LIMIT_S)
         self.check(not (root / "unlucky").exists() and not (root / "latest").exists(), "something of the aborted save is there")
 
@@ -354,7 +353,7 @@ def failing(_: Checkpointer) -> list[Any]:
 @contextmanager
 def detaching(plug: Adapter) -> Iterator[Adapter]:
     yield plug
-    with suppress(AbortedError):  # one of those that had to
+    with suppress(CheckpointdError):  # one of those that had to
         plug.close()
     plug.detach()
 

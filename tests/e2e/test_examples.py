@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from checkpointd.bucket_urls import parse
+from checkpointd_client import Checkpointer
 from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED
 from tests.faults.daemons import Daemon
 
@@ -87,6 +89,23 @@ def test_the_deepspeed_example_goes_on_at_another_stage(tmp_path: Path) -> None:
     second = run("deepspeed_zero.py", "--save_dir", tmp_path, "--stage", 1, "--steps", 20, ranks=1)
     assert "1 ranks, stage 1: starting at step 10" in second
     assert losses(second)[19] < losses(first)[4] / 2  # it goes on to learn
+
+
+def test_every_checkpoint_is_evaluated_or_named(tmp_path: Path) -> None:
+    """Those that came between two looks as well. One was removed by retention, and one is damaged."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+    with Checkpointer(tmp_path, retention=3) as ckpt:
+        for step in range(4):
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)
+            ckpt.save(step, {"model": model}, metrics={"loss": step}, tag=f"s{step}").wait()
+    assert not list(tmp_path.glob("s0/*/*.chunks"))
+    next(tmp_path.glob("s2/*/*.chunks")).write_bytes(b"damage")
+    printed = run("evaluate.py", "--root", tmp_path, "--until", 3).splitlines()
+    assert [line.split()[1] for line in printed] == ["0", "1", "2", "3"]
+    assert [" loss " in line for line in printed] == [False, True, False, True]
+    assert "skipped: retention" in printed[0]
+    assert "skipped: " in printed[2]
 
 
 CLOSED = "00:00-00:01"

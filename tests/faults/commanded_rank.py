@@ -109,9 +109,9 @@ class Rank:
         try:
             handle.wait(until=until)  # type: ignore[arg-type]  # the tests name a phase
         except CheckpointdError as error:
-            ranks = error.ranks if isinstance(error, AbortedError) else ()
-            cause = str(error.__cause__) if error.__cause__ else ""
-            return {"phase": handle.phase, "code": error.code, "message": str(error), "ranks": ranks, "cause": cause}
+            why = error.__context__.__context__ if isinstance(error.__context__, AbortedError) else error.__context__
+            cause = str(why) if why else ""
+            return {"phase": handle.phase, "code": error.code, "message": str(error), "ranks": error.ranks, "cause": cause}
         return {"phase": handle.phase}
 
     def load(self, **options: Any) -> dict[str, object] | None:

@@ -67,7 +67,7 @@ class Rank:
         try:
             handle.wait(until, timeout=60.0)
         except CheckpointdError as error:
-            return [handle.phase, f"{error} {error.__cause__ or ''}"]
+            return [handle.phase, f"{error}"]
         return [until, ""]
 
     def load(self, root: str) -> list[Any]:

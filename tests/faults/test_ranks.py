@@ -190,9 +190,9 @@ def test_a_state_that_one_rank_cannot_store_aborts_all_at_once(pair: Job, root: 
 
 
 def alike_but_for_the_phase(ends: list[End], *, at_fault: int) -> str:
-    """The message that all ranks got; the one at fault knows its own error as well."""
+    """The message that all ranks got, in an error of one class; the one at fault knows its own error as well."""
     assert [end.phase for end in ends] == ["failed" if rank == at_fault else "aborted" for rank in range(len(ends))], ends
-    assert {end.code for end in ends} == {"AbortedError"}
+    assert len({end.code for end in ends} - {"AbortedError"}) == 1
     assert len({end.message for end in ends}) == 1, ends
     assert ends[at_fault].cause
     return ends[0].message

@@ -147,7 +147,7 @@ def test_a_snapshot_whose_copy_was_cut_off_is_never_persisted(tmp_path: Path, da
         job.ranks[0].do("end", step=2, until="prepared")
         job.ranks[1].kill()
         end = job.ranks[0].end(2)
-        assert (end.phase, end.code, end.ranks) == ("aborted", "AbortedError", [1])
+        assert (end.phase, end.code, end.ranks) == ("aborted", "StagingError", [1])
         assert "ended while its snapshot was being taken" in end.message
     assert _latest(root) == "global_step1"
     wait_until(lambda: not list(root.glob("global_step2/*/*.chunks")), "the chunks of global_step2 go")

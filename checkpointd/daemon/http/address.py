@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.protocol.listener import Door, door_at
 from checkpointd.errors import SidecarError, UsageError
+from checkpointd.system_errors import in_words
 
 BACKLOG = 64
 _Place = tuple[socket.AddressFamily, tuple[str, int]]
@@ -47,9 +48,7 @@ async def _resolved(host: str, port: int, *, public: bool) -> _Place:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError as error:
-        raise UsageError(
-            f"http is {host}:{port}, and {host!r} is not a host that this machine knows: {error.strerror}"
-        ) from error
+        raise UsageError(f"http is {host}:{port}, and {host!r} is not a host that this machine knows: {error}") from error
     outside = [str(place[0]) for *_, place in found if not _is_loopback(str(place[0]))]
     if outside and not public:
         raise UsageError(
@@ -70,7 +69,9 @@ def _bound(place: _Place, address: str) -> Iterator[socket.socket]:
             listener.bind(where)
             listener.listen(BACKLOG)
         except OSError as error:
-            raise SidecarError(f"cannot serve HTTP at {address}: {error.strerror}; choose another port with --http") from error
+            raise SidecarError(
+                f"cannot serve HTTP at {address}: {in_words(error, 'listener')}, or another port with --http"
+            ) from error
         listener.setblocking(False)
         yield listener
 

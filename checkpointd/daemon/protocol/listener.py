@@ -22,6 +22,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 from checkpointd.daemon.protocol.peers import directory_fault, trusted
 from checkpointd.errors import CheckpointdError, SidecarError, UsageError
+from checkpointd.system_errors import in_words
 
 log = logging.getLogger("checkpointd")
 
@@ -140,7 +141,7 @@ def _listening(path: str, group: str | None) -> socket.socket:
         try:
             listener.bind(path)
         except OSError as error:
-            raise SidecarError(f"cannot listen at {path}: {error.strerror or error}") from error
+            raise SidecarError(f"cannot listen at {path}: {in_words(error, 'listener')}") from error
         finally:
             os.umask(before)
         try:
@@ -167,7 +168,7 @@ def make_directory(directory: str, group: str | None) -> None:
         return
     except OSError as error:
         raise UsageError(
-            f"the socket's directory {directory} cannot be made: {error.strerror}; make it, or choose another"
+            f"the socket's directory {directory} cannot be made: {in_words(error, 'listener')}; make it, or choose another"
         ) from error
     if group is not None:
         try:
@@ -212,7 +213,9 @@ def _locked(lock: str, path: str) -> int:
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise UsageError(f"cannot open {lock}: {error.strerror}; choose a socket in a directory of your own") from error
+        raise UsageError(
+            f"cannot open {lock}: {in_words(error, 'listener')}; choose a socket in a directory of your own"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError
 from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.indexes import Index, Plan
 from checkpointd.layout.joint_plan import StoredJointPlan, joint_plan, joint_plan_ref
@@ -41,12 +41,13 @@ from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VOTE_BYTES_MAX, Outcom
 from checkpointd.layout.plan import Doubled, NumberedPlan, TensorNumbers, compared
 from checkpointd.layout.save_timings import Cost
 from checkpointd.pipeline.read.duplicate_boxes import unequal
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import catalog, reserve
 from checkpointd.pipeline.root.ballots import put_for_commit
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.plans import read_plans
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside, uncollected
+from checkpointd.pipeline.write.vote import check_own_part
 from checkpointd.store.base import Entry, Store
 
 RECOVERY = -1
@@ -208,6 +209,20 @@ async def unequal_boxes(store: Store, votes: Mapping[int, Vote], doubled: tuple[
     return unshared(fault) if fault else None
 
 
+async def seen_outcome(store: Store, info: AttemptInfo, *, voted: bool) -> Outcome | None:
+    """The outcome of the attempt, made durable; None if there is none. `voted`: whether this writer's own vote stands: then
+    StoreError if the attempt was forgotten before this commit (COMMIT-5).
+    """
+    try:
+        outcome = await catalog.read_outcome(store, info.tag, info.attempt)
+    except NotFoundError:
+        return None
+    await store.settle(info.key(OUTCOME))
+    if outcome.outcome == "commit" and voted:
+        await check_own_part(store, info)
+    return outcome
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """An outcome that is not put yet. A commit has the bytes of its ballot, those of its joint plan if it has one, and the name
@@ -221,10 +236,20 @@ class Draft:
 
 
 async def put_outcome(store: Store, draft: Draft) -> Outcome:
-    """Put the outcome of `draft` if the attempt has none. Returns the outcome that counts, which is durable. Raises StoreError
-    if the attempt has been forgotten meanwhile.
+    """Put the outcome of `draft` if the attempt has none. An abort takes the place of the ballast if there is no other room.
+    Returns the outcome that counts, which is durable. Raises StoreError if the attempt has been forgotten meanwhile.
     """
     outcome = draft.outcome
+    try:
+        return await _put_outcome(store, draft, outcome)
+    except StoreFullError:
+        if outcome.outcome == "commit":
+            raise
+    await reserve.drop(store)
+    return await _put_outcome(store, draft, outcome)
+
+
+async def _put_outcome(store: Store, draft: Draft, outcome: Outcome) -> Outcome:
     if outcome.outcome == "commit":
         named = {BALLOT: draft.ballot, JOINT_PLAN: draft.plan}
         puts = (put_for_commit(store, outcome.prefix, name, data) for name, data in named.items() if data)

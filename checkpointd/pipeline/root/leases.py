@@ -38,6 +38,7 @@ from checkpointd.pipeline.workers import answered
 from checkpointd.store.base import Store, each
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.store.writers import Life, is_this_process, life_of, new_writer
+from checkpointd.system_errors import lasts
 
 log = logging.getLogger("checkpointd")
 
@@ -269,7 +270,7 @@ def _understood(data: bytes | None, key: str) -> Lease | None:
 
 async def _seen_alive(watch: Watch, about: str) -> Lease | None:
     """The lease of `watch`, which was looked at once, if its holder renews it. Takes at most the lease's length (LEASE-4).
-    Raises StoreError if it can be read no more by then, since the holder may renew it all the same.
+    Raises StoreError if it can be read no more by then, or if no wait can help, since the holder may renew it all the same.
     """
     if watch.has_ended():
         return None
@@ -282,7 +283,7 @@ async def _seen_alive(watch: Watch, about: str) -> Lease | None:
             if await watch.look():
                 return watch.lease
         except StoreError as error:
-            if loop.time() >= until:
+            if lasts(error) or loop.time() >= until:
                 raise
             log.warning("%s cannot be looked at: %s; trying again", watch.key, error)
             continue

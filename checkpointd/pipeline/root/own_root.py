@@ -19,7 +19,7 @@ from checkpointd.pipeline.workers import answered
 from checkpointd.store.base import Store
 from checkpointd.store.identity import Identity, forget_synced, identity_of
 from checkpointd.store.patient import Patience, PatientStore
-from checkpointd.store.posix.failures import is_forbidden
+from checkpointd.system_errors import lasts
 
 log = logging.getLogger("checkpointd")
 
@@ -72,7 +72,7 @@ class OwnRoot:
         except _Elsewhere as error:
             raise RootGoneError(str(error)) from error
         except StoreError as error:
-            if isinstance(error, LinkError) or is_forbidden(error):
+            if isinstance(error, LinkError) or lasts(error):
                 raise
             return error
         return None

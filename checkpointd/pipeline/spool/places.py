@@ -20,6 +20,7 @@ from checkpointd.layout.manifest import digest
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.posix.users import User, groups_of
+from checkpointd.system_errors import in_words
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
@@ -97,7 +98,9 @@ class DiskPlace:
             os.makedirs(self.directory, mode=0o711, exist_ok=True)
             found = os.stat(self.directory)
         except OSError as error:
-            raise UsageError(f"the spool {self.directory} cannot be made: {error.strerror or error}") from error
+            raise UsageError(
+                f"the spool {self.directory} cannot be made: {in_words(error, 'spool', os.path.dirname(self.directory))}"
+            ) from error
         if not stat.S_ISDIR(found.st_mode) or not os.access(self.directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
             raise UsageError(f"the spool {self.directory} must be a directory in which this user may write")
 
@@ -108,7 +111,7 @@ class DiskPlace:
             if user is not None and os.stat(path).st_uid != user.uid:
                 os.chown(path, user.uid, user.gid)
         except OSError as error:
-            raise StoreError(f"the spool {path} cannot be made: {error.strerror or error}") from error
+            raise StoreError(f"the spool {path} cannot be made: {in_words(error, 'spool', self.directory)}") from error
         return PosixStore(path, anchor=self.directory, user=user)
 
     async def names(self) -> list[str]:
@@ -146,7 +149,9 @@ class DiskPlace:
         try:
             return await asyncio.get_running_loop().run_in_executor(None, call)
         except OSError as error:
-            raise StoreError(f"the spool {self.directory} cannot be used: {error.strerror or error}") from error
+            raise StoreError(
+                f"the spool {self.directory} cannot be used: {in_words(error, 'spool', self.directory)}"
+            ) from error
 
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
@@ -207,15 +212,14 @@ def hold(directory: str, *, alone: bool) -> FileClaim:
     try:
         claim = FileClaim(os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        raise UsageError(f"the spool {directory} cannot be used: its lock: {error.strerror or error}") from error
+        raise UsageError(f"the spool {directory} cannot be used: its lock: {in_words(error, 'spool', directory)}") from error
     try:
         fcntl.flock(claim.descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError as error:
         claim.release()
         if error.errno not in _TAKEN:
             raise UsageError(
-                f"the spool {directory} cannot be locked: {error.strerror or error}. Its file system must have locks (flock), "
-                "as a disk of the node itself has"
+                f"the spool {directory} cannot be locked: {in_words(error, 'spool')}. A disk of the node itself has locks"
             ) from error
         whose = "another daemon, or trainers without a sidecar," if alone else "a sidecar"
         raise UsageError(f"{whose} uses the spool {directory}: give each a directory of its own") from error

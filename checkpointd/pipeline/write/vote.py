@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,6 +208,16 @@ async def drop_unfinished(store: Store, info: AttemptInfo) -> None:
     plain = plain_files_of(store)
     if info.unfinished and plain is not None:
         await plain.unfinished.discard(info.unfinished)
+
+
+async def tried(drop: Callable[[Store, AttemptInfo], Awaitable[None]], store: Store, info: AttemptInfo) -> None:
+    """Remove this writer's unused objects by `drop`, as far as possible: the coordinator may have tidied up before this writer
+    wrote them.
+    """
+    try:
+        await drop(store, info)
+    except Exception as error:  # ATTEMPT-1
+        log.warning("%s: leftovers could not be removed: %s; the next start tries again", info.prefix, error)
 
 
 async def drop_unless_named(store: Store, info: AttemptInfo) -> None:

@@ -65,8 +65,8 @@ def store_error(doing: str, key: str, url: str, error: BaseException, *, reads: 
     if _TOKEN.search(str(error)):
         advice = credentials_for(parse(url).scheme)
     words = f"{doing} {key!r} in {url} failed: {reason}" + (f": {advice}" if advice else "")
-    if is_forbidden(error) and error.__cause__ is None:
-        error.__cause__ = PermissionError(reason)  # as at a file system: callers of any store look for it
+    if error.__cause__ is None and (is_forbidden(error) or _is_without_bucket(error)):
+        error.__cause__ = PermissionError(reason)  # as at a file system: by this, `lasts` knows that no wait helps
     return UnreadableError(words) if reads else StoreError(words)
 
 
@@ -76,7 +76,11 @@ def missing(key: str, url: str) -> NotFoundError:
 
 def is_missing(error: BaseException) -> bool:
     """Whether `error` says that the object, and not the bucket, is missing."""
-    return isinstance(error, FileNotFoundError) and not any(one in str(error) for one in _NO_BUCKET)
+    return isinstance(error, FileNotFoundError) and not _is_without_bucket(error)
+
+
+def _is_without_bucket(error: BaseException) -> bool:
+    return any(one in str(error) for one in _NO_BUCKET)
 
 
 def is_answer(error: BaseException) -> bool:
@@ -122,7 +126,7 @@ def reason_of(error: BaseException) -> tuple[str, str]:
     if found := _PROVIDER.search(text):
         return found[1], ""
     status, code, message = (found[1] if (found := one.search(text)) else "" for one in (_STATUS, _CODE, _MESSAGE))
-    if not code and any(one in text for one in _NO_BUCKET):
+    if not code and _is_without_bucket(error):
         code = "NoSuchBucket"
     server = found[1] if (found := _SERVER.search(text)) else "the server"
     if _TOKEN.search(text):

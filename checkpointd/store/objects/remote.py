@@ -45,6 +45,7 @@ from checkpointd.store.objects.paths import name_of, path_of
 from checkpointd.store.objects.unfinished import S3Uploads
 from checkpointd.store.requests import Requests
 from checkpointd.store.uploads import UnfinishedUpload
+from checkpointd.system_errors import NeverReached
 from checkpointd.waits import FIRST_REPORT_S
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ PARTS_AT_ONCE: Final = 8
 """How many parts of one upload are under way."""
 QUIET_S: Final = 60.0
 """The least time between two words about a server that does not answer."""
+FIRST_RETRY_S: Final = 4.0
+"""How long a request is repeated, unless the URL has `retry_s`, while the server has never answered this process."""
 PAUSE_S: Final = 0.2
 """The pause before a request is repeated that met another one for the same object, or got no answer."""
 PAGE: Final = 1000
@@ -88,8 +91,11 @@ class RemoteBucket(Bucket):
 
     def __init__(self, location: BucketUrl) -> None:
         self._location = location
+        self._trying = location if "retry_s" in location.options else location.trying_for(FIRST_RETRY_S)
+        """The same, as long as the server has never answered: a wrong address is not tried for `retry_s`."""
+        self._was_reached = False
         try:
-            self._client = _client(location)
+            self._client = _client(self._trying)
         except FAILURES as error:
             reason, advice = reason_of(error)
             raise UsageError(f"{location.url} cannot be used: {reason}; {advice or 'see docs/OBJECT_STORES.md'}") from error
@@ -130,7 +136,7 @@ class RemoteBucket(Bucket):
         lost: type[BaseException] | tuple[type[BaseException], ...],
     ) -> bool:
         self._requests.puts += 1
-        until, path = asyncio.get_running_loop().time() + self._location.retry_s, self._path(key)
+        until, path = asyncio.get_running_loop().time() + self._trying.retry_s, self._path(key)
         while True:
             try:
                 async with self._free:
@@ -159,7 +165,7 @@ class RemoteBucket(Bucket):
         now = asyncio.get_running_loop().time()
         if now >= until:
             raise store_error(doing, key, self.url, error, reads=False) from error
-        if not is_answer(error) and now >= until - self._location.retry_s + FIRST_REPORT_S:
+        if not is_answer(error) and now >= until - self._trying.retry_s + FIRST_REPORT_S:
             self._say_silent()
         await asyncio.sleep(random.uniform(0.5, 1.5) * PAUSE_S)
 
@@ -256,10 +262,23 @@ class RemoteBucket(Bucket):
         """The answer to a request that is short, so that a long wait for it deserves a word."""
         reminder = asyncio.get_running_loop().call_later(FIRST_REPORT_S, self._say_silent)
         try:
-            return await _answer(request)
+            answer = await _answer(request)
+        except FAILURES as error:
+            if is_answer(error) or isinstance(error, FileNotFoundError | exceptions.AlreadyExistsError):
+                self._is_reached()
+            elif not self._was_reached:
+                error.__cause__ = error.__cause__ or NeverReached(str(error))
+            raise
         finally:
             reminder.cancel()
             del request  # as below
+        self._is_reached()
+        return answer
+
+    def _is_reached(self) -> None:
+        self._was_reached = True
+        if self._trying is not self._location:
+            self._trying, self._client = self._location, _client(self._location)
 
     def _say_silent(self) -> None:
         """One word for all requests that wait, and one a minute while the server is away."""
@@ -268,7 +287,7 @@ class RemoteBucket(Bucket):
             self._quiet_until = now + QUIET_S
             waits.log.warning(
                 "%s has not answered for %.0f s; a request is repeated for %g s (the option retry_s)",
-                *(self._location.place, FIRST_REPORT_S, self._location.retry_s),
+                *(self._location.place, FIRST_REPORT_S, self._trying.retry_s),
             )
 
     def _path(self, key: str) -> str:
@@ -321,7 +340,11 @@ def _client(location: BucketUrl) -> ObjectStore:
     retry: RetryConfig = {
         "max_retries": 1000,  # the time ends them
         "retry_timeout": timedelta(seconds=location.retry_s),
-        "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=10), "base": 2},
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=max(1.0, min(10.0, location.retry_s / 4))),
+            "base": 2,
+        },
     }
     options: ClientConfig = {
         "allow_http": True,  # an endpoint of http:// is the user's own choice; the providers' own are https://

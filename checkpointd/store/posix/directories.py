@@ -19,10 +19,15 @@ from checkpointd.store.posix.disk import Disk
 
 T = TypeVar("T")
 _RACES_MAX = 100
-_NOTHING_LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE})
-"""The errors of a sync that say nothing about the names: the directory went away, the store was closed, or the directory could
-not be opened since too many files are open."""
+_CANNOT_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+_NOTHING_LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE, *_CANNOT_SYNC})
+"""The errors of a sync that say nothing about the names: the directory went away, the store was closed, the directory could not
+be opened since too many files are open, or the file system has no such call."""
 _NOT_OURS = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOENT, errno.EROFS})
+
+
+class DirectoryNotSynced(OSError):
+    """The file system has no fsync for directories."""
 
 
 class Directories:
@@ -79,6 +84,8 @@ class Directories:
             await self._disk.sync_directory(directory)
         except OSError as error:
             self._failed[directory] += error.errno not in _NOTHING_LOST
+            if error.errno in _CANNOT_SYNC:
+                raise DirectoryNotSynced(error.errno, error.strerror, directory) from error
             raise
 
     def _synced_or_failed(self, directory: str, sync: asyncio.Task[None]) -> None:

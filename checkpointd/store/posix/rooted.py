@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.other_formats import of_others
-from checkpointd.store.names import LOCK, TEMPORARY
+from checkpointd.store.names import LOCK, SERVICE, TEMPORARY
 from checkpointd.store.posix.directories import Directories
 from checkpointd.store.posix.disk import Child, Disk
 from checkpointd.store.posix.failures import is_without_links, links_error, store_error, swept_error
@@ -157,4 +157,10 @@ def absolute(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a root: give the path of a directory")
-    return os.path.abspath(text)
+    path = "/" + os.path.abspath(text).lstrip("/")  # abspath leaves two slashes at the beginning as they are
+    if path in ("/", f"/{SERVICE}"):  # the second shows its checkpoints in "/"
+        raise UsageError(
+            f"{text!r} is the top of the whole file system: give checkpoints a directory of their own, such as /mnt/ckpts/run. "
+            "Was a variable in the path empty?"
+        )
+    return path

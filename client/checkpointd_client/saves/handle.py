@@ -161,8 +161,8 @@ class SaveHandle:
 
         Examples: `wait("staged")`, `wait("spooled")` (durable on this node's own disk; without a spool, at the root),
         `wait("staged", timeout=5.0)`. A number alone is the time-out: `wait(5.0)` means
-        `wait("committed", timeout=5.0)`. If the save fails first, raises its error, such as AbortedError. Raises
-        WaitTimeoutError after `timeout` seconds.
+        `wait("committed", timeout=5.0)`. If the save fails first, raises its error: on every rank, one of the class that the
+        failed rank had, such as StoreFullError. Raises WaitTimeoutError after `timeout` seconds.
         """
         if not isinstance(until, str):
             if until is not None and timeout is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import itertools
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from checkpointd import __version__
-from checkpointd.commands import MAY_NOT_OPEN, start_sidecar
+from checkpointd.commands import start_sidecar
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import Ranks
 from checkpointd.daemon.memory.layouts import wire_tensors
@@ -42,6 +41,7 @@ from checkpointd.errors import (
 )
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.shard import Shard, ShardProgress, ShardTensor
+from checkpointd.system_errors import in_words
 from checkpointd_client.saves.runner import PendingSave
 
 log = logging.getLogger("checkpointd")
@@ -171,9 +171,7 @@ class Link:
         except SidecarError as error:
             raise LinkLost(str(error)) from error
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EPERM):
-                raise LinkLost(f"you may not open {path}: {MAY_NOT_OPEN}") from error
-            raise LinkLost(f"no sidecar answers at {path} ({error.strerror or error}): {start_sidecar(path)}") from error
+            raise LinkLost(f"no sidecar answers at {path}: {in_words(error, 'socket')}; or {start_sidecar(path)}") from error
         link = Link(channel)
         try:
             await link._greet(path)
@@ -506,7 +504,7 @@ class Link:
             job.save.handle.advance(Phase.STAGED)
             return
         message = str(error) if isinstance(error, CheckpointdError) else f"the snapshot failed: {error!r}"
-        report = ErrorReport.of(error, message=message[:_ERROR_MAX])
+        report = ErrorReport.of(error, str(Phase.STAGING), message[:_ERROR_MAX])
         await self._send(wire.Spoiled(save=number, error=report, held_s=held_s))
 
     async def _announce(self, number: int, job: PendingSave) -> None:

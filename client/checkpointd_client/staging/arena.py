@@ -27,8 +27,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from checkpointd.phrases import byte_size
 from checkpointd.pipeline.pages import page_up
 from checkpointd.pipeline.shard import PAGE, Bytes
+from checkpointd.system_errors import in_words
 from checkpointd_client import devices
 
 log = logging.getLogger("checkpointd")
@@ -48,7 +50,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Slot:
-    """Memory for one snapshot: `capacity` bytes at `buffer` (numpy) and `memory` (torch, uint8), the same bytes."""
+    """Memory for one snapshot: `capacity` bytes at `buffer` (numpy) and `memory` (torch, uint8), the same bytes. Raises
+    MemoryError, with the reason, if the system refuses it.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.number = next(_NUMBERS)
@@ -60,14 +64,10 @@ class Slot:
         self.capacity = page_up(max(capacity, 1))
         self.nbytes = self.capacity + PAGE
         """The capacity and the page of the completion marker."""
-        writable = os.memfd_create("checkpointd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(writable, self.nbytes)
-            fcntl.fcntl(writable, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._map = mmap.mmap(writable, self.nbytes)
-            self.fd = _read_only(writable)
-        finally:
-            os.close(writable)
+            self._map, self.fd = _sealed(self.nbytes)
+        except OSError as error:
+            raise MemoryError(f"no memory of {byte_size(self.nbytes)} for a snapshot: {in_words(error, 'snapshot')}") from error
         whole: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.buffer: Bytes = whole[: self.capacity]
         self._mark = whole[-8:].view("<u8")
@@ -163,6 +163,17 @@ class Slot:
         with contextlib.suppress(BufferError):
             self._map.close()
         os.close(self.fd)
+
+
+def _sealed(nbytes: int) -> tuple[mmap.mmap, int]:
+    """A mapping of new memory (ARENA-2), and a descriptor through which it can only be read."""
+    writable = os.memfd_create("checkpointd-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(writable, nbytes)
+        fcntl.fcntl(writable, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return mmap.mmap(writable, nbytes), _read_only(writable)
+    finally:
+        os.close(writable)
 
 
 def _populate(address: int, pieces: Iterator[int], end: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointd.errors import AbortedError
+from checkpointd.errors import StagingError
 from checkpointd_client import Checkpointer, devices
 from checkpointd_client.capture.dtypes import DTYPES, bits, empty
 from checkpointd_client.staging import device_plan, stager
@@ -50,7 +50,7 @@ def test_a_change_that_nobody_counts_never_gets_into_a_checkpoint(
         torch.accelerator.synchronize(device)
         if side > SIDES[0]:
             named = r"net\.weight \(its bytes \d+ to \d+\) differs from what it was on sim:0 at save\(\); the snapshot"
-            with pytest.raises(AbortedError, match=named):
+            with pytest.raises(StagingError, match=named):
                 handle.wait()
         else:
             handle.wait()
@@ -92,7 +92,7 @@ def test_a_copy_that_goes_wrong_is_found(
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(0, state).wait()
         monkeypatch.setattr(DeviceSnapshot, "differs", after_a_fault)
-        with pytest.raises(AbortedError, match="differs from what it was on sim:0 at save"):
+        with pytest.raises(StagingError, match="differs from what it was on sim:0 at save"):
             ckpt.save(1, state).wait()
         monkeypatch.undo()
         assert ckpt.latest() == "global_step0"

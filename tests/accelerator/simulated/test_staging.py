@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from checkpointd.errors import AbortedError
+from checkpointd.errors import StagingError
 from checkpointd_client import Checkpointer, devices
 from checkpointd_client.staging import device_plan
 from checkpointd_client.staging.arena import Arena, Slot, SlotHold
@@ -118,7 +118,7 @@ def test_a_copy_that_raises_writes_into_no_other_snapshot(
         with sim.only(main_stream(device), patience_ms=0):
             monkeypatch.setattr(DeviceSnapshot, "_queue_copies", fails)
             failed = ckpt.save(1, first)
-            with pytest.raises(AbortedError, match="the copy from sim:0 failed: sim: this copy fails, as asked for"):
+            with pytest.raises(StagingError, match="the copy from sim:0 failed: sim: this copy fails, as asked for"):
                 failed.wait()
             monkeypatch.undo()
             monkeypatch.setattr(Slot, "complete", then_all_that_is_queued_runs)
@@ -137,7 +137,7 @@ def test_a_copy_that_fails_later_spoils_the_snapshot(sim: ModuleType, tmp_path: 
         ckpt.save(0, {"net": net, "optimizer": optimizer}).wait()
         with sim.failing(fault):
             handle = ckpt.save(1, {"net": net, "optimizer": optimizer})
-            with pytest.raises(AbortedError, match=r"the copy from sim:0 failed: sim: a kernel failed: .*, as asked for$"):
+            with pytest.raises(StagingError, match=r"the copy from sim:0 failed: sim: a kernel failed: .*, as asked for$"):
                 handle.wait()
         ckpt.save(2, {"net": net, "optimizer": optimizer}).wait()
     assert loaded(tmp_path, "global_step2", device).weight.unique().tolist() == [3.0]

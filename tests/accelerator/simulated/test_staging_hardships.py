@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointd.errors import AbortedError
+from checkpointd.errors import StagingError
 from checkpointd_client import Checkpointer, devices
 from checkpointd_client.staging import device_plan, device_snapshot, stager
 from checkpointd_client.staging.arena import Slot
@@ -219,7 +219,7 @@ def test_an_error_that_shows_once_while_save_waits_spoils_the_snapshot(
         ckpt.save(0, state).wait()
         with sim.failing("half_copy"):
             handle = ckpt.save(1, state)
-            with pytest.raises(AbortedError, match="the copy from sim:0 failed"):
+            with pytest.raises(StagingError, match="the copy from sim:0 failed"):
                 handle.wait()
 
 
@@ -239,7 +239,7 @@ def test_without_sums_a_change_that_goes_through_a_composite_tensor_spoils_the_s
             handle = ckpt.save(1, state)
             average.copy_(on(device, halves(1)))
             ckpt.fence()
-        with pytest.raises(AbortedError, match=r"average.* was changed while its snapshot was taken"):
+        with pytest.raises(StagingError, match=r"average.* was changed while its snapshot was taken"):
             handle.wait()
 
 
@@ -254,7 +254,7 @@ def test_the_stager_takes_the_next_snapshot_after_an_error(
         ckpt.save(0, state).wait()
         with monkeypatch.context() as patch:
             patch.setattr(DeviceSnapshot, "synchronize", no_memory)
-            with pytest.raises(AbortedError, match="the snapshot was not finished: MemoryError"):
+            with pytest.raises(StagingError, match="the snapshot was not finished: MemoryError"):
                 ckpt.save(1, state).wait()
         ckpt.save(2, state).wait()
 
@@ -267,7 +267,7 @@ def test_a_slot_of_which_all_copies_have_ended_is_used_again(
     with Checkpointer(tmp_path) as ckpt:
         ckpt.save(0, state).wait()
         monkeypatch.setattr(devices, "is_over", lambda _: False)
-        with sim.failing("copy"), pytest.raises(AbortedError):
+        with sim.failing("copy"), pytest.raises(StagingError):
             ckpt.save(1, state).wait()
     assert not any(slot.still_written for slot in slots)
 
@@ -296,7 +296,7 @@ def test_ctrl_c_while_a_step_queues_the_copies_commits_nothing_wrong_and_holds_n
             with Interruption(number, DeviceSnapshot.queue.__code__.__eq__) as interruption:
                 ckpt.fence()
             go.set()
-            with suppress(AbortedError):
+            with suppress(StagingError):
                 handle.wait()
             ckpt.fence()
             state["optimizer"].step()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpointd.commit.retention import Retention, rules_of
-from checkpointd.errors import AbortedError, StateError, UsageError, WaitTimeoutError
+from checkpointd.errors import StagingError, StateError, UsageError, WaitTimeoutError
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from tests.builders import HeldPersist
@@ -253,7 +253,7 @@ def test_a_failed_save_that_nobody_looked_at_is_still_raised(tmp_path: Path, mon
     ckpt = Checkpointer(tmp_path)
     monkeypatch.setattr(ckpt._core._saver._stager, "begin", _no_memory)
     ckpt.save(1, STATE)
-    with pytest.raises(AbortedError, match="no memory"):
+    with pytest.raises(StagingError, match="no memory"):
         ckpt.close()
 
 

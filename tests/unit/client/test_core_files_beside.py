@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointd.errors import AbortedError, StoreError
+from checkpointd.errors import StoreError
 from checkpointd.layout.keys import shown_key
 from checkpointd.pipeline.root import tag_directories
 from checkpointd.store.posix.unfinished import GOING
@@ -89,7 +89,7 @@ def test_what_others_filled_appears_with_the_files_or_goes(ckpt: Checkpointer) -
         if step == 8:
             core_of(ckpt).save_files(step, example(), at="checkpoint-8/s", **named).wait(60)
         else:
-            with pytest.raises(AbortedError, match="it was not written"):
+            with pytest.raises(StoreError, match="it was not written"):
                 core_of(ckpt).refuse(step, StoreError("it was not written"), **named).wait(60)
         assert not Path(given.path).parent.exists(), "its place, before it has its name"
     assert sorted(os.listdir(beside(ckpt))) == [".checkpointd", "checkpoint-8"]

@@ -202,7 +202,7 @@ def test_bad_settings_are_refused_with_the_reason(settings: dict[str, object], w
     [
         ("nothing", "it does not exist; make it as the user that trains: `mkdir -p '{root}'`"),
         ("file", "it is not a directory"),
-        ("below a file", "cannot look at it (Not a directory)"),
+        ("below a file", "cannot look at it ([ENOTDIR] Not a directory)"),
     ],
 )
 def test_a_root_that_cannot_be_served_is_refused_with_what_to_do(tmp_path: Path, made: str, words: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from checkpointd.codec import Compression
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig
-from checkpointd.errors import AbortedError, DamagedError, DeadlineError, FencedError, NotFoundError
+from checkpointd.errors import DamagedError, DeadlineError, FencedError, NotFoundError, StagingError
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
@@ -38,7 +38,7 @@ async def test_a_failed_rank_aborts_the_attempt_on_all_ranks_and_latest_stays(tm
         attempts = await save_checkpoint(store, tag="global_step2", failing={1: RuntimeError("out of luck")})
         assert phases(attempts) == [Phase.ABORTED, Phase.FAILED]
         for attempt in attempts:
-            assert isinstance(attempt.error, AbortedError)
+            assert isinstance(attempt.error, StagingError)
             assert "rank 1 failed" in str(attempt.error)
             assert "out of luck" in str(attempt.error)
         assert await catalog.latest(store) == "global_step1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -137,3 +138,15 @@ def test_a_variable_that_no_shell_has_replaced_is_refused_with_the_path_that_was
     monkeypatch.setenv("HOME", "/home/me")
     with pytest.raises(UsageError, match="give '/home/me"):
         open_store(root)
+
+
+@pytest.mark.parametrize("root", ["/", "//", "/.", "/tmp/..", "file:///", "/.checkpointd", "//.checkpointd"])
+def test_the_top_of_the_file_system_is_no_root(root: str) -> None:
+    with pytest.raises(UsageError, match="give checkpoints a directory of their own"):
+        open_store(root)
+
+
+async def test_two_slashes_at_the_beginning_are_one(tmp_path: Path) -> None:
+    async with open_store(f"/{tmp_path}/root") as store:
+        assert await asyncio.wait_for(store.put_if_absent("t/a", b"1"), 60.0)
+        assert store.url == f"{tmp_path}/root"

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from checkpointd.errors import FormatError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.boxes import Box, tiling_fault
+from checkpointd.system_errors import in_words
 from checkpointd_client.capture.dtypes import NAMES
 from checkpointd_client.integrations.conversion.paths import Path as StatePath
 from checkpointd_client.unpickling import unpickler
@@ -155,7 +156,7 @@ def content_of(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UnreadableError(f"{path} cannot be read: {error}") from error
+        raise UnreadableError(f"{path} cannot be read: {in_words(error, 'file')}") from error
     except PickleFault as error:
         raise FormatError(f"{path} is refused: {error}", key=str(path)) from error
     if len(data) > PICKLE_BYTES_MAX:

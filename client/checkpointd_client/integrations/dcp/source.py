@@ -25,6 +25,7 @@ from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.plan import CARRIERS
 from checkpointd.pipeline.shard import Bytes
+from checkpointd.system_errors import in_words
 from checkpointd_client.capture.dtypes import NAMES
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange
 from checkpointd_client.unpickling.torch_file import TorchFile
@@ -102,7 +103,7 @@ class Directory:
             except FileNotFoundError:
                 raise NotFoundError(f"{self.path} has no file {name}, which its metadata names") from None
             except OSError as error:
-                raise UnreadableError(f"{self.path / name} cannot be opened: {error}") from error
+                raise UnreadableError(f"{self.path / name} cannot be opened: {in_words(error, 'file')}") from error
             self._name = name
         return self._file
 
@@ -112,7 +113,7 @@ class Directory:
             try:
                 got = os.preadv(descriptor, [target], offset)
             except OSError as error:
-                raise UnreadableError(f"reading {self.path / name} failed: {error}") from error
+                raise UnreadableError(f"reading {self.path / name} failed: {in_words(error, 'file')}") from error
             if not got:
                 raise FormatError(f"{self.path / name} ends before byte {offset + len(target)}, where {fqn} ends", fqn=fqn)
             target, offset = target[got:], offset + got

@@ -71,8 +71,8 @@ class CheckpointdWriter(Tagged, StorageWriter):
     You can make a writer for each save, or use one for many saves, with no `step` and a different `checkpoint_id` each.
 
     dcp.save raises CheckpointException, whose `failures` hold the error of each rank: StateError for values that cannot be
-    stored; AbortedError, with the ranks, if the attempt was aborted; RootInUseError at the first save if another job is alive
-    at the root; FencedError once another job has taken it over; RootNotSharedError; StoreError.
+    stored; the error of the rank that failed, or AbortedError, if the attempt was aborted; RootInUseError at the first save if
+    another job is alive at the root; FencedError once another job has taken it over; RootNotSharedError; StoreError.
     """
 
     def __init__(

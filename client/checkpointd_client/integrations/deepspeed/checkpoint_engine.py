@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
+from checkpointd.system_errors import in_words
 from checkpointd_client.restore.verified import VerifiedFile
 
 
@@ -76,7 +77,7 @@ class CheckpointdEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed ha
         except OSError as error:
             if self._directory is None:
                 raise
-            self._fault = f"the directory {path} cannot be made: {error}"
+            self._fault = f"the directory {path} cannot be made: {in_words(error, 'file', os.path.dirname(path))}"
 
     def save(self, state_dict: Any, path: str) -> None:
         """Keep the content, or write it at once (ENGINE-2)."""

@@ -11,6 +11,7 @@ from checkpointd.errors import UsageError
 from checkpointd.layout.files import check_place
 from checkpointd.layout.keys import SERVICE, check_tag
 from checkpointd.layout.manifest import digest
+from checkpointd.system_errors import in_words
 
 SEPARATOR = "--"
 
@@ -66,7 +67,7 @@ def unmade(directory: str) -> str | None:
     try:
         os.makedirs(directory, exist_ok=True)
     except OSError as error:
-        return str(error)
+        return in_words(error, "file", os.path.dirname(directory))
     return None
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from checkpointd.errors import ERRORS, CheckpointdError, NotFoundError, StateError, StoreError
+from checkpointd.system_errors import in_words
 from checkpointd_client.integrations.directories.opening import opened, said_of
 from checkpointd_client.integrations.lightning.checkpoint_io import CheckpointdIO
 from checkpointd_client.integrations.lightning.places import CheckpointPlace, local_path, place_to_load
@@ -111,7 +112,7 @@ class CheckpointdModelParallelStrategy(ModelParallelStrategy):  # type: ignore[m
             except CheckpointdError as error:
                 own = {"error": error.code, "text": str(error)}
             except OSError as error:
-                own = {"error": StoreError.code, "text": f"{place.path} cannot be saved: {error}"}
+                own = {"error": StoreError.__name__, "text": f"{place.path} cannot be saved: {in_words(error, 'file')}"}
         heard = json.loads(convene(json.dumps(own), "saving a checkpoint of Lightning's", self._sharded.roots.timeout_s)[0])
         if "error" in heard:
             raise ERRORS.get(heard["error"], CheckpointdError)(heard["text"])

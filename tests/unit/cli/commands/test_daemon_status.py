@@ -329,7 +329,7 @@ def test_json_is_the_status_itself(daemon: Daemon, cli: Cli) -> None:
 def test_nobody_listens(tmp_path: Path, cli: Cli) -> None:
     answer = cli("status", "--socket", tmp_path / "none")
     assert answer.code == 13
-    assert answer.err.startswith(f"error: there is no socket {tmp_path}/none: give the one that the daemon has")
+    assert answer.err.startswith(f"error: the daemon at {tmp_path}/none cannot be asked: [ENOENT]")
 
 
 def test_names_cannot_write_to_the_terminal() -> None:

@@ -205,7 +205,7 @@ async def test_addresses_that_can_be(hub: Hub, client: aiohttp.ClientSession) ->
 
 async def test_an_address_that_is_taken(hub: Hub) -> None:
     async with serving(hub, ANY) as url:
-        with pytest.raises(SidecarError, match=r"cannot serve HTTP at .*: Address already in use"):
+        with pytest.raises(SidecarError, match=r"cannot serve HTTP at .*Address already in use: another process listens there"):
             async with serving(hub, url.removeprefix("http://").rstrip("/")):
                 raise AssertionError("it serves")
 

@@ -14,14 +14,18 @@ from pathlib import Path
 from weakref import WeakSet
 
 import pytest
+from obstore import exceptions
 
 from checkpointd.bucket_urls import parse
 from checkpointd.cli import program
-from checkpointd.errors import StoreError, UnreadableError
+from checkpointd.errors import NotFoundError, StoreError, UnreadableError
 from checkpointd.store import open_store
 from checkpointd.store.objects import remote
+from checkpointd.store.objects.failures import store_error
 from checkpointd.store.objects.remote import REQUESTS_AT_ONCE, RemoteBucket
 from checkpointd.store.uploads import abort_upload_of, unfinished_uploads_of
+from checkpointd.system_errors import lasts
+from checkpointd_client import open_checkpoint
 from tests.servers.faulty_proxy import FaultyProxy
 from tests.servers.fixtures import Place, root_at
 from tests.servers.s3_operations import operation
@@ -215,3 +219,46 @@ def test_a_command_tells_people_what_it_waits_for(
     assert program.run(["list", away, *(["--json"] if as_json else [])]) == UnreadableError.exit_code
     first = capfd.readouterr().err.splitlines()[0]
     assert first.startswith('{"error"' if as_json else "s3://bucket/run1 has not answered for")
+
+
+def test_a_server_that_was_never_reached_is_not_waited_for(away: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the root has the answer after one request, and that is not repeated for `retry_s`."""
+    monkeypatch.setattr(remote, "FIRST_RETRY_S", 0.2)
+    asked: list[str] = []
+    get = RemoteBucket.get
+
+    async def counted(bucket: RemoteBucket, key: str, size_max: int) -> object:
+        asked.append(key)
+        return await get(bucket, key, size_max)
+
+    monkeypatch.setattr(RemoteBucket, "get", counted)
+    with pytest.raises(UnreadableError, match=r"\(Connection refused\)") as raised:
+        open_checkpoint(away.removesuffix("&retry_s=0.2"), timeout_s=3600.0)
+    assert lasts(raised.value)
+    assert asked == ["latest"]
+
+
+async def test_a_server_that_has_answered_once_is_waited_for() -> None:
+    async def absent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(absent, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with open_store(f"s3://bucket/run1?anonymous=true&endpoint=http://{host}:{port}&retry_s=0.2") as store:
+        with pytest.raises(NotFoundError):
+            await store.get("latest")
+        server.close()
+        await server.wait_closed()
+        with pytest.raises(UnreadableError) as raised:
+            await store.get("latest")
+        assert not lasts(raised.value)
+
+
+@pytest.mark.parametrize("words", ["NoSuchBucket", "403 Forbidden"])
+def test_what_lasts_at_a_server_is_known_as_at_a_file_system(words: str) -> None:
+    error = exceptions.GenericError(f"Error: status code: {words}")
+    told = store_error("reading", "latest", "s3://bucket/run1", error, reads=True)
+    told.__cause__ = error
+    assert lasts(told)

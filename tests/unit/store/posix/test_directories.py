@@ -237,3 +237,15 @@ async def test_what_need_not_be_durable_is_not_synced(root: Path, durable: bool)
     assert bool(disk.synced) == durable
     assert await store.get(KEYS[1]) == b"1"
     assert await store.stat(KEYS[0]) is None
+
+
+@pytest.mark.parametrize("reason", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+async def test_a_file_system_that_syncs_no_directory_is_named_by_every_call(root: Path, reason: int) -> None:
+    class Refuses(OsDisk):
+        async def sync_directory(self, path: str) -> None:
+            raise OSError(reason, os.strerror(reason))
+
+    async with PosixStore(root, Refuses(str(root))) as store:
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"fsync of a directory.*: use a root on one that can"):
+                await store.put("latest", b"1")

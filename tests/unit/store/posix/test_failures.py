@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpointd.errors import StoreError, StoreFullError, UnreadableError
+from checkpointd.store.posix.directories import DirectoryNotSynced
 from checkpointd.store.posix.failures import is_without_links, links_error, store_error, swept_error
 
 
@@ -29,28 +30,6 @@ def test_whatever_keeps_from_reading_is_no_damage_and_says_nothing_of_writing(nu
     assert "save again" not in str(error)
 
 
-@pytest.mark.parametrize(
-    ("number", "advice"),
-    [
-        (errno.ENOSPC, "free some"),
-        (errno.EDQUOT, "quota"),
-        (errno.EROFS, "remount"),
-        (errno.EACCES, "permission"),
-        (errno.EIO, "kernel log"),
-        (errno.ESTALE, "remount"),
-        (errno.EMFILE, "ulimit -n"),
-        (errno.ENOLCK, "locking"),
-        (errno.ENAMETOOLONG, "shorter"),
-    ],
-)
-def test_common_errors_say_what_to_do(number: int, advice: str) -> None:
-    assert advice in str(store_error(OSError(number, os.strerror(number)), doing="writing", key="k", url="/r"))
-
-
-def test_an_error_without_a_number_is_told_in_its_own_words() -> None:
-    assert "out of paper" in str(store_error(OSError("out of paper"), doing="writing", key="k", url="/r"))
-
-
 def test_missing_hard_links_and_swept_files_are_told() -> None:
     error = OSError(errno.EPERM, os.strerror(errno.EPERM))
     assert is_without_links(error)
@@ -62,7 +41,13 @@ def test_missing_hard_links_and_swept_files_are_told() -> None:
 def test_a_full_file_system_says_how_much_is_free(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert re.search(
-        r"No space left on device \(\d+ bytes are free\): free some space",
+        r"No space left on device \([\d.]+ .iB are free\): free some space",
         str(store_error(full, doing="writing", key="k", url=str(tmp_path))),
     )
     assert "free)" not in str(store_error(full, doing="writing", key="k", url="memory://"))
+
+
+def test_a_file_system_without_fsync_of_directories_is_named() -> None:
+    error = DirectoryNotSynced(errno.EINVAL, "Invalid argument", "/r/t")
+    assert "fsync of a directory" in str(store_error(error, doing="creating", key="t/a/outcome", url="/r"))
+    assert "fsync" not in str(store_error(OSError(errno.EINVAL, "Invalid argument"), doing="creating", key="k", url="/r"))

@@ -16,6 +16,7 @@ import torch
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import LATEST
 from checkpointd.phrases import rank_runs
+from checkpointd.system_errors import in_words
 from checkpointd_client.integrations.deepspeed.offline.file_names import (
     MODEL,
     MODEL_END,
@@ -107,7 +108,7 @@ def tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> st
         except UnicodeDecodeError:
             raise DamagedError(f"{pointer} does not hold a tag", key=pointer) from None
         except OSError as error:
-            raise UnreadableError(f"{pointer} cannot be read ({error}): name a tag") from error
+            raise UnreadableError(f"{pointer} cannot be read: {in_words(error, 'file')}; or name a tag") from error
     place = os.path.join(directory, tag)
     if not tag or not os.path.isdir(place):
         raise NotFoundError(f"there is no directory {place}")

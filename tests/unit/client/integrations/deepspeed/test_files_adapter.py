@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
-from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError
+from checkpointd.errors import AbortedError, ClosedError, DamagedError, StateError, StoreError
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.deepspeed import files_adapter as plugs
 from checkpointd_client.integrations.deepspeed.adapter_base import DirectoryError
@@ -47,7 +47,7 @@ def test_a_directory_on_another_file_system_is_refused_at_once(
     monkeypatch.setattr(plugs, "mount_fault", lambda *_: "it lies elsewhere")
     adapter.save_checkpoint(str(tmp_path))
     assert adapter.handle is not None
-    with pytest.raises(AbortedError, match="it lies elsewhere"):
+    with pytest.raises(StoreError, match="it lies elsewhere"):
         adapter.handle.wait(60)
 
 
@@ -121,7 +121,7 @@ def test_a_client_state_is_refused_by_name_also_where_no_file_of_the_rank_has_it
     with pytest.raises(StateError, match=r"client_state cannot be saved .*because of 'charm', a Stubborn"):
         adapter.save_checkpoint(str(tmp_path), client_state={"epoch": 3, "charm": Stubborn()})
     assert adapter.handle is not None
-    with pytest.raises(AbortedError, match="'charm', a Stubborn: it will not be pickled"):
+    with pytest.raises(StateError, match="'charm', a Stubborn: it will not be pickled"):
         adapter.handle.wait(60)
     adapter.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
     adapter.handle.wait(60)
