@@ -431,7 +431,7 @@ class Attempt:
                 raise hopeless
             if loop.time() >= self._deadline and self._hopeless is None:
                 return await self._give_up()
-            self._missing.look(self.phase, self.votes_missing)
+            self._missing.look(self.phase, self.votes_missing, stands_in=self._announcement.stands_in)
             pause_s = max(0.0, min(next(delays), self._deadline - loop.time()))
             if await stirred(self._stirred, self._spooled_pause_s(pause_s) if self.spool is not None else pause_s):
                 delays = self._delays()

@@ -355,6 +355,7 @@ class Core:
             saves_committed=self._history.committed,
             saves_failed=self._history.failed,
             saves_superseded=self._history.superseded,
+            waited_s=self._history.waited_s,
             attempts=statuses,
             sidecar=self._sidecar.path if self._sidecar is not None else None,
             sidecar_connected=self._sidecar is not None and self._sidecar.connected,

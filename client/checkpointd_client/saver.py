@@ -65,6 +65,8 @@ TIDY_TIMEOUT_S = 10.0
 METRIC_NAME_MAX = 200
 SLICE_S = 0.25
 """A wait for saves checks this often how much grace period is left."""
+BUSY_S = 1.0
+"""A save that has waited so long for earlier ones is worth a line in the log."""
 OVERTIME_S = 60.0
 """How long a save may take to end after its deadline: the writer tries the abort a few times."""
 ANNOUNCE_S = 0.1
@@ -282,7 +284,7 @@ class Saver:
             layout = self._layout_of(captured)
             # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
             self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
-            self._take_slot(hold, layout, job.info, self._patience_s(request))
+            self._take_slot(hold, layout, job, self._patience_s(request))
             staging = Staging(hold.slot, job.progress.pace)
             job = replace(job, lease=hold, shard=uncollected(partial(self._stage, job, captured, layout, staging)))
             self._submit(job)
@@ -396,18 +398,44 @@ class Saver:
         """How long a save waits for a free slot."""
         return 0.0 if self._when_busy == "skip" and not request.required else self._state.commit.timeout_s
 
-    def _take_slot(self, hold: SlotHold, layout: SlotLayout, info: AttemptInfo, patience_s: float) -> None:
+    def _take_slot(self, hold: SlotHold, layout: SlotLayout, job: PendingSave, patience_s: float) -> None:
         """Acquire a slot for `hold`; SkippedError if none becomes free in time."""
+        info, handle = job.info, job.save.handle
         if self._prewarming is not None:
             thread = self._prewarming
             self._hurried.set()
             Waiting(lambda: "the memory for snapshots is not allocated yet").until(lambda seconds: _joined(thread, seconds))
             self._prewarming = None
+        waited_for = partial(self._arena.acquire, hold, layout.nbytes)
+        if waited_for(0.0):
+            return
+        began = time.monotonic()
         waiting = Waiting(lambda: f"{info.tag} finds no free memory for its snapshot: {self._missing()}")
-        if not waiting.until(partial(self._arena.acquire, hold, layout.nbytes), patience_s):
+        try:
+            acquired = waited_for(min(BUSY_S, patience_s))
+            if not acquired and patience_s:
+                self._say_busy(info)
+                acquired = waiting.until(waited_for, max(0.0, patience_s - BUSY_S))
+        finally:
+            self.history.waited(handle, time.monotonic() - began)
+        if not acquired:
             still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"
             message = f"{info.tag} was skipped on rank {info.rank}: two saves are {still}"
             raise SkippedError(message, ranks=(info.rank,))
+
+    def _say_busy(self, info: AttemptInfo) -> None:
+        """Log once that training waits for earlier saves, and what helps."""
+        if "busy" in self._said:
+            return
+        self._said.add("busy")
+        log.warning(
+            "rank %d: save() of %s waits until one of the two saves before it is written, and training waits with it. To avoid "
+            'that, save less often, let save() skip what comes too fast (when_busy="skip" or "space"), or let saves take more '
+            "of the machine (a greater max_overhead; it is %s). status().waited_s counts all such waits",
+            info.rank,
+            info.tag,
+            "None, the most" if self.governor.overhead_max is None else f"{self.governor.overhead_max:g}",
+        )
 
     def _missing(self) -> str:
         return "; ".join(save.missing() for save in self.history.live()) or "earlier snapshots are not released yet"
