@@ -13,7 +13,8 @@ Invariants
   RETENTION-5  Rules with a metric never remove a checkpoint without that metric. If no checkpoint has the metric, the rules
       remove nothing.
   RETENTION-6  A job that does not know what earlier epochs committed removes none of their checkpoints, neither by rules nor
-      for a newer commit of the same tag.
+      for a newer commit of the same tag. Nor does a job that saves steps again which the checkpoint that it loaded already had:
+      of all that was there before, nothing goes.
   RETENTION-7  A checkpoint that an export still needs stays, even if its tag was saved again.
 """
 
@@ -29,6 +30,8 @@ from checkpointd.commit.facts import AttemptFacts, Dead, Order
 from checkpointd.errors import UsageError
 
 Mode = Literal["min", "max"]
+KEEPS_NONE: Order = (0, 0)
+"""No checkpoint comes before this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +121,8 @@ class RemovalChoice:
     """Why the rules were not applied (RETENTION-5)."""
 
 
-def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: int = 0) -> RemovalChoice:
-    """Choose which of `commits` to remove. Checkpoints of epochs before `keeps_before` stay (RETENTION-6)."""
+def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: Order = KEEPS_NONE) -> RemovalChoice:
+    """Choose which of `commits` to remove. Checkpoints before `keeps_before` stay (RETENTION-6)."""
     newest_first = sorted(commits, key=lambda c: c.order, reverse=True)
     sound = [c for c in newest_first if not c.damaged and not c.passed_over]
     if not sound:
@@ -139,9 +142,9 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
     )
 
 
-def _may_go(checkpoint: CheckpointFacts, keeps_before: int) -> bool:
+def _may_go(checkpoint: CheckpointFacts, keeps_before: Order) -> bool:
     """Whether RETENTION-4 and RETENTION-6 allow its removal."""
-    return checkpoint.attempt.attempt.epoch >= keeps_before and (checkpoint.damaged or not checkpoint.passed_over)
+    return checkpoint.order >= keeps_before and (checkpoint.damaged or not checkpoint.passed_over)
 
 
 def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[CheckpointFacts], rules: Retention) -> dict[Order, str]:

@@ -109,7 +109,9 @@ class Core:
                 instead=instead(self._store.url),
             )
             store = None if options.process_group is None else group_store(options.process_group)
-            self._epoch, self._started = begin_epoch(self._writer, self._store, self._ranks, beginner, self._surviving, store)
+            self._epoch, self._started = begin_epoch(
+                self._writer, self._store, self._ranks, beginner, self._surviving, store, create=options.create
+            )
             self._board = open_board(self._ranks, self._epoch.nonce)
             check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
             state = WriterState(store=self._store, persist=persist, commit=commit)
@@ -314,7 +316,7 @@ class Core:
         if self._preemption is not None:
             self._preemption.loaded()
         self._saver.is_recorded &= loader.is_recorded
-        self.take_up()
+        self._saver.loaded(None if loaded is None else loaded.step)
         if not isinstance(state, TargetChooser):
             with suppress(StateError):  # save() will raise it
                 self._saver.prepare(state)

@@ -142,14 +142,25 @@ class Loader:
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         """Agree on a checkpoint, and load it. None if `tag` is None and there is no checkpoint."""
+        began = time.monotonic()
         try:
-            return self._loaded(tag, fallback=fallback)
+            loaded = self._loaded(tag, fallback=fallback)
         except PartlyLoadedError:
             raise
         except CheckpointdError as error:
             if not self._touched:
                 raise
             raise self._in_part(str(error)) from error  # LOAD-6
+        if self.ranks.rank == COORDINATOR:
+            self._say(loaded, time.monotonic() - began)
+        return loaded
+
+    def _say(self, loaded: Loaded | None, took_s: float) -> None:
+        if loaded is None:
+            log.info("nothing is loaded: there is no checkpoint at %s", self.store.url)
+            return
+        near = {"store": "", "memory": ", out of the sidecar's memory", "spool": ", out of this node's spool"}[loaded.source]
+        log.info("loaded %s (step %d) from %s in %.1f s%s", loaded.tag, loaded.step, self.store.url, took_s, near)
 
     def _loaded(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         if tag is None:

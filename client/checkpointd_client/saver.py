@@ -26,6 +26,7 @@ import torch
 from checkpointd import arguments
 from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
+from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import Ranks
 from checkpointd.daemon.protocol.wire import METRICS_MAX
 from checkpointd.errors import CheckpointdError, ClosedError, SkippedError, StagingError, StoreError, UsageError
@@ -191,19 +192,27 @@ class Saver:
         """Set when somebody waits for the memory that is prewarmed."""
         self._has_prewarmed_another = False
         self._said: set[str] = set()
-        self._state.tidier.keeps_before = 0 if afresh else epoch.number
+        self._state.tidier.keeps_before = KEEPS_NONE if afresh else (epoch.number, 0)
+        self._loaded_step: int | None = None
+        self._repeats = False
+        """Whether this job saves steps that the loaded checkpoint already had."""
 
     def take_up(self) -> None:
         """Allow this job to remove checkpoints of earlier ones, after a load or a start afresh. This does nothing if the record
-        of a checkpoint that was passed over is missing (LOAD-5 in `loader.py`).
+        of a checkpoint that was passed over is missing (LOAD-5 in `loader.py`), or if the job saves old steps again.
         """
-        if self.is_recorded:
-            self._state.tidier.keeps_before = 0
+        if self.is_recorded and not self._repeats:
+            self._state.tidier.keeps_before = KEEPS_NONE
+
+    def loaded(self, step: int | None) -> None:
+        """Note that a load has ended, with a checkpoint of `step`; None if there was none to load."""
+        self._loaded_step, self._repeats = step, False
+        self.take_up()
 
     @property
     def has_taken_up(self) -> bool:
         """Whether this job may remove checkpoints of earlier ones, or found none when it began."""
-        return self._state.tidier.keeps_before == 0 or not self._epoch.checkpoints
+        return self._state.tidier.keeps_before == KEEPS_NONE or not self._epoch.checkpoints
 
     @property
     def latest(self) -> str | None:
@@ -309,10 +318,19 @@ class Saver:
         staging.give_up()
 
     def _say_once(self, request: SaveRequest) -> None:
-        """On rank 0, log once why retention cannot remove a checkpoint that it should: no load yet, or no metric."""
+        """On rank 0, log once why retention cannot remove a checkpoint that it should: no load yet, an old step, or no metric."""
         if self._ranks.rank != COORDINATOR:
             return
-        if self._state.tidier.keeps_before and "unknown" not in self._said:
+        if self._loaded_step is not None and request.step <= self._loaded_step and not self._repeats:
+            self._repeats, self._state.tidier.keeps_before = True, (self._epoch.number, self._saves)
+            log.warning(
+                "%s is step %d, but load() returned step %d: does the loop begin again, instead of going on at loaded.step + 1? "
+                "From here on, retention removes no checkpoint that was there before this save",
+                request.tag,
+                request.step,
+                self._loaded_step,
+            )
+        elif self._state.tidier.keeps_before != KEEPS_NONE and not self._repeats and "unknown" not in self._said:
             self._said.add("unknown")
             say_unknown(self._epoch, self._state.store.url, "load()", "Checkpointer(..., afresh=True)")
         metric = self._state.commit.retention.metric
@@ -418,6 +436,8 @@ class Saver:
                 acquired = waiting.until(waited_for, max(0.0, patience_s - BUSY_S))
         finally:
             self.history.waited(handle, time.monotonic() - began)
+        if handle.timings.waited_s >= BUSY_S:
+            log.info("rank %d: save() of %s waited %.1f s for earlier saves", info.rank, info.tag, handle.timings.waited_s)
         if not acquired:
             still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"
             message = f"{info.tag} was skipped on rank {info.rank}: two saves are {still}"

@@ -24,6 +24,7 @@ import msgspec
 
 from checkpointd import __version__
 from checkpointd.commands import MAY_NOT_OPEN, start_sidecar
+from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import Ranks
 from checkpointd.daemon.memory.layouts import wire_tensors
@@ -445,7 +446,7 @@ class Link:
         *,
         takeover: int,
         left_s: float,
-        keeps_before: int,
+        keeps_before: Order,
         on_phase: OnPhase,
         heard: Heard = _nothing,
     ) -> None:
@@ -579,7 +580,7 @@ def _close(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_before: int) -> wire.Save:
+def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_before: Order) -> wire.Save:
     info = job.info
     return wire.Save(
         save=number,

@@ -232,7 +232,7 @@ def test_a_metric_that_is_no_finite_number_is_never_the_best(mode: Any, value: f
 def test_retention_6_of_jobs_that_are_not_known_nothing_goes() -> None:
     known = [commit("best", 1, 0), commit("a", 1, 1), commit("best", 2, 0), commit("b", 2, 1), commit("best", 2, 2)]
     for rules, rest in ((Retention(), []), (Retention(keep_last=1), [(2, 1)])):
-        assert gone(choose(known, rules, keeps_before=2)) == [(2, 0), *rest]
+        assert gone(choose(known, rules, keeps_before=(2, 0))) == [(2, 0), *rest]
     assert gone(choose(known, Retention(keep_last=1))) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
