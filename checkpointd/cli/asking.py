@@ -14,6 +14,7 @@ from checkpointd.commands import at_tag, command
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, default_tag, is_tag
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import newest_tag
 from checkpointd.store import open_store
 from checkpointd.store.base import Entry, Store
 
@@ -90,9 +91,11 @@ def _is_of_tag(entry: Entry) -> bool:
 
 
 async def named_tag(store: Store, tag: str) -> str:
-    """The tag that `tag` means: for `latest` the tag in the pointer, for a number that is not a tag the tag of that step."""
+    """The tag that `tag` means: for `latest` that of the checkpoint that a load takes, for a number that is not a tag that of the
+    step.
+    """
     if tag == LATEST:
-        found = await catalog.latest(store)
+        found = await newest_tag(store)
         if found is None:
             raise NotFoundError(f"there is no {LATEST} at {store.url}: nothing was committed there yet")
         return found

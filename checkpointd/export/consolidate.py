@@ -39,6 +39,7 @@ from checkpointd.phrases import byte_count
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.read.plan import BoxRequest, gaps
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import newest_tag
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store import open_store
@@ -244,7 +245,7 @@ def _check_whole(world: CheckpointView, selection: Selection) -> None:
 async def _tag(store: Store, tag: str | None) -> str:
     if tag is not None and tag != LATEST:
         return tag
-    found = await catalog.latest(store)
+    found = await newest_tag(store)
     if found is None:
         raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
     return found

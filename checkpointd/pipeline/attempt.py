@@ -39,7 +39,7 @@ from checkpointd.layout.manifest import ErrorReport, Outcome
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_error
 from checkpointd.pipeline.awaited import Awaited, stirred
-from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
+from checkpointd.pipeline.outcome.after_commit import follow_commit, show_files
 from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome
 from checkpointd.pipeline.pauses import pauses, spooled_pause_s
 from checkpointd.pipeline.read.readback import checkpoint_of
@@ -195,7 +195,7 @@ class Attempt:
         self.outcome = outcome
         await show_files(self._state.showing, self.info, outcome)
         if self.info.rank == COORDINATOR:
-            await point_latest(self._store, outcome)
+            await follow_commit(self._state, outcome)
         self._conclude(outcome)
         await work
         await self._state.own_plans.decided(self._store, self.info.prefix)

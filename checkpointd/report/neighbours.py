@@ -26,7 +26,7 @@ async def is_new(store: Store) -> bool:
 
 
 async def neighbours(url: str) -> list[str]:
-    """The roots in the directory that holds the root at `url`, the most similar names first, and that directory if it is a root.
+    """The roots in the directory that holds the root at `url`, the most similar names first, and that directory if it is one.
 
     Empty if it cannot be looked at within LOOK_S: a start does not depend on it.
     """

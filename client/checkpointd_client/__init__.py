@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from checkpointd_client.export.state_dict import StateDict
     from checkpointd_client.loader import Loaded
     from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
+    from checkpointd_client.rollback import rollback
     from checkpointd_client.saves.handle import SaveHandle, Timings
     from checkpointd_client.saves.status import AttemptStatus, CheckpointInfo, Status
 
@@ -39,6 +40,7 @@ __all__ = [
     "Timings",
     "consolidate",
     "open_checkpoint",
+    "rollback",
 ]
 
 _HOMES = {
@@ -58,6 +60,7 @@ _HOMES = {
     "Timings": "saves.handle",
     "consolidate": "export.consolidate",
     "open_checkpoint": "reader",
+    "rollback": "rollback",
 }
 
 if not TYPE_CHECKING:  # a type checker that saw it would take every name for an export

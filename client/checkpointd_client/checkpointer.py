@@ -69,8 +69,9 @@ class Checkpointer:
     ranks are then those of the group.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
-    (another job is alive at the root), NotFoundError (with create=False), RootNotSharedError, DeadlineError (ranks that did not come), StoreError, SidecarError
-    (the sidecar refuses this rank; or it refuses the epoch or is not there, and `on_sidecar_loss` is not "inline").
+    (another job is alive at the root), NotFoundError (with create=False), RootNotSharedError, DeadlineError (ranks that did not
+    come), StoreError, SidecarError (the sidecar refuses this rank; or it refuses the epoch or is not there, and
+    `on_sidecar_loss` is not "inline").
     """
 
     def __init__(

@@ -316,7 +316,7 @@ class Core:
         if self._preemption is not None:
             self._preemption.loaded()
         self._saver.is_recorded &= loader.is_recorded
-        self._saver.loaded(None if loaded is None else loaded.step)
+        self._saver.loaded(None if loaded is None else loaded.step, loader.left_after((self._epoch.number, self._saver.begun)))
         if not isinstance(state, TargetChooser):
             with suppress(StateError):  # save() will raise it
                 self._saver.prepare(state)

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from checkpointd.commands import at_tag, command
+from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.daemon.protocol.wire import InFlight, RetainedSnapshot
@@ -43,7 +44,9 @@ from checkpointd.errors import (
     UnreadableError,
 )
 from checkpointd.layout.keys import AttemptId, attempt_prefix
+from checkpointd.layout.manifest import Branches
 from checkpointd.phrases import listed
+from checkpointd.pipeline.outcome import branches
 from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
 from checkpointd.pipeline.root import catalog
@@ -136,6 +139,8 @@ class Loader:
     """Whether rank 0 has looked at the store, and logged the damage that it found there."""
     _skipped: list[tuple[str, str]] = field(default_factory=list)
     """On rank 0: attempts that are too damaged to be candidates, each with the damage in words."""
+    _taken: Candidate | None = None
+    """What was loaded."""
     _answers: HandedOutStates = field(default_factory=HandedOutStates)
     _touched: list[tuple[str, tuple[torch.Tensor, ...]]] = field(default_factory=list)
     """The checkpoints that this load has begun to read into the objects: tags, each with the memory that it fills."""
@@ -154,6 +159,19 @@ class Loader:
         if self.ranks.rank == COORDINATOR:
             self._say(loaded, time.monotonic() - began)
         return loaded
+
+    def left_after(self, begins: Order) -> Branches:
+        """The branches that were left by saves that go on from what was loaded (`Outcome.left`). `begins`: the order of the
+        first of them. Only rank 0 asks, since its vote counts.
+        """
+        if self._taken is None or self.ranks.rank != COORDINATOR:
+            return ()
+        tag, attempt = self._taken.tag, self._taken.attempt
+        try:
+            return self._look(lambda patience: branches.after(PatientStore(self.store, patience), tag, attempt, begins))
+        except CheckpointdError as error:  # the objects are filled
+            log.error("%s is loaded, but whether newer ones are left behind cannot be told: %s", tag, error)
+            return ()
 
     def _say(self, loaded: Loaded | None, took_s: float) -> None:
         if loaded is None:
@@ -179,6 +197,7 @@ class Loader:
                     found.restoration.unexpected = nowhere
                 verdict = self._fill(number, candidate, found)
                 if verdict is None:
+                    self._taken = candidate
                     return self._finish(found)
             if candidate.is_not_of_root and isinstance(verdict, SidecarError | StoreError):
                 log.info("%s is loaded from the store: %s", candidate.tag, verdict)

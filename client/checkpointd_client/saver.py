@@ -32,6 +32,7 @@ from checkpointd.daemon.protocol.wire import METRICS_MAX
 from checkpointd.errors import CheckpointdError, ClosedError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
+from checkpointd.layout.manifest import BRANCHES_MAX, Branches
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.pace import Pace
 from checkpointd.pipeline.read.readback import ReadBackStatus
@@ -194,6 +195,7 @@ class Saver:
         self._said: set[str] = set()
         self._state.tidier.keeps_before = KEEPS_NONE if afresh else (epoch.number, 0)
         self._loaded_step: int | None = None
+        self._left: Branches = ()
         self._repeats = False
         """Whether this job saves steps that the loaded checkpoint already had."""
 
@@ -204,10 +206,17 @@ class Saver:
         if self.is_recorded and not self._repeats:
             self._state.tidier.keeps_before = KEEPS_NONE
 
-    def loaded(self, step: int | None) -> None:
-        """Note that a load has ended, with a checkpoint of `step`; None if there was none to load."""
-        self._loaded_step, self._repeats = step, False
+    def loaded(self, step: int | None, left: Branches) -> None:
+        """Note that a load has ended, with a checkpoint of `step`; None if there was none. `left`: the branches that the saves
+        after it have left.
+        """
+        self._loaded_step, self._repeats, self._left = step, False, left[-BRANCHES_MAX:]
         self.take_up()
+
+    @property
+    def begun(self) -> int:
+        """The number of saves that were begun."""
+        return self._saves
 
     @property
     def has_taken_up(self) -> bool:
@@ -318,14 +327,14 @@ class Saver:
         staging.give_up()
 
     def _say_once(self, request: SaveRequest) -> None:
-        """On rank 0, log once why retention cannot remove a checkpoint that it should: no load yet, an old step, or no metric."""
+        """On rank 0, log once why retention removes less than it should: no load yet, an old step, or no metric."""
         if self._ranks.rank != COORDINATOR:
             return
         if self._loaded_step is not None and request.step <= self._loaded_step and not self._repeats:
             self._repeats, self._state.tidier.keeps_before = True, (self._epoch.number, self._saves)
             log.warning(
-                "%s is step %d, but load() returned step %d: does the loop begin again, instead of going on at loaded.step + 1? "
-                "From here on, retention removes no checkpoint that was there before this save",
+                "%s is step %d, but load() returned step %d: does the loop begin again, and not go on at loaded.step + 1? "
+                "From now on, retention removes no checkpoint that was there before this save",
                 request.tag,
                 request.step,
                 self._loaded_step,
@@ -369,6 +378,7 @@ class Saver:
             n=self._saves,
             save_latest=request.save_latest,
             metrics=request.metrics,
+            left=self._left,
             may_be_taken_over=self._may_be_taken_over,
             unfinished=request.unfinished,
             leftovers=request.leftovers,

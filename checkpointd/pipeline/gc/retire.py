@@ -102,6 +102,7 @@ async def chosen_by(
             verified=view.is_verified,
             damaged=view.read_back == "damaged",
             passed_over=view.passed_over,
+            left_behind=view.left_behind,
             age_s=_age_s(view.outcome) if has_ages else None,
             metrics=view.outcome.metrics,
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 
 from checkpointd.layout.manifest import Outcome
+from checkpointd.pipeline.outcome.branches import leave_by_commit
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
+from checkpointd.pipeline.writer_state import WriterState
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -27,10 +29,18 @@ async def show_files(showing: Queue, info: AttemptInfo, outcome: Outcome) -> Non
         showing.end(info)
 
 
-async def point_latest(store: Store, outcome: Outcome) -> None:
-    """Move `latest` to a commit that asked for it."""
-    if outcome.outcome != "commit" or not outcome.save_latest:
+async def follow_commit(state: WriterState, outcome: Outcome) -> None:
+    """After a commit, record which checkpoints its branch has left, and move `latest` to it if it asked for that."""
+    if outcome.outcome != "commit":
         return
+    if outcome.left != state.left:
+        await leave_by_commit(state.store, outcome)
+        state.left = outcome.left
+    if outcome.save_latest:
+        await _point_latest(state.store, outcome)
+
+
+async def _point_latest(store: Store, outcome: Outcome) -> None:
     try:
         await move_latest(store, outcome.tag, outcome.order)
     except Exception as error:  # ATTEMPT-1

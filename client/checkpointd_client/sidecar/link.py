@@ -592,6 +592,7 @@ def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_bef
         takeover=takeover,
         left_s=left_s,
         metrics=dict(info.metrics),
+        left=info.left,
         keeps_before=keeps_before,
         unfinished=info.unfinished,
         leftovers=info.leftovers,

@@ -29,6 +29,7 @@ from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import LATEST, check_tag
 from checkpointd.pipeline.read.checkpoint_view import read_view
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import newest_tag
 from checkpointd.store.base import Store
 from checkpointd_client.capture.dtypes import DTYPES, empty
 from checkpointd_client.export.consolidate import run_on_store
@@ -79,7 +80,7 @@ def export_dcp(
     async def export(store: Store) -> ExportedDCP:
         check_outside(store, out)
         with Output(out, directory=True, force=force) as output:
-            name = check_tag(tag) if tag is not None and tag != LATEST else await catalog.latest(store)
+            name = check_tag(tag) if tag is not None and tag != LATEST else await newest_tag(store)
             if name is None:
                 raise NotFoundError(f"there is no {LATEST} at {store.url}: name a tag")
             load = LoadConfig(budget_bytes=held // 4)
