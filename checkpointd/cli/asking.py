@@ -91,7 +91,7 @@ def _is_of_tag(entry: Entry) -> bool:
 
 
 async def named_tag(store: Store, tag: str) -> str:
-    """The tag that `tag` means: for `latest` that of the checkpoint that a load takes, for a number that is not a tag that of the
+    """The tag that `tag` means: for `latest` that of the checkpoint that a load takes, for a number that is no tag that of the
     step.
     """
     if tag == LATEST:

@@ -12,7 +12,7 @@ from checkpointd.pipeline.root.latest import move_latest_to_newest
 from checkpointd.store.base import Store
 
 
-async def follow_branches(origin: Store, mirror: Store, theirs: Iterable[AttemptView], ours: Iterable[AttemptView]) -> None:
+async def follow(origin: Store, mirror: Store, theirs: Iterable[AttemptView], ours: Iterable[AttemptView]) -> None:
     """Copy and remove the records of what was left behind, and move the mirror's `latest` if that changes the newest one."""
     there = {view.prefix: view for view in theirs}
     changed = [

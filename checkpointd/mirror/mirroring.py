@@ -36,8 +36,7 @@ from checkpointd.errors import CheckpointdError, DamagedError, StoreError, Store
 from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.keys import OUTCOME
 from checkpointd.layout.manifest import Outcome
-from checkpointd.mirror import bare_holders
-from checkpointd.mirror.branches import follow_branches
+from checkpointd.mirror import bare_holders, branches
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
 from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News, RemovalNews, news_of
@@ -297,11 +296,10 @@ class Mirroring:
             seen = await self._see()
             if is_copied and await self._make_room(seen):
                 seen = await self._see()
-        await follow_branches(self.origin, self.mirror, seen.theirs, seen.ours)
+        await branches.follow(self.origin, self.mirror, seen.theirs, seen.ours)
         if not copied:
             await self._make_room(seen)
-        # A run may have ended, or failed, before the newest one was read back.
-        if self.config.verify and await self._prove(newest_for_latest(seen.ours)):
+        if self.config.verify and await self._prove(newest_for_latest(seen.ours)):  # an earlier run may not have
             seen = await self._see()
         if await self._heal(seen):
             await self._make_room(await self._see())  # what waited for something whole may go; reading takes long

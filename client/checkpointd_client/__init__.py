@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate
     from checkpointd_client.export.state_dict import StateDict
-    from checkpointd_client.loader import Loaded
+    from checkpointd_client.loaded import Loaded
     from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
     from checkpointd_client.rollback import rollback
     from checkpointd_client.saves.handle import SaveHandle, Timings
@@ -48,7 +48,7 @@ _HOMES = {
     "CheckpointInfo": "saves.status",
     "Checkpointer": "checkpointer",
     "ExportConfig": "checkpointer",
-    "Loaded": "loader",
+    "Loaded": "loaded",
     "OpenCheckpoint": "reader",
     "Retention": "checkpointer",
     "RngState": "capture.rng",

@@ -15,7 +15,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, ExportConfig, SpoolConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd_client.core import Core
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 from checkpointd_client.ranks.preemption import PreemptSignals
 from checkpointd_client.saver import WhenBusy
 from checkpointd_client.saves.handle import SaveHandle

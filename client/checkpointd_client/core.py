@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, MutableMapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,7 +42,8 @@ from checkpointd.store.requests import requests_of
 from checkpointd.store.showing import plain_files_of
 from checkpointd_client.examining import Examination, Nobody, Taker
 from checkpointd_client.lifetime import at_exit, check_apart, claim_root
-from checkpointd_client.loader import LOOK_S, Loaded, Loader, call_patiently, leave_record
+from checkpointd_client.loaded import Loaded, left_after
+from checkpointd_client.loader import LOOK_S, Loader, call_patiently, leave_record
 from checkpointd_client.ranks.board import find_ranks, group_store, open_board
 from checkpointd_client.ranks.load_rounds import LoadRounds
 from checkpointd_client.ranks.preemption import Preemption
@@ -57,6 +58,7 @@ from checkpointd_client.saves.exports import OwnExports
 from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.spool import ProcessSpool
 from checkpointd_client.saves.status import Status
+from checkpointd_client.saves.unfinished import Unfinished
 from checkpointd_client.settings import Options, check_load
 from checkpointd_client.sidecar.client import OnSidecarLoss, SidecarClient
 from checkpointd_client.staging.arena import Arena
@@ -66,14 +68,6 @@ log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 
 SIDECAR_PATIENCE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """An unfinished directory at `path`, which is filled beside a save. The save names it by `name`."""
-
-    name: str
-    path: str
 
 
 class Core:
@@ -316,7 +310,9 @@ class Core:
         if self._preemption is not None:
             self._preemption.loaded()
         self._saver.is_recorded &= loader.is_recorded
-        self._saver.loaded(None if loaded is None else loaded.step, loader.left_after((self._epoch.number, self._saver.begun)))
+        begins = (self._epoch.number, self._saver.begun)
+        left = left_after(self._store, loader.taken, begins, loader.look) if self._ranks.rank == COORDINATOR else ()
+        self._saver.loaded(None if loaded is None else loaded.step, left)
         if not isinstance(state, TargetChooser):
             with suppress(StateError):  # save() will raise it
                 self._saver.prepare(state)

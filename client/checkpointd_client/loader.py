@@ -23,12 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from checkpointd.commands import at_tag, command
-from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.daemon.protocol.wire import InFlight, RetainedSnapshot
@@ -44,9 +43,7 @@ from checkpointd.errors import (
     UnreadableError,
 )
 from checkpointd.layout.keys import AttemptId, attempt_prefix
-from checkpointd.layout.manifest import Branches
 from checkpointd.phrases import listed
-from checkpointd.pipeline.outcome import branches
 from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
 from checkpointd.pipeline.root import catalog
@@ -58,6 +55,7 @@ from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.waits import Waiting
 from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.aliasing import MemoryRegion
+from checkpointd_client.loaded import Loaded, say_loaded
 from checkpointd_client.ranks.load_messages import CandidateChoice, Holding, Problem, SpooledOffer
 from checkpointd_client.ranks.load_rounds import LoadRound
 from checkpointd_client.ranks.reading_circle import RankSharing
@@ -73,28 +71,6 @@ from checkpointd_client.sidecar.client import SidecarClient
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The result of a load. The log of one rank has the first ten values that `strict=False` left alone.
-
-    `missing`: FQNs that only the objects have. `unexpected`: FQNs that only the checkpoint has; no rank has a place for them.
-    `mismatched`: values that differ in shape, dtype or kind, each as a line that begins with its FQN.
-    """
-
-    tag: str
-    step: int
-    client_state: dict[str, object]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
-    fell_back_from: tuple[str, ...] = ()
-    """Newer checkpoints that were damaged, in words."""
-    source: Literal["store", "memory", "spool"] = "store"
-    """memory: the snapshot that the sidecar retained. spool: this node's own disk. Other ranks may have read elsewhere."""
-    per_rank_left: tuple[str, ...] = ()
-    """Per-rank values that were left alone, because the number of ranks is not the one of the save."""
 
 
 _FLIGHT_POLL_S = 0.1
@@ -139,7 +115,7 @@ class Loader:
     """Whether rank 0 has looked at the store, and logged the damage that it found there."""
     _skipped: list[tuple[str, str]] = field(default_factory=list)
     """On rank 0: attempts that are too damaged to be candidates, each with the damage in words."""
-    _taken: Candidate | None = None
+    taken: Candidate | None = None
     """What was loaded."""
     _answers: HandedOutStates = field(default_factory=HandedOutStates)
     _touched: list[tuple[str, tuple[torch.Tensor, ...]]] = field(default_factory=list)
@@ -157,28 +133,8 @@ class Loader:
                 raise
             raise self._in_part(str(error)) from error  # LOAD-6
         if self.ranks.rank == COORDINATOR:
-            self._say(loaded, time.monotonic() - began)
+            say_loaded(loaded, self.store.url, time.monotonic() - began)
         return loaded
-
-    def left_after(self, begins: Order) -> Branches:
-        """The branches that were left by saves that go on from what was loaded (`Outcome.left`). `begins`: the order of the
-        first of them. Only rank 0 asks, since its vote counts.
-        """
-        if self._taken is None or self.ranks.rank != COORDINATOR:
-            return ()
-        tag, attempt = self._taken.tag, self._taken.attempt
-        try:
-            return self._look(lambda patience: branches.after(PatientStore(self.store, patience), tag, attempt, begins))
-        except CheckpointdError as error:  # the objects are filled
-            log.error("%s is loaded, but whether newer ones are left behind cannot be told: %s", tag, error)
-            return ()
-
-    def _say(self, loaded: Loaded | None, took_s: float) -> None:
-        if loaded is None:
-            log.info("nothing is loaded: there is no checkpoint at %s", self.store.url)
-            return
-        near = {"store": "", "memory": ", out of the sidecar's memory", "spool": ", out of this node's spool"}[loaded.source]
-        log.info("loaded %s (step %d) from %s in %.1f s%s", loaded.tag, loaded.step, self.store.url, took_s, near)
 
     def _loaded(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         if tag is None:
@@ -197,7 +153,7 @@ class Loader:
                     found.restoration.unexpected = nowhere
                 verdict = self._fill(number, candidate, found)
                 if verdict is None:
-                    self._taken = candidate
+                    self.taken = candidate
                     return self._finish(found)
             if candidate.is_not_of_root and isinstance(verdict, SidecarError | StoreError):
                 log.info("%s is loaded from the store: %s", candidate.tag, verdict)
@@ -257,7 +213,7 @@ class Loader:
             spooled = self._spooled_by_all() if tag is None else None
             if held is None and spooled is None and not self._looked:
                 self._wait_for_flights()
-            chosen, passed_over = self._look(lambda patience: self._chosen(tag, patience))
+            chosen, passed_over = self.look(lambda patience: self._chosen(tag, patience))
             newest = (-1, -1) if chosen is None else chosen.outcome.order
             if held is not None and held.order >= max(newest, (-1, -1) if spooled is None else spooled.order):
                 return CandidateChoice(in_memory=True, tag=held.tag, attempt=held.attempt)
@@ -290,7 +246,7 @@ class Loader:
         self._skipped = [(passed.prefix, str(passed.error)) for passed in found.passed_over if passed.prefix is not None]
         return chosen, tuple(passed.error for passed in found.passed_over)
 
-    def _look(self, work: Callable[[Patience], Coroutine[Any, Any, T]]) -> T:
+    def look(self, work: Callable[[Patience], Coroutine[Any, Any, T]]) -> T:
         return call_patiently(self.writer, self.config, work, self._tries_again)
 
     def _tries_again(self) -> None:
@@ -330,7 +286,7 @@ class Loader:
         """On rank 0: the newest undecided attempt that every rank has in the spool of its node, if it was not tried yet."""
         for offered in in_every_spool(self._offers, self.ranks):
             is_new = f"{offered.tag}/{offered.attempt}" not in self._nearby
-            if is_new and self._look(lambda p, one=offered: may_commit(PatientStore(self.store, p), one, self.surviving)):  # type: ignore[misc]
+            if is_new and self.look(lambda p, one=offered: may_commit(PatientStore(self.store, p), one, self.surviving)):  # type: ignore[misc]
                 return offered
         return None
 
@@ -340,7 +296,7 @@ class Loader:
         held = common({rank: note.held for rank, note in self._offers.items()}, self.ranks)
         if held is None:
             return None
-        return held if self._look(lambda patience: counts(PatientStore(self.store, patience), held)) else None
+        return held if self.look(lambda patience: counts(PatientStore(self.store, patience), held)) else None
 
     def _wait_for_flights(self) -> None:
         """Wait until the attempts that daemons still persist for an earlier start are decided: one may be the newest
@@ -483,7 +439,7 @@ class Loader:
         held = self._held.get((candidate.tag, str(candidate.attempt)))
         if held is None or held.world_size != self.ranks.world_size:
             return False
-        return self._look(lambda patience: counts(PatientStore(self.store, patience), held))
+        return self.look(lambda patience: counts(PatientStore(self.store, patience), held))
 
     def _held_source(self, candidate: Candidate) -> MemorySource:
         """Fetch the snapshot. Any problem with it counts as damage, so the ranks load from the store instead."""

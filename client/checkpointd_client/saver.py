@@ -36,7 +36,7 @@ from checkpointd.layout.manifest import BRANCHES_MAX, Branches
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.pace import Pace
 from checkpointd.pipeline.read.readback import ReadBackStatus
-from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress, finite
+from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress, finite
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.waits import Waiting
 from checkpointd_client.capture.pickled import packed
@@ -46,9 +46,10 @@ from checkpointd_client.capture.state import Captured
 from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.capture.torch_files import capture_files
 from checkpointd_client.ranks.board import Board
-from checkpointd_client.ranks.startup import Begun, say_unknown
+from checkpointd_client.ranks.startup import Begun
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.matching.loadable import check_loadable
+from checkpointd_client.saves.advice import SaveAdvice
 from checkpointd_client.saves.governor import Governor
 from checkpointd_client.saves.handle import SaveHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
@@ -192,25 +193,22 @@ class Saver:
         self._hurried = threading.Event()
         """Set when somebody waits for the memory that is prewarmed."""
         self._has_prewarmed_another = False
-        self._said: set[str] = set()
-        self._state.tidier.keeps_before = KEEPS_NONE if afresh else (epoch.number, 0)
-        self._loaded_step: int | None = None
+        self._advice = SaveAdvice(state, ranks.rank, epoch, afresh=afresh)
         self._left: Branches = ()
-        self._repeats = False
-        """Whether this job saves steps that the loaded checkpoint already had."""
 
     def take_up(self) -> None:
         """Allow this job to remove checkpoints of earlier ones, after a load or a start afresh. This does nothing if the record
         of a checkpoint that was passed over is missing (LOAD-5 in `loader.py`), or if the job saves old steps again.
         """
-        if self.is_recorded and not self._repeats:
-            self._state.tidier.keeps_before = KEEPS_NONE
+        if self.is_recorded:
+            self._advice.take_up()
 
     def loaded(self, step: int | None, left: Branches) -> None:
         """Note that a load has ended, with a checkpoint of `step`; None if there was none. `left`: the branches that the saves
         after it have left.
         """
-        self._loaded_step, self._repeats, self._left = step, False, left[-BRANCHES_MAX:]
+        self._left = left[-BRANCHES_MAX:]
+        self._advice.loaded(step)
         self.take_up()
 
     @property
@@ -326,33 +324,6 @@ class Saver:
         staging.done.add_done_callback(lambda _: hold.release())
         staging.give_up()
 
-    def _say_once(self, request: SaveRequest) -> None:
-        """On rank 0, log once why retention removes less than it should: no load yet, an old step, or no metric."""
-        if self._ranks.rank != COORDINATOR:
-            return
-        if self._loaded_step is not None and request.step <= self._loaded_step and not self._repeats:
-            self._repeats, self._state.tidier.keeps_before = True, (self._epoch.number, self._saves)
-            log.warning(
-                "%s is step %d, but load() returned step %d: does the loop begin again, and not go on at loaded.step + 1? "
-                "From now on, retention removes no checkpoint that was there before this save",
-                request.tag,
-                request.step,
-                self._loaded_step,
-            )
-        elif self._state.tidier.keeps_before != KEEPS_NONE and not self._repeats and "unknown" not in self._said:
-            self._said.add("unknown")
-            say_unknown(self._epoch, self._state.store.url, "load()", "Checkpointer(..., afresh=True)")
-        metric = self._state.commit.retention.metric
-        if metric is not None and metric not in dict(request.metrics) and "metric" not in self._said:
-            self._said.add("metric")
-            log.warning(
-                "%s is saved without the metric %r, by which retention chooses the best: checkpoints without it stay until "
-                "somebody deletes them. Pass metrics={%r: ...} with every save",
-                request.tag,
-                metric,
-                metric,
-            )
-
     def _too_soon(self, request: SaveRequest) -> SkippedError | None:
         """The error of a save that comes sooner after the save before than `when_busy="space"` allows."""
         before = self.history.newest_kept()
@@ -368,7 +339,7 @@ class Saver:
         )
 
     def _new_job(self, request: SaveRequest, pace: Pace) -> PendingSave:
-        self._say_once(request)
+        self._advice.before(request.tag, request.step, dict(request.metrics), (self._epoch.number, self._saves))
         info = AttemptInfo(
             tag=request.tag,
             attempt=AttemptId(self._epoch.number, self._saves_of_tag[request.tag]),
@@ -442,7 +413,7 @@ class Saver:
         try:
             acquired = waited_for(min(BUSY_S, patience_s))
             if not acquired and patience_s:
-                self._say_busy(info)
+                self._advice.busy(info.tag, self.governor.overhead_max)
                 acquired = waiting.until(waited_for, max(0.0, patience_s - BUSY_S))
         finally:
             self.history.waited(handle, time.monotonic() - began)
@@ -452,20 +423,6 @@ class Saver:
             still = f"still in flight after {patience_s:g} s; look at the storage" if patience_s else "still in flight"
             message = f"{info.tag} was skipped on rank {info.rank}: two saves are {still}"
             raise SkippedError(message, ranks=(info.rank,))
-
-    def _say_busy(self, info: AttemptInfo) -> None:
-        """Log once that training waits for earlier saves, and what helps."""
-        if "busy" in self._said:
-            return
-        self._said.add("busy")
-        log.warning(
-            "rank %d: save() of %s waits until one of the two saves before it is written, and training waits with it. To avoid "
-            'that, save less often, let save() skip what comes too fast (when_busy="skip" or "space"), or let saves take more '
-            "of the machine (a greater max_overhead; it is %s). status().waited_s counts all such waits",
-            info.rank,
-            info.tag,
-            "None, the most" if self.governor.overhead_max is None else f"{self.governor.overhead_max:g}",
-        )
 
     def _missing(self) -> str:
         return "; ".join(save.missing() for save in self.history.live()) or "earlier snapshots are not released yet"

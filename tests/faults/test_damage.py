@@ -27,7 +27,7 @@ from checkpointd.report.latest import pointer
 from checkpointd.report.verification import Verification, tasks, verified
 from checkpointd.store import open_store
 from checkpointd_client import Checkpointer
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 from tests.builders import break_file
 from tests.faults.predictable_training import KIB, Training
 

@@ -24,7 +24,6 @@ import msgspec
 
 from checkpointd import __version__
 from checkpointd.commands import MAY_NOT_OPEN, start_sidecar
-from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import Ranks
 from checkpointd.daemon.memory.layouts import wire_tensors
@@ -446,7 +445,7 @@ class Link:
         *,
         takeover: int,
         left_s: float,
-        keeps_before: Order,
+        keeps_before: tuple[int, int],
         on_phase: OnPhase,
         heard: Heard = _nothing,
     ) -> None:
@@ -580,11 +579,10 @@ def _close(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_before: Order) -> wire.Save:
-    info = job.info
+def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_before: tuple[int, int]) -> wire.Save:
     return wire.Save(
         save=number,
-        tag=info.tag,
+        tag=(info := job.info).tag,
         attempt=str(info.attempt),
         step=info.step,
         n=info.n,

@@ -325,10 +325,11 @@ def test_after_the_next_load_the_rules_count_again(tmp_path: Path, caplog: pytes
         assert not warned_of_old_steps(caplog)
         ckpt.save(2, state(7), tag="same").wait()
         assert len(warned_of_old_steps(caplog)) == 1
+        tidier = ckpt._core._saver._state.tidier
         core_of(ckpt).take_up()  # as integrations call it: it does not undo the protection
-        assert not core_of(ckpt).has_taken_up
+        assert tidier.keeps_before == (1, 3)
         ckpt.load(state(-1))
-        assert core_of(ckpt).has_taken_up
+        assert tidier.keeps_before == (0, 0)
         ckpt.save(1, state(8), tag="less").wait()
         assert len(warned_of_old_steps(caplog)) == 2
 
