@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate
     from checkpointd_client.export.state_dict import StateDict
+    from checkpointd_client.going_back import rollback
     from checkpointd_client.loaded import Loaded
     from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
-    from checkpointd_client.rollback import rollback
     from checkpointd_client.saves.handle import SaveHandle, Timings
     from checkpointd_client.saves.status import AttemptStatus, CheckpointInfo, Status
 
@@ -60,7 +60,7 @@ _HOMES = {
     "Timings": "saves.handle",
     "consolidate": "export.consolidate",
     "open_checkpoint": "reader",
-    "rollback": "rollback",
+    "rollback": "going_back",
 }
 
 if not TYPE_CHECKING:  # a type checker that saw it would take every name for an export

@@ -71,6 +71,12 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
+def test_it_is_a_function_however_often_it_is_imported() -> None:
+    import checkpointd_client
+
+    assert [callable(checkpointd_client.rollback) for _ in range(2)] == [True, True]
+
+
 LEFT = {"global_step5": "left-behind", "global_step4": "left-behind", "global_step3": "left-behind"}
 BEFORE = {"global_step2": "committed", "global_step1": "committed"}
 
