@@ -75,7 +75,7 @@ class Job:
     epoch: int
     world_size: int = 1
     rules: Retention = field(default_factory=Retention)
-    keeps_before: int = 0
+    keeps_before: tuple[int, int] = (0, 0)
     timeout_s: float = TIMEOUT_S
     read_back: bool = True
     slowness: dict[int, float] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Job:
         )
         for rank in range(self.world_size):
             self.states[rank] = WriterState(store=self.disk, persist=PERSIST, commit=commit)
-            if self.keeps_before:
+            if self.keeps_before != (0, 0):
                 self.states[rank].tidier.keeps_before = self.keeps_before
 
     async def run(self, count: int, *, tag: str | None = None, first: int = 0) -> None:

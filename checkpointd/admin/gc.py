@@ -91,7 +91,7 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
                 key=error.key,
             ) from error
         raise NotFoundError(f"{tag} is not a checkpoint any more")
-    why = await _indispensable(store, tag, [c.tag for c in checkpoints if c.outcome.save_latest])
+    why = await _indispensable(store, tag, [c.tag for c in checkpoints if c.may_be_latest])
     if why and not force:
         anyway = command("delete", *at_tag(store.url, tag), "--force")
         raise UsageError(

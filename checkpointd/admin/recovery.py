@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -75,7 +75,7 @@ async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
             root=store.url, dry_run=False, epoch=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
         )
     await check_conditions_of(store, new=False)
-    epoch, lease = await leases.begin(store, _beginner(store, take_over=take_over))
+    epoch, lease = await leases.begin(store, beginner_of(store, take_over=take_over))
     try:
         done = await recover(store, epoch.epoch, epoch.surviving, accepts_loss=True)
     finally:
@@ -94,20 +94,21 @@ async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
     )
 
 
-def _beginner(store: Store, *, take_over: bool) -> Beginner:
+def beginner_of(store: Store, *, take_over: bool, name: str = "recover", at: Sequence[str] = ()) -> Beginner:
+    """Begins an epoch without a job for the command `name`. `at`: its arguments after the root."""
     return Beginner(
         world_size=NO_RANKS,
         take_over=take_over,
         instead=(
-            "That job decides its saves itself. To recover nevertheless, end the job first, or take the root over, so that all "
-            f"its later saves fail: {command('recover', store.url, '--take-over')}"
+            "That job decides its saves itself. To do this nevertheless, end the job first, or take the root over, so that all "
+            f"its later saves fail: {command(name, store.url, *at, '--take-over')}"
         ),
     )
 
 
 async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
     """The report that `recovery` would give now; nothing is written."""
-    beginner = _beginner(store, take_over=take_over)
+    beginner = beginner_of(store, take_over=take_over)
     surviving, living = await asyncio.gather(
         leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
     )
@@ -117,7 +118,7 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
         a.prefix: (await judge(store, a)).outcome for a in attempts if a.state == "in-doubt" and a.prefix not in surviving
     }
     after = [_as_decided(a, outcomes.get(a.prefix)) for a in attempts]
-    due = next((c.tag for c in catalog.checkpoints_of(after) if c.outcome.save_latest), None)
+    due = next((c.tag for c in catalog.checkpoints_of(after) if c.may_be_latest), None)
     problem = (await pointer(store, catalog.checkpoints_of(after))).problem
     return RecoveryReport(
         root=store.url,

@@ -14,6 +14,7 @@ from checkpointd.commands import at_tag, command
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, default_tag, is_tag
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import named
 from checkpointd.store import open_store
 from checkpointd.store.base import Entry, Store
 
@@ -97,8 +98,10 @@ def _is_of_tag(entry: Entry) -> bool:
 
 
 async def named_tag(store: Store, tag: str) -> str:
-    """The tag that `tag` means: for `latest` the tag in the pointer, for a number that is not a tag the tag of that step."""
-    return await _tag_of_step(store, tag) if tag.isdecimal() and tag.isascii() else await catalog.named(store, tag)
+    """The tag that `tag` means: for `latest` that of the checkpoint that a load takes, for a number that is no tag that of the
+    step.
+    """
+    return await _tag_of_step(store, tag) if tag.isdecimal() and tag.isascii() else await named(store, tag)
 
 
 async def maybe_named_tag(store: Store, tag: str | None) -> str | None:

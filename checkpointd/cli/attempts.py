@@ -22,6 +22,7 @@ STATE_MOODS: dict[RowState, Mood] = {
     "incomplete": "bad",
     "deleted": "quiet",
     "superseded": "quiet",
+    "left-behind": "quiet",
 }
 VOTE_MOODS: dict[Ballot, Mood] = {"yes": "good", "no": "bad", "missing": "doubt", "unreadable": "bad"}
 READ_BACK_CELLS: dict[ReadBackState, tuple[str, Mood]] = {

@@ -21,13 +21,14 @@ from checkpointd.cli.locating import corrected
 from checkpointd.errors import CheckpointdError
 
 COMMANDS = (
-    *("list", "inspect", "verify", "status", "explain", "recover", "gc", "delete", "serve", "doctor"),
+    *("list", "inspect", "verify", "status", "explain", "recover", "rollback", "gc", "delete", "serve", "doctor"),
     *("consolidate", "import", "export", "mirror", "rebuild-catalog", "completion"),
 )
 MODULES = {
     "import": "importing",
     "export": "exporting",
     "mirror": "tiers.mirror",
+    "rollback": "admin.rollback",
     "rebuild-catalog": "admin.rebuild_catalog",
 }
 """Commands whose module has another name: `import` is a keyword of Python, `export` follows it, names have no hyphen, and some

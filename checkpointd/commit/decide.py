@@ -23,6 +23,9 @@ from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Vote
 from checkpointd.phrases import listed, rank_runs
 
 OnNoProgress = Literal["warn", "abort", "ignore"]
+ON_EVERY_RANK = "Call save() on every rank, not on one rank alone"
+NAMED_MAX = 32
+"""The most ranks that one line of the log names."""
 REASON_MAX = 4000
 """The most characters of a rank's reason that its vote and the outcome keep."""
 
@@ -147,6 +150,21 @@ def deadline(missing: Mapping[int, str], *, timeout_s: float) -> Decision:
         "the next save starts afresh"
     )
     return abort("DeadlineError", message, ranks)
+
+
+def awaited_words(votes_missing: Sequence[int] | None) -> str:
+    """What an attempt waits for, and what to look at. `votes_missing`: None on a rank that gathers no votes."""
+    if votes_missing:
+        return (
+            f"no vote from {rank_runs(votes_missing, NAMED_MAX)}: save() was not called there for this step and tag, or the "
+            f"shard is still being written. {ON_EVERY_RANK}"
+        )
+    if votes_missing is None:
+        return (
+            "rank 0 has not put the outcome: save() was not called there for this step and tag, or its log names the ranks "
+            f"that have not voted. {ON_EVERY_RANK}"
+        )
+    return "all ranks have voted; the outcome is not put"
 
 
 def has_no_progress(votes: Mapping[int, Vote | None]) -> bool:

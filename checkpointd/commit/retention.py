@@ -13,7 +13,11 @@ Invariants
   RETENTION-5  Rules with a metric never remove a checkpoint without that metric. If no checkpoint has the metric, the rules
       remove nothing.
   RETENTION-6  A job that does not know what earlier epochs committed removes none of their checkpoints, neither by rules nor
-      for a newer commit of the same tag.
+      for a newer commit of the same tag. Nor does a job that saves steps again which the checkpoint that it loaded already had:
+      of all that was there before, nothing goes.
+  RETENTION-8  A checkpoint of a branch that was left is not counted in place of one of the current branch: the rules keep what
+      they name among all checkpoints, and what they name among those of the current branch alone. It never counts as the
+      newest or as verified. If both branches saved one tag, neither commit replaces the other.
   RETENTION-7  A checkpoint that an export still needs stays, even if its tag was saved again.
 """
 
@@ -29,6 +33,8 @@ from checkpointd.commit.facts import AttemptFacts, Dead, Order
 from checkpointd.errors import UsageError
 
 Mode = Literal["min", "max"]
+KEEPS_NONE: Order = (0, 0)
+"""No checkpoint comes before this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,8 @@ class CheckpointFacts:
     """Whether a record says that it is damaged."""
     passed_over: bool = False
     """Whether a load passed over it."""
+    left_behind: bool = False
+    """Whether it is of a branch that was left."""
     exporting: bool = False
     """Whether an export still needs it."""
     age_s: float | None = None
@@ -120,17 +128,17 @@ class RemovalChoice:
     """Why the rules were not applied (RETENTION-5)."""
 
 
-def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: int = 0) -> RemovalChoice:
-    """Choose which of `commits` to remove. Checkpoints of epochs before `keeps_before` stay (RETENTION-6)."""
-    newest_first = sorted(commits, key=lambda c: c.order, reverse=True)
+def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: Order = KEEPS_NONE) -> RemovalChoice:
+    """Choose which of `commits` to remove. Checkpoints before `keeps_before` stay (RETENTION-6)."""
+    newest_first = sorted(commits, key=lambda c: (not c.left_behind, c.order), reverse=True)
     sound = [c for c in newest_first if not c.damaged and not c.passed_over]
-    if not sound:
+    if all(c.left_behind for c in sound):
         return RemovalChoice()
     reasons = _replaced(newest_first, sound)
     unknown_metric = _unknown_metric(newest_first, rules)
     if unknown_metric is None:
         reasons = _let_go(newest_first, [c for c in sound if c.order not in reasons], rules) | reasons
-    verified = next((c.order for c in sound if c.verified), None)
+    verified = next((c.order for c in sound if c.verified and not c.left_behind), None)
     unneeded = [c for c in reversed(newest_first) if c.order in reasons and _may_go(c, keeps_before)]
     may_go = [c for c in unneeded if not c.exporting]
     return RemovalChoice(
@@ -141,16 +149,18 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
     )
 
 
-def _may_go(checkpoint: CheckpointFacts, keeps_before: int) -> bool:
+def _may_go(checkpoint: CheckpointFacts, keeps_before: Order) -> bool:
     """Whether RETENTION-4 and RETENTION-6 allow its removal."""
-    return checkpoint.attempt.attempt.epoch >= keeps_before and (checkpoint.damaged or not checkpoint.passed_over)
+    return checkpoint.order >= keeps_before and (checkpoint.damaged or not checkpoint.passed_over)
 
 
 def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[CheckpointFacts], rules: Retention) -> dict[Order, str]:
     """The orders of the checkpoints that the rules do not keep, with the reason. The rules count only those in `current`."""
     if rules.keeps_all:
         return {}
-    kept = _indispensable(newest_first, current) | _named(current, rules)
+    by_order = sorted(current, key=lambda c: c.order, reverse=True)
+    of_branch = [c for c in by_order if not c.left_behind]
+    kept = _indispensable(newest_first, current) | _named(by_order, rules) | _named(of_branch, rules)
     words = f"retention keeps {_in_words(rules)}"
     return {c.order: f"it is damaged, and {words}" if c.damaged else words for c in newest_first if c.order not in kept}
 
@@ -160,7 +170,7 @@ def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[Checkpoin
     newest: dict[str, Order] = {}
     for c in sound:
         newest.setdefault(c.attempt.tag, c.order)
-    older = (c.order for c in newest_first if c.order < newest.get(c.attempt.tag, c.order))
+    older = (c.order for c in newest_first if not c.left_behind and c.order < newest.get(c.attempt.tag, c.order))
     return dict.fromkeys(older, "the tag was saved again since")
 
 

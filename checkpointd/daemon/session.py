@@ -373,6 +373,7 @@ class RankSession:
             n=message.n,
             save_latest=message.save_latest,
             metrics=finite(message.metrics),
+            left=message.left,
             takeover=message.takeover,
             may_be_taken_over=True,
             unfinished=message.unfinished and check_unfinished(message.unfinished),

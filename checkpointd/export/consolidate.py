@@ -38,6 +38,7 @@ from checkpointd.phrases import byte_count
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.read.plan import BoxRequest, gaps
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import named
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store import open_store
@@ -146,7 +147,7 @@ async def consolidate(
             f"files can be copied only into a directory, and {os.fspath(out)} is one file: give a directory as OUT"
         )
     async with _output(out, container, request) as output:
-        checkpoint = await catalog.find(store, await catalog.named(store, request.tag))
+        checkpoint = await catalog.find(store, await named(store, request.tag))
         return await export_checkpoint(store, checkpoint, output, container, request, on_progress)
 
 

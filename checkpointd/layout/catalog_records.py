@@ -26,7 +26,19 @@ _NAME = re.compile(r"(\d{12})\.(records|summary)\Z", re.ASCII)
 
 _OUTCOMES = msgspec.json.Decoder(Outcome)
 
-Kind = Literal["intent", "close", "removing", "removed", "verified", "damaged", "passed-over", "forgotten", "rebuilt"]
+Kind = Literal[
+    "intent",
+    "close",
+    "removing",
+    "removed",
+    "verified",
+    "damaged",
+    "passed-over",
+    "left-behind",
+    "current",
+    "forgotten",
+    "rebuilt",
+]
 
 
 class CatalogRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,6 +91,7 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     verified: bool = False
     damaged: bool = False
     passed_over: bool = False
+    left_behind: bool = False
 
     @property
     def prefix(self) -> str:
@@ -191,6 +204,10 @@ def _after(entry: CatalogEntry, record: CatalogRecord) -> CatalogEntry:
             return msgspec.structs.replace(entry, verified=False, damaged=True)
         case "passed-over":
             return msgspec.structs.replace(entry, passed_over=True)
+        case "left-behind":
+            return msgspec.structs.replace(entry, left_behind=True)
+        case "current":
+            return msgspec.structs.replace(entry, left_behind=False)
         case _:
             return entry
 

@@ -20,6 +20,7 @@ JOINT_PLAN = "plan"
 DELETED = "deleted"
 VERIFIED = "verified"
 PASSED_OVER = "passed-over"
+LEFT_BEHIND = "left-behind"
 DAMAGED = "damaged"
 LEASE = "lease"
 """The object beside an attempt that shows who works at it, perhaps after its trainer has ended."""
@@ -34,7 +35,7 @@ _INDEX = re.compile(rf"{_RANK}(?:-({_HAND}))?\.index\Z", re.ASCII)
 _FILE = re.compile(rf"{_RANK}-(0|{_HAND})-(0|[1-9]\d{{0,3}})\.file\Z", re.ASCII)
 _OBJECT = re.compile(
     rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|-(?:0|{_HAND})-(?:0|[1-9]\d{{0,3}})\.file|(?:-{_HAND})?\.index|\.vote|\.readback)"
-    r"|outcome|ballot|plan|verified|damaged|passed-over|deleted(?:-[1-9]\d{0,8})?)\Z",
+    r"|outcome|ballot|plan|verified|damaged|passed-over|left-behind|deleted(?:-[1-9]\d{0,8})?)\Z",
     re.ASCII,
 )
 _MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
@@ -34,6 +34,12 @@ BALLOT_BYTES_MAX = 1 << 30
 
 RANKS_AT_FAULT_MAX = 64
 """The most ranks that an abort lists."""
+
+Branches: TypeAlias = tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+"""Branches that were left, oldest first: of each, the order of the checkpoint from which training went on, and that of the
+first save after it. What lies between is of the branch."""
+BRANCHES_MAX = 256
+"""The most branches that a save remembers, the last ones."""
 
 Trained = Literal["", "moved", "still"]
 """`moved`: a tensor that requires grad differs from the checkpoint before. `still`: none does. Empty: nothing to compare
@@ -203,6 +209,8 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     objects: tuple[ObjectRef, ...] = ()
     """The objects of this attempt that the index names, so that a listing shows if one is missing."""
     metrics: dict[str, float] = {}
+    left: Branches = ()
+    """As in an outcome; that of rank 0 counts."""
     trained: Trained = ""
     files: tuple[str, ...] | None = None
     """The names of this rank's files, by number; None if it stores a state."""
@@ -266,6 +274,9 @@ class Outcome(_Object, frozen=True, kw_only=True, gc=False, tag_field="format", 
     """The older attempts (`<tag>/<attempt>`) that hold objects of the checkpoint, sorted. The votes name the objects."""
     metrics: dict[str, float] = {}
     """The metrics that the user passed to save() on rank 0, which retention uses."""
+    left: Branches = ()
+    """The branches that were left on the way to this checkpoint: between the two orders of each lie checkpoints from which it
+    does not descend."""
     no_progress: bool = False
     """Whether the step moved on since the checkpoint before, but no tensor that requires grad changed on any rank."""
     cost: Cost | None = None
@@ -335,6 +346,16 @@ class PassedOver(_Object, frozen=True, kw_only=True, tag_field="format", tag="ch
     writer: WriterIdentity
 
 
+class LeftBehind(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.left-behind"):
+    """The record that training went on from an older checkpoint, so this one is of a branch that was left."""
+
+    version: int = VERSION
+    by: str
+    """The checkpoint (`<tag>/<attempt>`) that was gone back to, or the first one that was saved after going back."""
+    user: str = ""
+    writer: WriterIdentity
+
+
 class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.shown"):
     """The record of the attempt whose files a plain directory shows."""
 
@@ -370,8 +391,10 @@ class Mirrored(_Object, frozen=True, kw_only=True, tag_field="format", tag="chec
 STARTS_MAX = 256
 """The most epochs in the record of a mirror."""
 
-SmallObject = Epoch | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | Shown | Mirrored
-_T = TypeVar("_T", Epoch, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, Shown, Mirrored)
+SmallObject = (
+    Epoch | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | LeftBehind | Shown | Mirrored
+)
+_T = TypeVar("_T", Epoch, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, LeftBehind, Shown, Mirrored)
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
@@ -412,6 +435,7 @@ _OPTIONAL = (
     "commit_timeout_s",
     "job",
     "metrics",
+    "left",
     "kept",
     "trained",
     "no_progress",

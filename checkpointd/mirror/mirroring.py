@@ -36,7 +36,7 @@ from checkpointd.errors import CheckpointdError, DamagedError, StoreError, Store
 from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.keys import OUTCOME
 from checkpointd.layout.manifest import Outcome
-from checkpointd.mirror import bare_holders
+from checkpointd.mirror import bare_holders, branches
 from checkpointd.mirror.copying import CheckpointCopy, LeftOut
 from checkpointd.mirror.hold import Hold, hold
 from checkpointd.mirror.news import CheckpointNews, Kind, MirrorReport, News, RemovalNews, news_of
@@ -296,10 +296,10 @@ class Mirroring:
             seen = await self._see()
             if is_copied and await self._make_room(seen):
                 seen = await self._see()
+        await branches.follow(self.origin, self.mirror, seen.theirs, seen.ours)
         if not copied:
             await self._make_room(seen)
-        # A run may have ended, or failed, before the newest one was read back.
-        if self.config.verify and await self._prove(newest_for_latest(seen.ours)):
+        if self.config.verify and await self._prove(newest_for_latest(seen.ours)):  # an earlier run may not have
             seen = await self._see()
         if await self._heal(seen):
             await self._make_room(await self._see())  # what waited for something whole may go; reading takes long
@@ -358,7 +358,7 @@ class Mirroring:
             self._say(checkpoint, left.why, str(left))
             return False
         verdict = await read_back(self.mirror, checkpoint) if self.config.verify else None
-        if checkpoint.outcome.save_latest and (verdict is None or verdict.whole):
+        if checkpoint.may_be_latest and (verdict is None or verdict.whole):
             await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
         if verdict is None or not verdict.damage:  # what is damaged is healed, or named, once the others are copied
             verified = verdict is not None and verdict.whole
@@ -452,7 +452,7 @@ class Mirroring:
             raise LeftOut("blocked", f"it was copied again in vain: {verdict.damage[0].message}")
         if verdict.unreadable:
             raise LeftOut("unreadable", f"it was copied again, and cannot be read back now: {verdict.unreadable[0].message}")
-        if checkpoint.outcome.save_latest:
+        if checkpoint.may_be_latest:
             await move_latest(self.mirror, checkpoint.tag, checkpoint.outcome.order)
         self._said.discard(_said("damaged-here", view.prefix))
         self._tell(news_of(checkpoint, "healed", copied=amount.copied, found=amount.found, verified=True))
@@ -502,7 +502,7 @@ class Mirroring:
         if newest is None or newest.read_back != "no" or newest.prefix in self._unread:
             return False
         verdict = await read_back(self.mirror, newest)
-        if self.config.verify and verdict.whole and newest.outcome.save_latest:
+        if self.config.verify and verdict.whole and newest.may_be_latest:
             await move_latest(self.mirror, newest.tag, newest.outcome.order)
         self._say_unread(newest, verdict)
         return newest.prefix not in self._unread

@@ -84,7 +84,7 @@ def spared(due: Iterable[Checkpoint], theirs: Iterable[AttemptView], ours: Itera
 
 def newest_for_latest(ours: Iterable[AttemptView]) -> Checkpoint | None:
     """The newest checkpoint whose save asked for `latest`."""
-    return next((one for one in catalog.commits_of(ours) if one.outcome.save_latest), None)
+    return next((one for one in catalog.commits_of(ours) if one.may_be_latest), None)
 
 
 def damaged_of(ours: Sequence[AttemptView]) -> list[AttemptView]:

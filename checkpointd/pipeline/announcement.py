@@ -40,6 +40,8 @@ class CatalogAnnouncement:
     watch: AnnouncementWatch
     commit: CommitConfig
     check_root: Callable[[], Awaitable[None]]
+    stands_in: bool = False
+    """Whether this rank has made it in place of the coordinator."""
     _stands: bool = False
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -59,7 +61,7 @@ class CatalogAnnouncement:
                 await self.check_root()
                 info = self.info
                 await self.known.append(record_of("intent", info.tag, info.attempt, n=info.n, step=info.step))
-                self._stands = True
+                self._stands, self.stands_in = True, info.rank != COORDINATOR
 
     def stood_before(self) -> None:
         """Note that an earlier process has made it."""

@@ -40,7 +40,7 @@ from checkpointd.layout.manifest import ErrorReport, Outcome
 from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
 from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_error
 from checkpointd.pipeline.awaited import Awaited, stirred
-from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
+from checkpointd.pipeline.outcome.after_commit import follow_commit, show_files
 from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome, seen_outcome
 from checkpointd.pipeline.pauses import pauses, spooled_pause_s
 from checkpointd.pipeline.read.readback import checkpoint_of
@@ -198,7 +198,7 @@ class Attempt:
         self.outcome = outcome
         await show_files(self._state.showing, self.info, outcome)
         if self.info.rank == COORDINATOR:
-            await point_latest(self._store, outcome)
+            self._state.left = await follow_commit(self._store, outcome, self._state.left)
         self._conclude(outcome)
         await work
         await self._state.own_plans.decided(self._store, self.info.prefix)
@@ -436,7 +436,7 @@ class Attempt:
                 raise hopeless
             if loop.time() >= self._deadline and self._hopeless is None:
                 return await self._give_up()
-            self._missing.look(self.phase, self.votes_missing)
+            self._missing.look(self.phase, self.votes_missing, stands_in=self._announcement.stands_in)
             pause_s = max(0.0, min(next(delays), self._deadline - loop.time()))
             if await stirred(self._stirred, self._spooled_pause_s(pause_s) if self.spool is not None else pause_s):
                 delays = self._delays()

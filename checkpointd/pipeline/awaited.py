@@ -6,13 +6,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from checkpointd.commit.decide import awaited_words
 from checkpointd.commit.machine import IN_SPOOL, Phase
-from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.shard import AttemptInfo, ShardProgress
 from checkpointd.waits import Waiting
-
-NAMED_MAX = 32
-"""The most ranks that one line of the log names."""
 
 
 async def stirred(event: asyncio.Event, seconds: float) -> bool:
@@ -33,12 +30,15 @@ class Awaited:
         self._info, self._progress = info, progress
         self._since: tuple[object, Waiting] | None = None
 
-    def look(self, phase: Phase, votes_missing: Sequence[int] | None) -> None:
-        """Call this at every look for the outcome. `votes_missing`: None if this rank gathers no votes."""
+    def look(self, phase: Phase, votes_missing: Sequence[int] | None, *, stands_in: bool) -> None:
+        """Call this at every look for the outcome. `votes_missing`: None if this rank gathers no votes. `stands_in`: this rank
+        has announced the attempt in place of the coordinator, which may never have called save().
+        """
         point = (phase, self._progress.raw_done, self._progress.uploaded, len(votes_missing or ()))
         if self._since is None or self._since[0] != point:
-            # The coordinator's log names the missing votes, so a thousand other ranks need not warn, too.
-            is_others = votes_missing is None and phase not in {Phase.STAGING, Phase.STAGED, Phase.PERSISTING}
+            # The coordinator's log names the missing votes, so a thousand other ranks need not warn, too. If it is the
+            # coordinator that is missing, the one rank that stands in for it warns.
+            is_others = votes_missing is None and not stands_in and phase not in {Phase.STAGING, Phase.STAGED, Phase.PERSISTING}
             level = logging.INFO if is_others or phase in IN_SPOOL else logging.WARNING
             self._since = (
                 point,
@@ -56,10 +56,6 @@ class Awaited:
             why = f"the shard of rank {rank} is durable in the spool, and waits for its upload"
         elif phase is Phase.UPLOADING:
             why = f"rank {rank} has uploaded {progress.uploaded} of {progress.upload_total} bytes"
-        elif votes_missing:
-            why = f"no vote from {rank_runs(votes_missing, NAMED_MAX)}"
-        elif votes_missing is None:
-            why = "rank 0 has not put the outcome; its log names the ranks that have not voted"
         else:
-            why = "all ranks have voted; the outcome is not put"
+            why = awaited_words(votes_missing)
         return f"{self._info.prefix}: {why}"

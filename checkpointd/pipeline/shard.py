@@ -16,7 +16,7 @@ from checkpointd.errors import UsageError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias, Plan, PlanTensor, Scope
 from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix, object_key
-from checkpointd.layout.manifest import Inline
+from checkpointd.layout.manifest import Branches, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.pace import Pace
@@ -59,6 +59,8 @@ class AttemptInfo:
     save_latest: bool = True
     metrics: tuple[tuple[str, float], ...] = ()
     """The metrics that the user passed to save(): finite numbers by name, which retention uses."""
+    left: Branches = ()
+    """The branches that were left on the way to this save (`Outcome.left`)."""
     takeover: int = 0
     may_be_taken_over: bool = False
     inline: Inline | None = None

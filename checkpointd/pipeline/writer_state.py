@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from checkpointd.config import CommitConfig, PersistConfig
+from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.outcome.outlived import outlived
 from checkpointd.pipeline.outcome.publish import PlanCheck
@@ -33,6 +34,8 @@ class WriterState:
     spool: OwnSpool | None = None
     outlast_s: float = 0.0
     """How long a rank without a spool waits after its vote, since other ranks may still upload from theirs."""
+    left: Branches = ()
+    """The branches that the last commit had left, whose checkpoints have their records."""
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
     tidier: Tidier = field(init=False)

@@ -8,9 +8,9 @@ from collections.abc import Awaitable
 import msgspec
 
 from checkpointd.commands import at_tag, command
-from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import OUTCOME
-from checkpointd.layout.manifest import ErrorReport, Outcome, WriterIdentity
+from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.keys import LEFT_BEHIND, OUTCOME
+from checkpointd.layout.manifest import ErrorReport, LeftBehind, Outcome, WriterIdentity, decode
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import catalog, leases
 from checkpointd.pipeline.root.catalog import AttemptView
@@ -19,7 +19,7 @@ from checkpointd.pipeline.root.leases import Sight
 from checkpointd.report import advice
 from checkpointd.report.holder import Holder, holder_at, newest_holder
 from checkpointd.report.latest import pointer
-from checkpointd.report.listing import RowState, passed_over, removal
+from checkpointd.report.listing import LEFT_BEHIND_WORDS, RowState, passed_over, removal
 from checkpointd.report.votes import RankWord, RankWords, votes_of, words_of
 from checkpointd.report.wholeness import Lost, Wholeness, lost_advice, lost_text
 from checkpointd.store.base import Store
@@ -105,6 +105,8 @@ async def _latest_words(store: Store, tag: str) -> str:
     if named.tag == tag:
         loads = "an older one that is whole, or none" if named.damage else "it"
         return f"latest names {tag}: a restart loads {loads}"
+    if own.left_behind:
+        return f"latest names {named.tag or 'nothing'}: {tag} is of a branch that was left"
     if not own.outcome.save_latest:
         return f"latest names {named.tag or 'nothing'}: {tag} was saved with save_latest=False, so it never becomes latest"
     newer = next((c for c in checkpoints if c.tag == named.tag and c.outcome.order > own.outcome.order), None)
@@ -123,12 +125,18 @@ async def _explain(
     words = words_of(attempt, votes, job.world_size if job else None)
     lost = await Wholeness(store, attempts).lost(attempt, votes) if attempt.state == "committed" else ()
     why, then = await _reason(store, attempt, attempts, words, lost, newest)
+    if attempt.is_left_checkpoint:
+        why += f"; {await _left_behind(store, attempt)}"
     if over := await passed_over(store, attempt):
         why += f"; load() took an older checkpoint, so retention keeps this one: {over}"
     outcome = attempt.outcome
     return AttemptExplanation(
         attempt=str(attempt.attempt),
-        state="incomplete" if lost else attempt.state,
+        state="incomplete"
+        if lost
+        else "left-behind"
+        if attempt.left_behind and attempt.state == "committed"
+        else attempt.state,
         why=why,
         next=then,
         step=words.step,
@@ -166,6 +174,17 @@ async def _reason(
     return _committed(store, attempt, attempts, words, lost)
 
 
+async def _left_behind(store: Store, attempt: AttemptView) -> str:
+    """By whom, and how to go back to it."""
+    key = f"{attempt.prefix}/{LEFT_BEHIND}"
+    back = command("rollback", *at_tag(store.url, attempt.tag), "--attempt", str(attempt.attempt))
+    try:
+        record = decode(await store.get(key), LeftBehind, key)
+    except (DamagedError, NotFoundError, UnreadableError) as error:
+        return f"{LEFT_BEHIND_WORDS} (the record that says why cannot be read: {error}). {back} goes back to it"
+    return f"{LEFT_BEHIND_WORDS}: {record.by}, by user {record.user}, at {record.writer.time}. {back} goes back to it"
+
+
 def decider(outcome: Outcome) -> str:
     """The process that put the outcome, in words."""
     if outcome.decided_by == RECOVERY:
@@ -181,7 +200,7 @@ def _committed(
     assert attempt.outcome is not None
     why = f"every rank voted yes, and {decider(attempt.outcome)} committed it"
     [current] = catalog.checkpoints_of(attempts)
-    if current.attempt != attempt.attempt:
+    if current.attempt != attempt.attempt and not attempt.left_behind:
         return f"{why}; attempt {current.attempt} of the same tag has replaced it", "Nothing: it is about to be collected."
     verify = command("verify", *at_tag(store.url, attempt.tag))
     bad = [word.rank for word in words.ranks if word.vote != "yes"]

@@ -55,12 +55,25 @@ async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wh
         return await _without_checkpoint(store, tag, repair)
     if named is not None and wholeness is not None and (damage := await _incomplete(store, named, wholeness)):
         return Pointer(tag=tag, damage=damage)
-    due = next((c for c in checkpoints if c.outcome.save_latest), None)
-    if due is not None and (named is None or named.outcome.order < due.outcome.order):
+    due = next((c for c in checkpoints if c.may_be_latest), None)
+    if due is None:
+        return Pointer(tag=tag)
+    if named is not None and named.left_behind:
+        words = f"latest names {tag}, which is of a branch that was left: loads take {due.tag}, and {repair}"
+        return Pointer(tag=tag, behind=f"{words}. {going_back(store.url, named.tag)}")
+    if named is None or named.outcome.order < due.outcome.order:
         names = f"names {tag}" if tag else "does not exist"
-        behind = f"latest {names}, although {due.tag} was committed since; unless its job is just moving it, {repair}"
-        return Pointer(tag=tag, behind=behind)
+        words = f"latest {names}, although {due.tag} was committed since: loads take {due.tag}"
+        behind = f"{words}, and unless its job is just moving latest, {repair}"
+        return Pointer(tag=tag, behind=behind if named is None else f"{behind}. {going_back(store.url, named.tag)}")
     return Pointer(tag=tag)
+
+
+def going_back(root: str, tag: str) -> str:
+    """What to do instead of writing `tag` into `latest`."""
+    return (
+        f"An edit of latest alone changes no load; to go back to {tag}, stop the job: {command('rollback', *at_tag(root, tag))}"
+    )
 
 
 async def _is_used(store: Store) -> bool:

@@ -22,10 +22,12 @@ from checkpointd.report.votes import votes_of, words_of
 from checkpointd.report.wholeness import Lost, Votes, Wholeness, lost_text
 from checkpointd.store.base import Store
 
-RowState: TypeAlias = State | Literal["superseded", "incomplete"]
+RowState: TypeAlias = State | Literal["superseded", "incomplete", "left-behind"]
 """`superseded`: the attempt was committed, but the tag was committed again later, so a collection will remove it.
-`incomplete`: the attempt was committed, but objects that it needs are gone."""
+`incomplete`: the attempt was committed, but objects that it needs are gone. `left-behind`: it is a checkpoint of a branch that
+was left: training went on from an older one."""
 
+LEFT_BEHIND_WORDS = "training went on from an older checkpoint, so no load takes it unless it is named"
 _NO_COST = Cost()
 ROWS = 8
 """Attempts whose votes are read at once."""
@@ -49,7 +51,7 @@ class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
     read_back: ReadBackState = "no"
     """Whether it was read back since it was written, and the result."""
     why: str = ""
-    """Why it is not a checkpoint; empty if it is one."""
+    """Why it is not a checkpoint, or left behind; empty if it is one that a load may take."""
     brief: str = ""
     """For an aborted attempt, the same in brief: the class of the error and the ranks at fault."""
     metrics: dict[str, float]
@@ -78,14 +80,18 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     checkpoints = catalog.checkpoints_of(attempts)
     current = {c.tag: c.attempt for c in checkpoints}
     wholeness = Wholeness(store, attempts)
-    found = [a for a in attempts if everything or current.get(a.tag) == a.attempt or a.state in ("damaged", "unreadable")]
+    found = [
+        a
+        for a in attempts
+        if everything or current.get(a.tag) == a.attempt or a.is_left_checkpoint or a.state in ("damaged", "unreadable")
+    ]
     shown = sorted(found, key=newest_last, reverse=True)[:limit]
     named = await pointer(store, checkpoints, wholeness)
     rows: dict[int, AttemptRow] = {}
 
     async def add(place: int, attempt: AttemptView, is_current: bool) -> None:
         votes = await votes_of(store, attempt) if attempt.entry is None else {}
-        lost = await wholeness.lost(attempt, votes) if is_current else ()
+        lost = await wholeness.lost(attempt, votes) if is_current or attempt.is_left_checkpoint else ()
         row = _row(attempt, votes, lost, is_current, is_current and attempt.tag == named.tag)
         if attempt.state == "deleted":
             row = msgspec.structs.replace(row, why=await _removed_because(store, attempt))
@@ -121,7 +127,8 @@ def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current:
     words = _Words.of(attempt, votes)
     state: RowState = attempt.state
     if attempt.state == "committed":
-        state = "incomplete" if lost else "committed" if is_current else "superseded"
+        standing: RowState = "committed" if is_current else "superseded"
+        state = "incomplete" if lost else "left-behind" if attempt.left_behind else standing
     return AttemptRow(
         tag=attempt.tag,
         attempt=str(attempt.attempt),
@@ -192,6 +199,8 @@ def _why(attempt: AttemptView, state: RowState, missing: list[int]) -> str:
     match state:
         case "committed" | "incomplete" | "deleted":
             return ""
+        case "left-behind":
+            return LEFT_BEHIND_WORDS
         case "superseded":
             return "the tag was saved again since"
         case "aborted":

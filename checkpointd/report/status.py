@@ -73,6 +73,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     holder_problem: str = ""
     latest: Pointer
     checkpoints: int
+    left_behind: tuple[str, ...] = ()
+    """The tags of those of them that are of branches that were left."""
     commits: tuple[Commit, ...]
     damaged: tuple[str, ...]
     """Attempts with a damaged outcome."""
@@ -97,6 +99,7 @@ async def standing(store: Store) -> Standing:
         holder_problem=problem,
         latest=named,
         checkpoints=len(checkpoints),
+        left_behind=tuple(c.tag for c in checkpoints if c.left_behind),
         commits=tuple(
             Commit(tag=c.tag, attempt=str(c.attempt), step=c.outcome.step, order=c.outcome.order, time=c.outcome.writer.time)
             for c in checkpoints[:RECENT]

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate
     from checkpointd_client.export.state_dict import StateDict
+    from checkpointd_client.going_back import rollback
     from checkpointd_client.listing import list_checkpoints
-    from checkpointd_client.loader import Loaded
+    from checkpointd_client.loaded import Loaded
     from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
     from checkpointd_client.saves.handle import SaveHandle, Timings
     from checkpointd_client.saves.status import AttemptStatus, CheckpointInfo, Status
@@ -43,6 +44,7 @@ __all__ = [
     "consolidate",
     "list_checkpoints",
     "open_checkpoint",
+    "rollback",
 ]
 
 _HOMES = {
@@ -50,7 +52,7 @@ _HOMES = {
     "CheckpointInfo": "saves.status",
     "Checkpointer": "checkpointer",
     "ExportConfig": "checkpointer",
-    "Loaded": "loader",
+    "Loaded": "loaded",
     "OpenCheckpoint": "reader",
     "Retention": "checkpointer",
     "RngState": "capture.rng",
@@ -63,6 +65,7 @@ _HOMES = {
     "consolidate": "export.consolidate",
     "list_checkpoints": "listing",
     "open_checkpoint": "reader",
+    "rollback": "going_back",
 }
 
 if not TYPE_CHECKING:  # a type checker that saw it would take every name for an export

@@ -15,7 +15,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import ABSENCE_S, MIB, PINNED_BYTES, ExportConfig, SpoolConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd_client.core import Core
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 from checkpointd_client.ranks.preemption import PreemptSignals
 from checkpointd_client.saver import WhenBusy
 from checkpointd_client.saves.handle import SaveHandle
@@ -50,6 +50,7 @@ class Checkpointer:
     `retention`: which checkpoints stay, applied after each commit. A number keeps that many, None keeps all.
     `afresh`: this job may begin without a checkpoint, and remove those of earlier starts. Otherwise they all stay until load(),
     which raises if every one is damaged.
+    `create`: make the root if no job has saved there yet. False raises NotFoundError instead, as for a mistyped path.
     `on_no_progress`: if the step moved on but no tensor that requires grad changed: "warn", "abort" the save, or "ignore" it.
     `pickle_client_state`: pickle values in client_state that are not plain; their code runs at the load. Else they are refused.
     `absence_s`: how long load() looks for a file that must be there before it counts as lost.
@@ -68,8 +69,9 @@ class Checkpointer:
     ranks are then those of the group.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
-    (another job is alive at the root), RootNotSharedError, DeadlineError (ranks that did not come), StoreError, SidecarError
-    (the sidecar refuses this rank; or it refuses the epoch or is not there, and `on_sidecar_loss` is not "inline").
+    (another job is alive at the root), NotFoundError (with create=False), RootNotSharedError, DeadlineError (ranks that did not
+    come), StoreError, SidecarError (the sidecar refuses this rank; or it refuses the epoch or is not there, and
+    `on_sidecar_loss` is not "inline").
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Checkpointer:
         full_every: int | None = None,
         retention: Retention | int | None = None,
         afresh: bool = False,
+        create: bool = True,
         on_no_progress: OnNoProgress = "warn",
         pickle_client_state: bool = False,
         absence_s: float = ABSENCE_S,
@@ -125,6 +128,7 @@ class Checkpointer:
                 full_every=full_every,
                 retention=retention,
                 afresh=afresh,
+                create=create,
                 on_no_progress=on_no_progress,
                 pickle_client_state=pickle_client_state,
                 absence_s=absence_s,

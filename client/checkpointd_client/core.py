@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, MutableMapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from checkpointd.layout.files import WHOLE, check_leftovers, check_names, check_
 from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, check_tag
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import catalog, epochs
-from checkpointd.pipeline.root.candidates import listed, note_tag_passed_over
+from checkpointd.pipeline.root.candidates import listed, named, note_tag_passed_over
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.root.tag_directories import abandoned
@@ -42,7 +42,8 @@ from checkpointd.store.requests import requests_of
 from checkpointd.store.showing import plain_files_of
 from checkpointd_client.examining import Examination, Nobody, Taker
 from checkpointd_client.lifetime import at_exit, check_apart, claim_root
-from checkpointd_client.loader import LOOK_S, Loaded, Loader, call_patiently, leave_record
+from checkpointd_client.loaded import Loaded, left_after
+from checkpointd_client.loader import LOOK_S, Loader, call_patiently, leave_record
 from checkpointd_client.ranks.board import find_ranks, group_store, open_board
 from checkpointd_client.ranks.load_rounds import LoadRounds
 from checkpointd_client.ranks.preemption import Preemption
@@ -57,6 +58,7 @@ from checkpointd_client.saves.exports import OwnExports
 from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.spool import ProcessSpool
 from checkpointd_client.saves.status import Status
+from checkpointd_client.saves.unfinished import Unfinished
 from checkpointd_client.settings import Options, check_load
 from checkpointd_client.sidecar.client import OnSidecarLoss, SidecarClient
 from checkpointd_client.staging.arena import Arena
@@ -66,14 +68,6 @@ log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 
 SIDECAR_PATIENCE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """An unfinished directory at `path`, which is filled beside a save. The save names it by `name`."""
-
-    name: str
-    path: str
 
 
 class Core:
@@ -109,7 +103,9 @@ class Core:
                 instead=instead(self._store.url),
             )
             store = None if options.process_group is None else group_store(options.process_group)
-            self._epoch, self._started = begin_epoch(self._writer, self._store, self._ranks, beginner, self._surviving, store)
+            self._epoch, self._started = begin_epoch(
+                self._writer, self._store, self._ranks, beginner, self._surviving, store, create=options.create
+            )
             self._board = open_board(self._ranks, self._epoch.nonce)
             check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
             state = WriterState(store=self._store, persist=persist, commit=commit)
@@ -314,7 +310,9 @@ class Core:
         if self._preemption is not None:
             self._preemption.loaded()
         self._saver.is_recorded &= loader.is_recorded
-        self.take_up()
+        begins = (self._epoch.number, self._saver.begun)
+        left = left_after(self._store, loader.taken, begins, loader.look) if self._ranks.rank == COORDINATOR else ()
+        self._saver.loaded(None if loaded is None else loaded.step, left)
         if not isinstance(state, TargetChooser):
             with suppress(StateError):  # save() will raise it
                 self._saver.prepare(state)
@@ -355,6 +353,7 @@ class Core:
             saves_committed=self._history.committed,
             saves_failed=self._history.failed,
             saves_superseded=self._history.superseded,
+            waited_s=self._history.waited_s,
             attempts=statuses,
             sidecar=self._sidecar.path if self._sidecar is not None else None,
             sidecar_connected=self._sidecar is not None and self._sidecar.connected,
@@ -389,9 +388,9 @@ class Core:
 
         async def delete() -> None:
             await epochs.check_fence(self._store, self._epoch.number)
-            named = await catalog.named(self._store, tag)
-            await delete_once(self._store, named, force=force)
-            if self._saver.latest == named:
+            meant = await named(self._store, tag)
+            await delete_once(self._store, meant, force=force)
+            if self._saver.latest == meant:
                 self._saver.deleted(named, await catalog.latest(self._store))
 
         self._writer.call(self._at_own_root(delete()), LOOK_S)

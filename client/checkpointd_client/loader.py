@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -55,6 +55,7 @@ from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.waits import Waiting
 from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.aliasing import MemoryRegion
+from checkpointd_client.loaded import Loaded, say_loaded
 from checkpointd_client.ranks.load_messages import CandidateChoice, Holding, Problem, SpooledOffer
 from checkpointd_client.ranks.load_rounds import LoadRound
 from checkpointd_client.ranks.reading_circle import RankSharing
@@ -70,28 +71,6 @@ from checkpointd_client.sidecar.client import SidecarClient
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The result of a load. The log of one rank has the first ten values that `strict=False` left alone.
-
-    `missing`: FQNs that only the objects have. `unexpected`: FQNs that only the checkpoint has; no rank has a place for them.
-    `mismatched`: values that differ in shape, dtype or kind, each as a line that begins with its FQN.
-    """
-
-    tag: str
-    step: int
-    client_state: dict[str, Any]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
-    fell_back_from: tuple[str, ...] = ()
-    """Newer checkpoints that were damaged, in words."""
-    source: Literal["store", "memory", "spool"] = "store"
-    """memory: the snapshot that the sidecar retained. spool: this node's own disk. Other ranks may have read elsewhere."""
-    per_rank_left: tuple[str, ...] = ()
-    """Per-rank values that were left alone, because the number of ranks is not the one of the save."""
 
 
 _FLIGHT_POLL_S = 0.1
@@ -136,20 +115,26 @@ class Loader:
     """Whether rank 0 has looked at the store, and logged the damage that it found there."""
     _skipped: list[tuple[str, str]] = field(default_factory=list)
     """On rank 0: attempts that are too damaged to be candidates, each with the damage in words."""
+    taken: Candidate | None = None
+    """What was loaded."""
     _answers: HandedOutStates = field(default_factory=HandedOutStates)
     _touched: list[tuple[str, tuple[torch.Tensor, ...]]] = field(default_factory=list)
     """The checkpoints that this load has begun to read into the objects: tags, each with the memory that it fills."""
 
     def load(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         """Agree on a checkpoint, and load it. None if `tag` is None and there is no checkpoint."""
+        began = time.monotonic()
         try:
-            return self._loaded(tag, fallback=fallback)
+            loaded = self._loaded(tag, fallback=fallback)
         except PartlyLoadedError:
             raise
         except CheckpointdError as error:
             if not self._touched:
                 raise
             raise self._in_part(str(error)) from error  # LOAD-6
+        if self.ranks.rank == COORDINATOR:
+            say_loaded(loaded, self.store.url, time.monotonic() - began)
+        return loaded
 
     def _loaded(self, tag: str | None, *, fallback: bool) -> Loaded | None:
         if tag is None:
@@ -168,6 +153,7 @@ class Loader:
                     found.restoration.unexpected = nowhere
                 verdict = self._fill(number, candidate, found)
                 if verdict is None:
+                    self.taken = candidate
                     return self._finish(found)
             if candidate.is_not_of_root and isinstance(verdict, SidecarError | StoreError):
                 log.info("%s is loaded from the store: %s", candidate.tag, verdict)
@@ -227,7 +213,7 @@ class Loader:
             spooled = self._spooled_by_all() if tag is None else None
             if held is None and spooled is None and not self._looked:
                 self._wait_for_flights()
-            chosen, passed_over = self._look(lambda patience: self._chosen(tag, patience))
+            chosen, passed_over = self.look(lambda patience: self._chosen(tag, patience))
             newest = (-1, -1) if chosen is None else chosen.outcome.order
             if held is not None and held.order >= max(newest, (-1, -1) if spooled is None else spooled.order):
                 return CandidateChoice(in_memory=True, tag=held.tag, attempt=held.attempt)
@@ -260,7 +246,7 @@ class Loader:
         self._skipped = [(passed.prefix, str(passed.error)) for passed in found.passed_over if passed.prefix is not None]
         return chosen, tuple(passed.error for passed in found.passed_over)
 
-    def _look(self, work: Callable[[Patience], Coroutine[Any, Any, T]]) -> T:
+    def look(self, work: Callable[[Patience], Coroutine[Any, Any, T]]) -> T:
         return call_patiently(self.writer, self.config, work, self._tries_again)
 
     def _tries_again(self) -> None:
@@ -300,7 +286,7 @@ class Loader:
         """On rank 0: the newest undecided attempt that every rank has in the spool of its node, if it was not tried yet."""
         for offered in in_every_spool(self._offers, self.ranks):
             is_new = f"{offered.tag}/{offered.attempt}" not in self._nearby
-            if is_new and self._look(lambda p, one=offered: may_commit(PatientStore(self.store, p), one, self.surviving)):  # type: ignore[misc]
+            if is_new and self.look(lambda p, one=offered: may_commit(PatientStore(self.store, p), one, self.surviving)):  # type: ignore[misc]
                 return offered
         return None
 
@@ -310,7 +296,7 @@ class Loader:
         held = common({rank: note.held for rank, note in self._offers.items()}, self.ranks)
         if held is None:
             return None
-        return held if self._look(lambda patience: counts(PatientStore(self.store, patience), held)) else None
+        return held if self.look(lambda patience: counts(PatientStore(self.store, patience), held)) else None
 
     def _wait_for_flights(self) -> None:
         """Wait until the attempts that daemons still persist for an earlier start are decided: one may be the newest
@@ -453,7 +439,7 @@ class Loader:
         held = self._held.get((candidate.tag, str(candidate.attempt)))
         if held is None or held.world_size != self.ranks.world_size:
             return False
-        return self._look(lambda patience: counts(PatientStore(self.store, patience), held))
+        return self.look(lambda patience: counts(PatientStore(self.store, patience), held))
 
     def _held_source(self, candidate: Candidate) -> MemorySource:
         """Fetch the snapshot. Any problem with it counts as damage, so the ranks load from the store instead."""

@@ -21,7 +21,8 @@ from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.tag_directory_view import unlike, without_directory
 from checkpointd.store import open_store
 from checkpointd_client.examining import Examination, Nobody, Taker
-from checkpointd_client.loader import LOOK_S, Loaded, Loader, call_patiently
+from checkpointd_client.loaded import Loaded
+from checkpointd_client.loader import LOOK_S, Loader, call_patiently
 from checkpointd_client.ranks.board import find_ranks, open_board
 from checkpointd_client.ranks.load_rounds import LoadRounds
 from checkpointd_client.ranks.rendezvous import Meetings

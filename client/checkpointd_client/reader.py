@@ -47,7 +47,8 @@ from checkpointd.system_errors import in_words
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
 from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.lifetime import check_no_tag
-from checkpointd_client.loader import LOOK_S, Loaded, loaded_of, what_is_awaited
+from checkpointd_client.loaded import Loaded
+from checkpointd_client.loader import LOOK_S, loaded_of, what_is_awaited
 from checkpointd_client.ranks.board import group_ranks
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.answers import HandedOutStates

@@ -26,15 +26,17 @@ import torch
 from checkpointd import arguments
 from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
+from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import Ranks
 from checkpointd.daemon.protocol.wire import METRICS_MAX
 from checkpointd.errors import CheckpointdError, ClosedError, DeadlineError, SkippedError, StagingError, StoreError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
+from checkpointd.layout.manifest import BRANCHES_MAX, Branches
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.pace import Pace
 from checkpointd.pipeline.read.readback import ReadBackStatus
-from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress, finite
+from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress, finite
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.waits import Waiting
 from checkpointd_client.capture.pickled import packed
@@ -44,9 +46,10 @@ from checkpointd_client.capture.state import Captured
 from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.capture.torch_files import capture_files
 from checkpointd_client.ranks.board import Board
-from checkpointd_client.ranks.startup import Begun, say_unknown
+from checkpointd_client.ranks.startup import Begun
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.matching.loadable import check_loadable
+from checkpointd_client.saves.advice import SaveAdvice
 from checkpointd_client.saves.governor import Governor
 from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
@@ -65,6 +68,8 @@ TIDY_TIMEOUT_S = 10.0
 METRIC_NAME_MAX = 200
 SLICE_S = 0.25
 """A wait for saves checks this often how much grace period is left."""
+BUSY_S = 1.0
+"""A save that has waited so long for earlier ones is worth a line in the log."""
 OVERTIME_S = 60.0
 """How long a save may take to end after its deadline: the writer tries the abort a few times."""
 ANNOUNCE_S = 0.1
@@ -188,20 +193,33 @@ class Saver:
         self._hurried = threading.Event()
         """Set when somebody waits for the memory that is prewarmed."""
         self._has_prewarmed_another = False
-        self._said: set[str] = set()
-        self._state.tidier.keeps_before = 0 if afresh else epoch.number
+        self._advice = SaveAdvice(state, ranks.rank, epoch, afresh=afresh)
+        self._left: Branches = ()
 
     def take_up(self) -> None:
         """Allow this job to remove checkpoints of earlier ones, after a load or a start afresh. This does nothing if the record
-        of a checkpoint that was passed over is missing (LOAD-5 in `loader.py`).
+        of a checkpoint that was passed over is missing (LOAD-5 in `loader.py`), or if the job saves old steps again.
         """
         if self.is_recorded:
-            self._state.tidier.keeps_before = 0
+            self._advice.take_up()
+
+    def loaded(self, step: int | None, left: Branches) -> None:
+        """Note that a load has ended, with a checkpoint of `step`; None if there was none. `left`: the branches that the saves
+        after it have left.
+        """
+        self._left = left[-BRANCHES_MAX:]
+        self._advice.loaded(step)
+        self.take_up()
+
+    @property
+    def begun(self) -> int:
+        """The number of saves that were begun."""
+        return self._saves
 
     @property
     def has_taken_up(self) -> bool:
         """Whether this job may remove checkpoints of earlier ones, or found none when it began."""
-        return self._state.tidier.keeps_before == 0 or not self._epoch.checkpoints
+        return self._state.tidier.keeps_before == KEEPS_NONE or not self._epoch.checkpoints
 
     @property
     def latest(self) -> str | None:
@@ -282,7 +300,7 @@ class Saver:
             layout = self._layout_of(captured)
             # Forget the snapshots that are done: they keep the memory of their slots alive, even of replaced slots.
             self._stagings = [pair for pair in self._stagings if not pair[0].done.done()]
-            self._take_slot(hold, layout, job.info, self._patience_s(request))
+            self._take_slot(hold, layout, job, self._patience_s(request))
             staging = Staging(hold.slot, job.progress.pace)
             job = replace(job, lease=hold, shard=uncollected(partial(self._stage, job, captured, layout, staging)))
             self._submit(job)
@@ -306,24 +324,6 @@ class Saver:
         staging.done.add_done_callback(lambda _: hold.release())
         staging.give_up()
 
-    def _say_once(self, request: SaveRequest) -> None:
-        """On rank 0, log once why retention cannot remove a checkpoint that it should: no load yet, or no metric."""
-        if self._ranks.rank != COORDINATOR:
-            return
-        if self._state.tidier.keeps_before and "unknown" not in self._said:
-            self._said.add("unknown")
-            say_unknown(self._epoch, self._state.store.url, "load()", "Checkpointer(..., afresh=True)")
-        metric = self._state.commit.retention.metric
-        if metric is not None and metric not in dict(request.metrics) and "metric" not in self._said:
-            self._said.add("metric")
-            log.warning(
-                "%s is saved without the metric %r, by which retention chooses the best: checkpoints without it stay until "
-                "somebody deletes them. Pass metrics={%r: ...} with every save",
-                request.tag,
-                metric,
-                metric,
-            )
-
     def _too_soon(self, request: SaveRequest) -> SkippedError | None:
         """The error of a save that comes sooner after the save before than `when_busy="space"` allows."""
         before = self.history.newest_kept()
@@ -339,7 +339,7 @@ class Saver:
         )
 
     def _new_job(self, request: SaveRequest, pace: Pace) -> PendingSave:
-        self._say_once(request)
+        self._advice.before(request.tag, request.step, dict(request.metrics), (self._epoch.number, self._saves))
         info = AttemptInfo(
             tag=request.tag,
             attempt=AttemptId(self._epoch.number, self._saves_of_tag[request.tag]),
@@ -349,6 +349,7 @@ class Saver:
             n=self._saves,
             save_latest=request.save_latest,
             metrics=request.metrics,
+            left=self._left,
             may_be_taken_over=self._may_be_taken_over,
             unfinished=request.unfinished,
             leftovers=request.leftovers,
@@ -396,15 +397,29 @@ class Saver:
         """How long a save waits for a free slot."""
         return 0.0 if self._when_busy == "skip" and not request.required else self._state.commit.timeout_s
 
-    def _take_slot(self, hold: SlotHold, layout: SlotLayout, info: AttemptInfo, patience_s: float) -> None:
+    def _take_slot(self, hold: SlotHold, layout: SlotLayout, job: PendingSave, patience_s: float) -> None:
         """Acquire a slot for `hold`. If none is free, SkippedError without patience, and DeadlineError after `patience_s`."""
+        info, handle = job.info, job.save.handle
         if self._prewarming is not None:
             thread = self._prewarming
             self._hurried.set()
             Waiting(lambda: "the memory for snapshots is not allocated yet").until(lambda seconds: _joined(thread, seconds))
             self._prewarming = None
+        waited_for = partial(self._arena.acquire, hold, layout.nbytes)
+        if waited_for(0.0):
+            return
+        began = time.monotonic()
         waiting = Waiting(lambda: f"{info.tag} finds no free memory for its snapshot: {self._missing()}")
-        if not waiting.until(partial(self._arena.acquire, hold, layout.nbytes), patience_s):
+        try:
+            acquired = waited_for(min(BUSY_S, patience_s))
+            if not acquired and patience_s:
+                self._advice.busy(info.tag, self.governor.overhead_max)
+                acquired = waiting.until(waited_for, max(0.0, patience_s - BUSY_S))
+        finally:
+            self.history.waited(handle, time.monotonic() - began)
+        if handle.timings.waited_s >= BUSY_S:
+            log.info("rank %d: save() of %s waited %.1f s for earlier saves", info.rank, info.tag, handle.timings.waited_s)
+        if not acquired:
             if not patience_s:
                 message = f"{info.tag} was skipped on rank {info.rank}: two saves are still in flight"
                 raise SkippedError(message, ranks=(info.rank,))

@@ -63,6 +63,7 @@ class Options:
     full_every: int | None = None
     retention: Retention | int | None = None
     afresh: bool = False
+    create: bool = True
     on_no_progress: OnNoProgress = "warn"
     pickle_client_state: bool = False
     absence_s: float = ABSENCE_S
@@ -91,7 +92,7 @@ class Options:
         elif self.when_busy == "space":
             raise UsageError("when_busy='space' spaces saves by max_overhead, which is None: give it, as in max_overhead=0.03")
         _ = self.graces
-        for name in ("device_checksums", "pickle_client_state", "afresh", "take_over", "read_back"):
+        for name in ("device_checksums", "pickle_client_state", "afresh", "create", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))
         _ = self.persist, self.commit, self.load, self.classes
         if self.spooling is not None and self.sidecar is not None:

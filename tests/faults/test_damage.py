@@ -27,7 +27,7 @@ from checkpointd.report.latest import pointer
 from checkpointd.report.verification import Verification, tasks, verified
 from checkpointd.store import open_store
 from checkpointd_client import Checkpointer
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 from tests.builders import break_file
 from tests.faults.predictable_training import KIB, Training
 
@@ -401,7 +401,7 @@ def test_the_newest_is_gone(root: Path, what: str, restarted: bool, caplog: pyte
     with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
         if restarted:
             assert "latest names global_step2, which cannot be loaded" in errors(caplog)
-            assert "behind the newest commit" not in caplog.text
+            assert "which was committed later" not in caplog.text
         else:
             lose(root, what)
         for _ in range(2):

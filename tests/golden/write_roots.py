@@ -33,8 +33,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from checkpointd.admin.gc import collection
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.keys import DAMAGED, MIRROR, attempt_lease_key, read_back_name
-from checkpointd.layout.manifest import Damaged, Lease, Mirrored, ReadBack, encode
+from checkpointd.layout.keys import DAMAGED, LEFT_BEHIND, MIRROR, attempt_lease_key, read_back_name
+from checkpointd.layout.manifest import Damaged, Lease, LeftBehind, Mirrored, ReadBack, encode
 from checkpointd.pipeline.read.verify import record_verdict, verify
 from checkpointd.pipeline.root import catalog, epochs, identity, leases
 from checkpointd.pipeline.root.candidates import note_passed_over
@@ -304,6 +304,8 @@ async def record_verified(root: Path) -> None:
         await store.put(f"{found.prefix}/{read_back_name(0)}", encode(read))
         damaged = Damaged(faults=("a chunk is not what was written",), writer=identity.writer())
         await store.put(f"{older.prefix}/{DAMAGED}", encode(damaged))
+        left = LeftBehind(by=found.prefix, user="alice (1000)", writer=identity.writer())
+        await store.put(f"{older.prefix}/{LEFT_BEHIND}", encode(left))
 
 
 async def leave_lease(root: Path) -> None:

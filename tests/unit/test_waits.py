@@ -14,6 +14,7 @@ from checkpointd.config import CommitConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
@@ -91,12 +92,14 @@ def test_a_future_is_waited_for_no_longer_than_it_takes() -> None:
     assert future.result() == 7
 
 
-def simulated_attempt(rank: int, deadline_s: float) -> Attempt:
-    """One rank of two, in virtual time; the other never saves."""
+def simulated_attempt(rank: int, deadline_s: float, *, announced: bool = False) -> Attempt:
+    """One rank of two, in virtual time; the other never saves. `announced`: by the other one."""
     store = MemoryStore()
     info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=rank, world_size=2, step=1, n=0)
 
     async def main() -> Attempt:
+        if announced:
+            await CatalogLog(store).append(record_of("intent", info.tag, info.attempt, n=info.n, step=info.step))
         attempt = Attempt(WriterState(store=store, commit=CommitConfig(timeout_s=deadline_s)), info, deadline=deadline_s)
 
         async def staged() -> Shard:
@@ -114,14 +117,18 @@ def test_a_coordinator_that_waits_for_votes_names_the_ranks(caplog: pytest.LogCa
     words = [r for r in caplog.records if "still waiting" in r.getMessage()]
     assert [round(float(r.getMessage().split()[3])) for r in words] == [10, 20, 40, 80]
     assert {r.levelno for r in words} == {logging.WARNING}
-    assert all(r.getMessage().endswith("global_step1/00000001-0: no vote from rank 1") for r in words)
+    assert all("global_step1/00000001-0: no vote from rank 1:" in r.getMessage() for r in words)
+    assert all(r.getMessage().endswith("Call save() on every rank, not on one rank alone") for r in words)
 
 
-def test_another_rank_says_quietly_that_the_outcome_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_another_rank_warns_only_if_rank_0_has_not_begun_the_save(caplog: pytest.LogCaptureFixture, has_begun: bool) -> None:
     caplog.set_level(logging.INFO, "checkpointd")
-    assert simulated_attempt(1, 30.0).phase is Phase.ABORTED
+    assert simulated_attempt(1, 30.0, announced=has_begun).phase is Phase.ABORTED
     words = [r for r in caplog.records if "still waiting" in r.getMessage()]
-    assert [(r.levelno, "rank 0 has not put the outcome" in r.getMessage()) for r in words] == [(logging.INFO, True)] * 2
+    assert {r.levelno for r in words} == {logging.INFO if has_begun else logging.WARNING}
+    assert len(words) == 2
+    assert all("rank 0 has not put the outcome: save() was not called there" in r.getMessage() for r in words)
 
 
 def test_a_store_that_is_silent_is_named_while_it_is_waited_for(

@@ -86,7 +86,7 @@ def page(found: Standing) -> Iterator[Block]:
             ("root", found.root),
             ("job", _job_cell(found)),
             ("latest", _latest_cell(found)),
-            ("checkpoints", str(found.checkpoints)),
+            ("checkpoints", _checkpoints_text(found)),
             ("in flight", str(len([flight for flight in found.flights if not flight.orphaned]))),
         ]
     )
@@ -120,6 +120,13 @@ def _latest_cell(found: Standing) -> Cell:
     known = next((c for c in found.commits if c.tag == found.latest.tag), None)
     details = f", step {known.step}, committed {moment(known.time)}" if known else ""
     return Cell(f"{found.latest.tag}{details}", "good")
+
+
+def _checkpoints_text(found: Standing) -> str:
+    if not found.left_behind:
+        return str(found.checkpoints)
+    tags = shortened(", ".join(found.left_behind), TAGS_CHARACTERS)
+    return f"{found.checkpoints}, of which {len(found.left_behind)} of branches that were left ({tags})"
 
 
 def _incomplete_text(found: Standing) -> str:

@@ -25,7 +25,7 @@ from checkpointd.errors import WireError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.files import LEFTOVERS_MAX, PLACE_MAX
 from checkpointd.layout.indexes import Alias, Scope
-from checkpointd.layout.manifest import ErrorReport, Inline
+from checkpointd.layout.manifest import BRANCHES_MAX, ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 
 PROTOCOLS = (1, 1)
@@ -200,8 +200,10 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     left_s: _Seconds
     """Seconds until the deadline of the attempt."""
     metrics: Annotated[dict[_Metric, float], Meta(max_length=METRICS_MAX)] = {}
-    keeps_before: _Count = 0
-    """Checkpoints of older epochs stay, because the job has not loaded, and nobody told it to start afresh."""
+    keeps_before: tuple[_Count, _Count] = (0, 0)
+    """Checkpoints before this order stay: the job has not loaded, and nobody told it to start afresh, or it saves old steps."""
+    left: Annotated[tuple[tuple[tuple[_Count, _Count], tuple[_Count, _Count]], ...], Meta(max_length=BRANCHES_MAX)] = ()
+    """The branches that were left on the way to this save."""
     unfinished: Annotated[str, Meta(max_length=32)] = ""
     """The unfinished directory of the save, which is removed if the save aborts."""
     leftovers: Annotated[tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=LEFTOVERS_MAX)] = ()

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
+from checkpointd.commit.facts import Order
+from checkpointd.commit.retention import KEEPS_NONE, CheckpointFacts, RemovalChoice, Retention, choose
 from checkpointd.errors import StoreError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
@@ -42,13 +43,13 @@ async def retire(
     views: Sequence[AttemptView],
     rules: Retention,
     *,
-    keeps_before: int = 0,
+    keeps_before: Order = KEEPS_NONE,
     exports: ExportLeases | None = None,
     known: CatalogLog | None = None,
     thorough: bool = True,
 ) -> Retired:
-    """Remove dead attempts among `views`. Checkpoints of epochs before `keeps_before` stay (RETENTION-6), and so do those that
-    `exports` need (RETENTION-7). `known`: the catalog as this process has read it. `thorough`: see `collect`.
+    """Remove dead attempts among `views`. Checkpoints before `keeps_before` stay (RETENTION-6), and so do those that `exports`
+    need (RETENTION-7). `known`: the catalog as this process has read it. `thorough`: see `collect`.
     """
     choice = await chosen_by(store, views, rules, keeps_before=keeps_before, exports=exports)
     gone = await abandoned(store)
@@ -75,7 +76,7 @@ async def retire_tag(store: Store, tag: str, epoch: int) -> None:
     """
     if await epochs.newest(store) == epoch:
         views = await catalog.attempts_of(store, tag)
-        await retire(store, views, Retention(), keeps_before=epoch, exports=ExportLeases(store))
+        await retire(store, views, Retention(), keeps_before=(epoch, 0), exports=ExportLeases(store))
 
 
 async def chosen_by(
@@ -83,7 +84,7 @@ async def chosen_by(
     views: Sequence[AttemptView],
     rules: Retention,
     *,
-    keeps_before: int = 0,
+    keeps_before: Order = KEEPS_NONE,
     exports: ExportLeases | None = None,
 ) -> RemovalChoice:
     """Choose the checkpoints among `views` to remove. `exports`: keep those that exports need."""
@@ -101,6 +102,7 @@ async def chosen_by(
             verified=view.is_verified,
             damaged=view.read_back == "damaged",
             passed_over=view.passed_over,
+            left_behind=view.left_behind,
             age_s=_age_s(view.outcome) if has_ages else None,
             metrics=view.outcome.metrics,
         )

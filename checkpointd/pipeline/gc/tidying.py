@@ -42,6 +42,7 @@ from typing import Any, TypeAlias
 
 from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.garbage import dead_weight
+from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
 from checkpointd.layout.keys import LEASE, vote_name
@@ -139,7 +140,7 @@ class _InTurn(PassingStore):
 class Tidier:
     """The tidier of one rank's writer, on its loop. Only the coordinator's tidier removes.
 
-    `keeps_before`: checkpoints of epochs before this one stay, since the job does not know them (RETENTION-6). `check_root`
+    `keeps_before`: checkpoints before this order stay, since the job does not know them (RETENTION-6). `check_root`
     raises if the root is not the one in which an epoch began (TIDY-5). `decide_older` decides attempts of older epochs at which
     nobody works any more (TIDY-4).
     """
@@ -151,7 +152,7 @@ class Tidier:
         check_root: Callable[[int], Awaitable[None]] = trusts_the_root,
         decide_older: Decides = decides_nothing,
     ) -> None:
-        self.keeps_before = 0
+        self.keeps_before = KEEPS_NONE
         self.freed = 0
         """The number of bytes removed so far."""
         self._gone = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from checkpointd.layout.manifest import Outcome
+from checkpointd.layout.manifest import Branches, Outcome
+from checkpointd.pipeline.outcome.branches import leave_by_commit
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
@@ -27,10 +28,20 @@ async def show_files(showing: Queue, info: AttemptInfo, outcome: Outcome) -> Non
         showing.end(info)
 
 
-async def point_latest(store: Store, outcome: Outcome) -> None:
-    """Move `latest` to a commit that asked for it."""
-    if outcome.outcome != "commit" or not outcome.save_latest:
-        return
+async def follow_commit(store: Store, outcome: Outcome, recorded: Branches) -> Branches:
+    """After a commit, record which checkpoints its branch has left, and move `latest` to it if it asked for that. `recorded`:
+    the branches whose checkpoints have their records. Returns these as they are then.
+    """
+    if outcome.outcome != "commit":
+        return recorded
+    if outcome.left != recorded:
+        await leave_by_commit(store, outcome)
+    if outcome.save_latest:
+        await _point_latest(store, outcome)
+    return outcome.left
+
+
+async def _point_latest(store: Store, outcome: Outcome) -> None:
     try:
         await move_latest(store, outcome.tag, outcome.order)
     except Exception as error:  # ATTEMPT-1

@@ -288,6 +288,7 @@ def draft_of(
         plan=joint_plan_ref(plan) if plan and counted is not None else None,
         holders=() if counted is None else _holders(counted),
         metrics={} if first is None else first.metrics,
+        left=() if first is None else first.left,
         no_progress=counted is not None and has_no_progress(counted),
         cost=None if counted is None else _cost(counted, took_s),
         files=sum(len(vote.files or ()) for vote in (counted or {}).values() if vote is not None),

@@ -24,6 +24,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from checkpointd.commands import at_tag, command
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
 from checkpointd.config import ABSENCE_S
@@ -34,6 +35,7 @@ from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
+from checkpointd.pipeline.outcome.branches import leave_behind
 from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, check_together, draft_of, put_outcome, unequal_boxes
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import lost_newest
@@ -92,13 +94,15 @@ async def recover(
     views = await catalog.with_newest_looked(store, [view for view, _ in settled])
     checkpoints = catalog.checkpoints_of(views)
     done.checkpoints = len(checkpoints)
-    newest = next((c for c in checkpoints if c.outcome.save_latest), None)
+    newest = next((c for c in checkpoints if c.may_be_latest), None)
     keeps: str | None = None
     """The tag whose records stay, since `latest` goes on naming it."""
     try:
         loss = await lost(store, checkpoints)
         if loss is not None:
             log.error("%s", loss)
+        if newest is not None and newest.outcome.left:
+            await leave_behind(store, newest.outcome, known=known)  # its writer may have died before it did so
         # Before `collect`, which may remove the mark that says that the newest checkpoint was removed on purpose.
         if newest is not None and newest.prefix in done.unsettled:
             log.error("latest stays where it is, since the newest commit, %s, may not be durable", newest.prefix)
@@ -106,11 +110,11 @@ async def recover(
         elif newest is not None and (loss is None or accepts_loss):
             if newest.attempt.epoch >= epoch:  # a newer start has begun, and its writer may have died before this was durable
                 await store.settle(f"{newest.prefix}/{OUTCOME}")
+            named = await catalog.readable_latest(store)
             moved = await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
             done.latest_moved_to = newest.tag if moved else None
             if moved:
-                was = "was behind the newest commit" if loss is None else "named what is gone"
-                log.warning("latest %s; it names %s now", was, newest.tag)
+                _say_moved(store, named, newest, is_gone=loss is not None)
         elif loss is not None and accepts_loss:
             done.latest_removed = await _remove_latest(store, done)
         facts = [view.facts for view in views if view.prefix not in surviving and view.tag != keeps]
@@ -140,6 +144,20 @@ async def lost(store: Store, checkpoints: Collection[Checkpoint]) -> DamagedErro
     if named is None or named in {c.tag for c in checkpoints}:
         return None
     return await lost_newest(store, Patience(ABSENCE_S, ABSENCE_S))
+
+
+def _say_moved(store: Store, named: str | None, newest: Checkpoint, *, is_gone: bool) -> None:
+    if is_gone or named is None:
+        log.warning("latest %s; it names %s now", "named what is gone" if is_gone else "was missing", newest.tag)
+        return
+    log.warning(
+        "latest named %s, and names %s now, which was committed later. If the last job died before it moved latest, all is "
+        "well. If somebody has edited latest to go back to %s: that alone changes no load. Stop this job first: %s",
+        named,
+        newest.tag,
+        named,
+        command("rollback", *at_tag(store.url, named)),
+    )
 
 
 async def _remove_latest(store: Store, done: Recovery) -> bool:

@@ -19,7 +19,7 @@ from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, Un
 from checkpointd.layout.keys import LATEST, OUTCOME, AttemptId, check_tag
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.candidates import candidates, find, listed
+from checkpointd.pipeline.root.candidates import candidates, find, listed, newest_tag
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -136,7 +136,7 @@ class CheckpointFinder:
         with self._patience().looks() as looks:
             while True:
                 try:
-                    tag = await catalog.latest(self.store)
+                    tag = await newest_tag(self.store)
                 except UnreadableError as error:
                     await looks.unreadable(error)
                     continue

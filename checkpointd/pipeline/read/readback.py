@@ -56,11 +56,12 @@ PENDING_MAX = 8
 
 
 async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | None:
-    """One of `staying` that was read back whole, so that others may go (READBACK-3); None if none can be proved whole.
+    """One of `staying` that was read back whole, so that others may go (READBACK-3); None if none can be proved whole. One of a
+    branch that was left does not count, since no load takes it.
 
     If none was known to be whole when it was listed, they are read back now, newest first. Damaged ones are recorded.
     """
-    newest_first = sorted(staying, key=lambda c: c.outcome.order, reverse=True)
+    newest_first = sorted((c for c in staying if not c.left_behind), key=lambda c: c.outcome.order, reverse=True)
     found = await recorded(store, newest_first)
     if found is not None:
         return found
@@ -78,7 +79,11 @@ async def recorded(store: Store, newest_first: Sequence[Checkpoint]) -> Checkpoi
     looks only at those that were known to be whole when they were listed, since others may be thousands.
     """
     for checkpoint in newest_first:
-        if checkpoint.read_back == "whole" and _is_whole(await catalog.view(store, checkpoint.tag, checkpoint.attempt)):
+        if (
+            checkpoint.read_back == "whole"
+            and not checkpoint.left_behind
+            and _is_whole(await catalog.view(store, checkpoint.tag, checkpoint.attempt))
+        ):
             return checkpoint
     return None
 

@@ -4,6 +4,7 @@ Invariants
   CANDIDATE-1  A damaged checkpoint that may be newer than the candidate is always reported. So is a checkpoint that is gone
       while `latest` still names it, unless a mark says that somebody removed it on purpose, or it has a mark and a newer one is
       there. If a symbolic link lies at its tag, LinkError is raised, since the link may lead to the checkpoint.
+  CANDIDATE-3  A checkpoint of a branch that was left is never a candidate, however damaged the others are.
   CANDIDATE-2  A checkpoint that may be newer is not passed over because it cannot be read now, or because one look did not find
       it. Further looks follow, and UnreadableError is raised if it still cannot be read.
 """
@@ -85,6 +86,26 @@ async def _found(store: Store, patience: Patience, tried: Collection[str] = (), 
                 await looks.unreadable(error)
 
 
+async def newest_tag(store: Store) -> str | None:
+    """The tag that `latest` means where a tag is expected: that of the checkpoint that a load would try first. None if there is
+    none. Usually the file `latest` names it; it may lag behind, or somebody may have edited it.
+    """
+    look = await _look(store)
+    return look.found.checkpoints[0].tag if look.found.checkpoints else None
+
+
+async def named(store: Store, tag: str | None) -> str:
+    """The tag that a user names: `tag` itself, or for None and `latest` that of the checkpoint that a load takes. Raises
+    NotFoundError.
+    """
+    if tag is not None and tag != LATEST:
+        return tag
+    found = await newest_tag(store)
+    if found is None:
+        raise NotFoundError(f"there is no {LATEST} at {store.url}: nothing was committed there yet")
+    return found
+
+
 async def lost_newest(store: Store, patience: Patience) -> DamagedError | None:
     """The error that the checkpoint which `latest` names is gone; None if it is there, or was removed on purpose."""
     with patience.looks() as looks:
@@ -127,12 +148,12 @@ async def _look(store: Store, tried: Collection[str] = (), *, everything: bool =
     known = catalog.newest_of_tags(commits)
     # The checkpoint that `latest` names counts even if its tag was saved again without asking for `latest`. An older commit of
     # a tag, which stays while it alone is verified, comes after the commit that replaced it.
-    found = tuple(c for c in commits if c.outcome.save_latest or (c.tag == pointer and c in known))
+    found = tuple(c for c in commits if c.may_be_latest or (c.tag == pointer and not c.left_behind and c in known))
     if least > (0, 0) and not any(c.outcome.order >= least and c.prefix not in tried for c in found):
         return await _look(store, tried, everything=True)
     over: list[Passed] = []
     other: list[DamagedError | UnreadableError] = []
-    for attempt in [one for one in attempts if one.entry is None]:
+    for attempt in [one for one in attempts if one.entry is None and not one.left_behind]:
         fault = catalog.fault_of(attempt)
         if fault is None:
             continue

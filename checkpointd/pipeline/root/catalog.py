@@ -26,6 +26,7 @@ from checkpointd.layout.keys import (
     DELETED,
     JOINT_PLAN,
     LATEST,
+    LEFT_BEHIND,
     OUTCOME,
     PASSED_OVER,
     VERIFIED,
@@ -56,7 +57,7 @@ logger = logging.getLogger("checkpointd")
 LATEST_BYTES_MAX = 4096
 LISTINGS = 16
 """The number of directories of an attempt that are listed at once."""
-_RECORDS = (DELETED, VERIFIED, DAMAGED, PASSED_OVER)
+_RECORDS = (DELETED, VERIFIED, DAMAGED, PASSED_OVER, LEFT_BEHIND)
 _LOOKS = 3
 """How many times to look at an attempt whose outcome disappears between listing and reading, as when records are removed."""
 
@@ -141,6 +142,16 @@ class AttemptView:
         return PASSED_OVER in self.sizes or (self.entry is not None and self.entry.passed_over)
 
     @property
+    def left_behind(self) -> bool:
+        """Whether training went on from an older checkpoint, so that this one is of a branch that was left."""
+        return LEFT_BEHIND in self.sizes or (self.entry is not None and self.entry.left_behind)
+
+    @property
+    def is_left_checkpoint(self) -> bool:
+        """Whether it is a checkpoint of a branch that was left. The current branch may have saved the same tag again."""
+        return self.left_behind and self.state == "committed"
+
+    @property
     def order(self) -> Order | None:
         return self.outcome.order if self.outcome and self.state == "committed" else None
 
@@ -183,6 +194,13 @@ class Checkpoint:
     attempt: AttemptId
     outcome: Outcome
     read_back: ReadBackState = field(default="no", compare=False)
+    left_behind: bool = field(default=False, compare=False)
+    """Whether it is of a branch that was left."""
+
+    @property
+    def may_be_latest(self) -> bool:
+        """Whether `latest` may move to it."""
+        return self.outcome.save_latest and not self.left_behind
 
     @property
     def prefix(self) -> str:
@@ -418,30 +436,32 @@ async def with_newest_looked(store: Store, attempts: list[AttemptView], tried: C
     attempts = [*attempts]
     for _, place in _newest_first(attempts):
         newest = attempts[place]
-        if newest.outcome is None or not newest.outcome.save_latest or newest.prefix in tried:
+        if newest.outcome is None or not newest.outcome.save_latest or newest.left_behind or newest.prefix in tried:
             continue
         if newest.entry is not None:
             attempts[place] = newest = await view(store, newest.tag, newest.attempt)
-        if newest.state == "committed":
+        if newest.state == "committed" and not newest.left_behind:
             break
     return attempts
 
 
 def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
-    """All committed attempts among `attempts`, newest first. A tag that was saved again may have several."""
+    """All committed attempts among `attempts`, newest first, and those of branches that were left after all others. A tag that
+    was saved again may have several.
+    """
     attempts = [*attempts]
     return uncollected(lambda: [_checkpoint(attempts[place]) for _, place in _newest_first(attempts)])
 
 
 def _checkpoint(committed: AttemptView) -> Checkpoint:
     assert committed.outcome is not None
-    return Checkpoint(committed.tag, committed.attempt, committed.outcome, committed.read_back)
+    return Checkpoint(committed.tag, committed.attempt, committed.outcome, committed.read_back, committed.left_behind)
 
 
 def _newest_first(attempts: Iterable[AttemptView]) -> list[tuple[Order, int]]:
-    """The orders of the committed ones among `attempts`, and their places there, newest first."""
-    found = [(order, place) for place, one in enumerate(attempts) if (order := one.order) is not None]
-    return sorted(found, key=itemgetter(0), reverse=True)
+    """The orders of the committed ones among `attempts`, and their places there, in the order of `commits_of`."""
+    found = [(not one.left_behind, order, place) for place, one in enumerate(attempts) if (order := one.order) is not None]
+    return [(order, place) for _, order, place in sorted(found, key=itemgetter(0, 1), reverse=True)]
 
 
 def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
@@ -462,23 +482,13 @@ async def checkpoints(store: Store) -> list[Checkpoint]:
     return checkpoints_of(await scan(store))
 
 
-async def named(store: Store, tag: str | None) -> str:
-    """The tag that a user names: `tag` itself, or for None and `latest` what `latest` names now. Raises NotFoundError."""
-    if tag is not None and tag != LATEST:
-        return tag
-    found = await latest(store)
-    if found is None:
-        raise NotFoundError(f"there is no {LATEST} at {store.url}: nothing was committed there yet")
-    return found
-
-
 async def find(store: Store, tag: str) -> Checkpoint:
     """The checkpoint of `tag`. Raises NotFoundError, which says what is there instead, if there is none; DamagedError or
     UnreadableError if the outcome of a later attempt is damaged, or cannot be read now.
     """
     attempts = await each(partial(view_of_records, store, tag), await _names(store, tag))
     found = checkpoints_of(attempts)
-    later = [a for a in attempts if not found or a.attempt > found[0].attempt]
+    later = [a for a in attempts if not a.left_behind and (not found or a.attempt > found[0].attempt)]
     fault = next(filter(None, map(fault_of, reversed(later))), None)
     if fault is not None:
         raise fault

@@ -108,7 +108,11 @@ async def _entry(store: Store, view: AttemptView) -> CatalogEntry:
         entry = msgspec.structs.replace(entry, removed=await _reason(store, view), kept=_left(view))
     is_damaged = view.read_back == "damaged"
     return msgspec.structs.replace(
-        entry, verified=view.is_verified and not is_damaged, damaged=is_damaged, passed_over=view.passed_over
+        entry,
+        verified=view.is_verified and not is_damaged,
+        damaged=is_damaged,
+        passed_over=view.passed_over,
+        left_behind=view.left_behind,
     )
 
 
@@ -138,6 +142,8 @@ async def _missing(store: Store, view: AttemptView, entry: CatalogEntry | None) 
         found.append(record_of("verified", tag, attempt))
     if truth.passed_over and not entry.passed_over:
         found.append(record_of("passed-over", tag, attempt))
+    if truth.left_behind != entry.left_behind:
+        found.append(record_of("left-behind" if truth.left_behind else "current", tag, attempt))
     return found
 
 

@@ -95,7 +95,7 @@ async def _newest(store: Store, known: CatalogLog | None = None) -> Checkpoint |
     """The newest checkpoint whose save asked for `latest`. Its outcome is durable (COMMIT-3)."""
     for _ in range(LOOKS_MAX):
         attempts = await catalog.with_newest_looked(store, await catalog.scan(store, known, newest=0))
-        newest = next((c for c in catalog.checkpoints_of(attempts) if c.outcome.save_latest), None)
+        newest = next((c for c in catalog.checkpoints_of(attempts) if c.may_be_latest), None)
         if newest is None:
             return None
         with suppress(NotFoundError):  # it was removed since the look
@@ -219,7 +219,8 @@ async def _named(store: Store, content: bytes | None, *, is_start: bool, counts_
     if not is_tag(tag):
         return None
     try:
-        return _named_by(await catalog.find(store, tag))
+        found = await catalog.find(store, tag)
+        return None if found.left_behind else _named_by(found)
     except NotFoundError:
         removed = await catalog.attempts_of(store, tag) if counts_removed else ()
         outcomes = [(view, view.outcome) for view in removed if view.state == "deleted" and view.outcome is not None]

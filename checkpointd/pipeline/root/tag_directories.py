@@ -47,6 +47,7 @@ from checkpointd.layout.files import (
 )
 from checkpointd.layout.keys import (
     DELETED,
+    LEFT_BEHIND,
     OUTCOME,
     SERVICE,
     SHOWN,
@@ -210,6 +211,17 @@ def _is_pointed_at(outcome: Outcome) -> bool:
     return outcome.save_latest and not outcome.unfinished.endswith(WHOLE)
 
 
+async def point_at(store: Store, outcome: Outcome) -> None:
+    """Let the `latest` beside the directory of a commit name it, after somebody went back to that commit."""
+    plain = plain_files_of(store)
+    if plain is None or not outcome.shown_at or not _is_pointed_at(outcome):
+        return
+    async with _alone(store, plain):
+        record = await _record(store, outcome.shown_at)
+        if record is not None and record.prefix == outcome.prefix and _has_files(outcome.shown_at, record):
+            await plain.point(os.path.dirname(outcome.shown_at), os.path.basename(outcome.shown_at))
+
+
 async def _is_filled(plain: PlainFiles, outcome: Outcome) -> bool:
     """Whether other programs filled a directory for the files, and it has not got its name yet (TAGDIR-6)."""
     if not outcome.unfinished:
@@ -287,7 +299,8 @@ async def _point(
             names.add(entry.name)
         if record is not None and not _has_files(at, record):
             continue
-        if record is not None and record.save_latest and (newest is None or record.order > newest[0]):
+        is_newer = record is not None and record.save_latest and (newest is None or record.order > newest[0])
+        if record is not None and is_newer and await store.stat(f"{record.prefix}/{LEFT_BEHIND}") is None:
             newest = record.order, at
     pointed = await plain.pointed(folder)
     if pointed not in {None, *names} and (candidate is None or await _is_later(plain, folder, str(pointed), since)):

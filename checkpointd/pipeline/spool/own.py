@@ -107,7 +107,7 @@ class OwnSpool:
             return prefixes
         return {prefix for prefix in prefixes if any(is_record_of(name, prefix, COORDINATOR) for name in names)}
 
-    async def take(self, job: PersistJob, commit: CommitConfig, keeps_before: int) -> SpooledShard | None:
+    async def take(self, job: PersistJob, commit: CommitConfig, keeps_before: Order) -> SpooledShard | None:
         """Make the snapshot of `job` durable in the spool. None if the spool has no room, or fails (SPOOL-8).
 
         Raises Stopped if the attempt was decided meanwhile.
@@ -145,7 +145,7 @@ class OwnSpool:
         finally:
             self.directory.give_back(nbytes)
 
-    async def _taken(self, job: PersistJob, commit: CommitConfig, keeps_before: int) -> SpooledShard:
+    async def _taken(self, job: PersistJob, commit: CommitConfig, keeps_before: Order) -> SpooledShard:
         store = SpooledWrites(job.store, self.root.store, job.info.prefix)
         spooling, bps = replace(job, store=store), job.rates.disk_bps
         if job.base is not None and not job.base.is_read:
@@ -171,7 +171,7 @@ class OwnSpool:
         self.directory.counts.spooled += 1
         return shard
 
-    def _record(self, info: AttemptInfo, vote: Vote, plan_key: str, commit: CommitConfig, keeps_before: int) -> SpoolRecord:
+    def _record(self, info: AttemptInfo, vote: Vote, plan_key: str, commit: CommitConfig, keeps_before: Order) -> SpoolRecord:
         return SpoolRecord(
             url=self.root.url,
             nonce=self.nonce,

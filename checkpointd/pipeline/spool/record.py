@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from checkpointd.commit.facts import Order
+from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.layout.keys import SERVICE, AttemptId, is_tag
 from checkpointd.layout.manifest import VERSION, Vote, WriterIdentity, decode_sealed, digest, sealed
 
@@ -45,8 +47,8 @@ class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format",
     """The key of the plan that the vote names."""
     required: bool = False
     """Whether it must not be dropped for a newer save."""
-    keeps_before: int = 0
-    """Checkpoints of older epochs stay (RETENTION-6 in `commit/retention.py`)."""
+    keeps_before: Order = KEEPS_NONE
+    """Checkpoints before this order stay (RETENTION-6 in `commit/retention.py`)."""
     commit_timeout_s: float
     on_no_progress: Literal["warn", "abort", "ignore"] = "warn"
     read_back: bool = True

@@ -101,6 +101,7 @@ class SpooledShard:
             n=vote.n,
             save_latest=vote.save_latest,
             metrics=tuple(vote.metrics.items()),
+            left=vote.left,
             takeover=record.takeover,
             may_be_taken_over=True,
             leftovers=vote.leftovers,

@@ -100,6 +100,7 @@ def _yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
         refers=referred(index),
         objects=tuple(ref for ref in index.objects if not ref.held_by),
         metrics=dict(info.metrics),
+        left=info.left,
         trained=trained(index, job.base),
         files=None if files is None else tuple(file.name for file in files.files),
         shown_at=info.shown_at if files is None else files.at,

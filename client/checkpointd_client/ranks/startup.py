@@ -14,10 +14,12 @@ from torch.distributed import Store as MeetingStore  # type: ignore[attr-defined
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
 from checkpointd.layout.keys import epoch_key
+from checkpointd.phrases import listed
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, epochs, leases, reserve
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
+from checkpointd.report.neighbours import is_new, neighbours
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd.store.conditions import check_conditions_of
@@ -68,16 +70,21 @@ def begin_epoch(
     beginner: Beginner,
     surviving: Callable[[], tuple[str, ...]] = tuple,
     meeting: MeetingStore | None = None,
+    *,
+    create: bool = True,
 ) -> tuple[Begun, Started | None]:
     """On rank 0, take the next epoch and recover; on every rank, learn its number and nonce. They meet in the store
     `meeting`, by default the job's.
 
     `surviving` gives the attempts of older epochs ("tag/attempt") that rank 0's sidecar still works at and may commit. Only
-    rank 0 calls it. If another job is alive at the root, every rank raises RootInUseError.
+    rank 0 calls it. If another job is alive at the root, every rank raises RootInUseError. Without `create`, every rank raises
+    NotFoundError if there is no root, and nothing is made.
     """
     started: list[Started] = []
 
     def take() -> dict[str, object]:
+        if not create:
+            writer.call(check_is_root(store), LOOK_TIMEOUT_S)
         begun_here = writer.call(
             begin(store, replace(beginner, surviving=surviving())), RECOVERY_TIMEOUT_S, lambda: _RECOVERING
         )
@@ -120,9 +127,33 @@ def instead(root: str) -> str:
     )
 
 
+async def check_is_root(store: Store) -> None:
+    """Raise NotFoundError if no job ever saved at `store`. Writes nothing."""
+    if await is_new(store):
+        found = await neighbours(store.url)
+        hint = f"Jobs have saved at {listed(found)}: is the path right?" if found else "Is the path right?"
+        raise NotFoundError(
+            f"there is no root at {store.url}, and create=False makes none. {hint} To begin a new one, leave out create=False"
+        )
+
+
+async def _say_new(store: Store) -> None:
+    """Log that training begins at a new root, and warn if the path looks mistyped."""
+    log.info("new root at %s: there is no checkpoint, so training begins at step 0", store.url)
+    if found := await neighbours(store.url):
+        log.warning(
+            "the root at %s is new, but jobs have saved at %s. If this job was to go on from there, end it and mend the path. "
+            "create=False refuses to make a root",
+            store.url,
+            listed(found),
+        )
+
+
 async def begin(store: Store, beginner: Beginner) -> Started:
     """Take the next epoch, and recover: decide the attempts that older epochs left in doubt."""
     before, known = await epochs.newest(store), CatalogLog(store)
+    if not before and await is_new(store):
+        await _say_new(store)
     await check_conditions_of(store, new=not before)
     try:
         epoch, lease = await leases.begin(store, beginner, known)

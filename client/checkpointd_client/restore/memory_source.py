@@ -87,7 +87,7 @@ async def counts(store: Store, held: RetainedSnapshot) -> bool:
         return held.phase not in FINAL
     if view.state != "committed":
         log.info("%s is %s at the root, so its snapshot in memory is not loaded", view.prefix, view.state)
-    return view.state == "committed"
+    return view.state == "committed" and not view.left_behind
 
 
 class FetchedSnapshot:

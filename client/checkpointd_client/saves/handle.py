@@ -26,7 +26,8 @@ Until = Literal["staged", "persisting", "spooled", "uploading", "prepared", "com
 class Timings(msgspec.Struct):
     """Seconds from the call of save() until each event; None if it has not happened.
 
-    `call_s`: save() returned. `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `spooled_s`:
+    `call_s`: save() returned. `waited_s` is a duration: how long save() waited because two earlier saves were not written yet.
+    `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `spooled_s`:
     it was durable in the spool of this node. `durable_s`: this rank's shard was durable at the root and it had voted.
     `committed_s`: the outcome was durable. `fence_s` is a duration: how long optimizer steps waited for the snapshot.
     `rested_s`: how long the workers rested so that training kept its speed, added up. `copy_rested_s`: how long the background
@@ -35,6 +36,7 @@ class Timings(msgspec.Struct):
     """
 
     call_s: float | None = None
+    waited_s: float = 0.0
     fence_s: float = 0.0
     safe_s: float | None = None
     staged_s: float | None = None

@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from checkpointd.commit.decide import awaited_words
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.errors import SupersededError
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.phrases import rank_runs
 from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.status import AttemptStatus
 
@@ -52,10 +52,8 @@ class SaveRecord:
                 why = "it is durable in the spool, and waits for its upload"
             case "uploading":
                 why = f"{handle.bytes_uploaded} of {handle.bytes_to_upload} bytes are uploaded"
-            case _ if votes:
-                why = f"no vote from {rank_runs(votes)}"
             case _:
-                why = "rank 0 has not put the outcome; its log names the ranks that have not voted"
+                why = awaited_words(votes)
         return f"{handle.tag} ({handle.attempt}) is {handle.phase}: {why}{handle.trouble_words}"
 
     def status(self) -> AttemptStatus:
@@ -72,6 +70,7 @@ class SaveRecord:
             speed_bps=handle.speed_bps,
             eta_s=handle.eta_s,
             age_s=time.monotonic() - self.began,
+            waited_s=handle.timings.waited_s,
             votes_missing=self.voting.votes_missing if self.voting else None,
             error=None if error is None else ErrorReport.of(error, handle.phase),
             no_progress=handle.no_progress,
@@ -95,6 +94,8 @@ class SaveHistory:
         self.failed = 0
         self.superseded = 0
         """Saves that were dropped from the spool for newer ones."""
+        self.waited_s = 0.0
+        """How long calls of save() waited because two earlier saves were not written yet, added up."""
         self.last_failed: OwnHandle | None = None
         """The newest save that ended and was not skipped, if it failed. Saves may end in another order than they began."""
         self._newest_began = 0.0
@@ -104,6 +105,11 @@ class SaveHistory:
     def add(self, save: SaveRecord) -> None:
         with self._lock:
             self._live.append(save)
+
+    def waited(self, handle: OwnHandle, seconds: float) -> None:
+        """Count that the call of save() for `handle` waited so long for earlier saves."""
+        handle.timings.waited_s += seconds
+        self.waited_s += seconds
 
     def end(self, save: SaveRecord, phase: Phase) -> None:
         """Count `save` as ended."""

@@ -22,7 +22,7 @@ from checkpointd.commit.machine import Phase, shown
 from checkpointd.errors import CheckpointdError, SupersededError
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.meter import SaveMeter
-from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.spooled_by_all import SpooledByAll
@@ -123,7 +123,11 @@ class Endings:
 
         job.save.handle.advance(phase, error, end)
         self.spooled.entered(job.info, phase)
-        if not has_ended or phase is Phase.COMMITTED:
+        if not has_ended:
+            return
+        if phase is Phase.COMMITTED:
+            if job.info.rank == COORDINATOR:
+                log.info("committed %s (step %d) %.1f s after save()", job.info.tag, job.info.step, job.save.handle.elapsed())
             return
         if phase is Phase.SKIPPED or isinstance(error, SupersededError):
             log.warning("%s", error)

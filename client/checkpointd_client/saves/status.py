@@ -68,6 +68,8 @@ class AttemptStatus(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None
     """Seconds until this rank's shard is persisted, at that speed; None while that is unknown."""
     age_s: float
+    waited_s: float = 0.0
+    """How long its call of save() waited because two earlier saves were not written yet."""
     votes_missing: tuple[int, ...] | None = None
     error: ErrorReport | None = None
     no_progress: bool = False
@@ -98,6 +100,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     saves_failed: int
     saves_superseded: int = 0
     """Saves that were dropped from the spool for newer ones."""
+    waited_s: float = 0.0
+    """How long calls of save() waited because two earlier saves were not written yet, added up."""
     attempts: tuple[AttemptStatus, ...]
     sidecar: str | None = None
     """The socket of the sidecar that this rank uses; None without a sidecar."""

@@ -443,7 +443,7 @@ class Link:
         *,
         takeover: int,
         left_s: float,
-        keeps_before: int,
+        keeps_before: tuple[int, int],
         on_phase: OnPhase,
         heard: Heard = _nothing,
     ) -> None:
@@ -577,11 +577,10 @@ def _close(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_before: int) -> wire.Save:
-    info = job.info
+def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_before: tuple[int, int]) -> wire.Save:
     return wire.Save(
         save=number,
-        tag=info.tag,
+        tag=(info := job.info).tag,
         attempt=str(info.attempt),
         step=info.step,
         n=info.n,
@@ -589,6 +588,7 @@ def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_bef
         takeover=takeover,
         left_s=left_s,
         metrics=dict(info.metrics),
+        left=info.left,
         keeps_before=keeps_before,
         unfinished=info.unfinished,
         leftovers=info.leftovers,

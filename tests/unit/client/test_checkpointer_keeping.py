@@ -36,6 +36,11 @@ def tags(ckpt: Checkpointer) -> list[str]:
     return [checkpoint.tag for checkpoint in ckpt.list()]
 
 
+def committed(root: Path, tag: str) -> set[str]:
+    """The attempts at `tag` that are checkpoints, whether or not the tag was saved again."""
+    return {path.parent.name for path in root.glob(f"{tag}/*/outcome") if not (path.parent / "deleted").exists()}
+
+
 def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
     rules = Retention(keep_last=1, best=1, metric="accuracy", mode="max")
     for step, accuracy in enumerate((0.1, 0.9, 0.5, 0.2)):
@@ -275,16 +280,93 @@ def test_a_job_that_has_loaded_or_begins_afresh_goes_on_by_its_rules(
 def test_a_load_that_found_nothing_counts(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, retention=Retention(keep_last=1)) as ckpt:
         assert ckpt.load({"w": torch.zeros(64, 64)}) is None
-        assert ckpt._core._saver._state.tidier.keeps_before == 0
+        assert ckpt._core._saver._state.tidier.keeps_before == (0, 0)
+
+
+def warned_of_old_steps(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "does the loop begin again" in r.getMessage()
+    ]
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_loop_that_begins_again_at_step_0_is_said_once_and_removes_nothing_that_was_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restarts: bool
+) -> None:
+    """Both after a start of the process and, as in a notebook, in the same one."""
+    ckpt = Checkpointer(tmp_path, retention=2)
+    ckpt.load(state(-1))
+    for step in range(5):
+        ckpt.save(step, state(step)).wait()
+    if restarts:
+        ckpt.close()
+        ckpt = Checkpointer(tmp_path, retention=2)
+    ckpt.wait()
+    before = {name: committed(tmp_path, name) for name in tags(ckpt)}
+    assert {"global_step3", "global_step4"} <= before.keys()
+    loaded = ckpt.load(state(-1))
+    assert loaded is not None
+    assert loaded.step == 4
+    for step in range(6):
+        ckpt.save(step, state(10 + step), tag=f"again{step}").wait()
+    ckpt.save(4, state(20)).wait()  # nor for a newer commit of its tag
+    ckpt.close()
+    assert all(committed(tmp_path, name) >= attempts for name, attempts in before.items())
+    assert len(warned_of_old_steps(caplog)) == 1
+    assert "again0 is step 0, but load() returned step 4" in warned_of_old_steps(caplog)[0]
+
+
+def test_after_the_next_load_the_rules_count_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path, retention=1) as ckpt:
+        ckpt.load(state(-1))
+        for step in (0, 1, 2):
+            ckpt.save(step, state(step)).wait()
+            ckpt.load(state(-1))
+        assert not warned_of_old_steps(caplog)
+        ckpt.save(2, state(7), tag="same").wait()
+        assert len(warned_of_old_steps(caplog)) == 1
+        tidier = ckpt._core._saver._state.tidier
+        core_of(ckpt).take_up()  # as integrations call it: it does not undo the protection
+        assert tidier.keeps_before == (1, 3)
+        ckpt.load(state(-1))
+        assert tidier.keeps_before == (0, 0)
+        ckpt.save(1, state(8), tag="less").wait()
+        assert len(warned_of_old_steps(caplog)) == 2
+
+
+def test_a_load_that_goes_back_on_purpose_is_no_loop_that_begins_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step)).wait()
+        ckpt.load(state(-1), "global_step1")
+        ckpt.save(2, state(12), tag="other2").wait()
+    assert not warned_of_old_steps(caplog)
+
+
+def test_the_sidecar_hears_that_old_steps_are_saved(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(10, state(1)).wait()
+    with Checkpointer(tmp_path, sidecar=sidecar.path, on_sidecar_loss="inline") as ckpt:
+        ckpt.load(state(0))
+        saves = []
+        for step, keeps in ((11, (0, 0)), (3, (2, 1))):
+            saves.append(ckpt.save(step, state(1)))
+            assert sidecar.expect(wire.Save).keeps_before == keeps
+        sidecar.stop_listening()
+        sidecar.hang_up()
+        for one in saves:
+            one.wait(LIMIT_S)
 
 
 def test_the_sidecar_hears_whether_the_job_has_loaded(left_by_another: Path, sidecar: ScriptedSidecar) -> None:
     with Checkpointer(left_by_another, sidecar=sidecar.path, on_sidecar_loss="inline") as ckpt:
         first = ckpt.save(10, state(1))
-        assert sidecar.expect(wire.Save).keeps_before == 2
+        assert sidecar.expect(wire.Save).keeps_before == (2, 0)
         core_of(ckpt).take_up()
         second = ckpt.save(11, state(1))
-        assert sidecar.expect(wire.Save).keeps_before == 0
+        assert sidecar.expect(wire.Save).keeps_before == (0, 0)
         sidecar.stop_listening()
         sidecar.hang_up()
         first.wait(LIMIT_S)

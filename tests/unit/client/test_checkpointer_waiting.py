@@ -18,6 +18,7 @@ from checkpointd.pipeline.shard import Shard
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, saver
 from checkpointd_client.checkpointer import core_of
+from checkpointd_client.staging.arena import Arena, SlotHold
 from tests.builders import HeldPersist
 
 SHORT_S = 0.05
@@ -79,6 +80,47 @@ def test_a_save_that_waits_for_memory_says_whose(
         third = lambda: ckpt.save(3, state(3.0))  # noqa: E731  # one call, to be made on a thread
         meanwhile(third, lambda: said("global_step3 finds no free memory for its snapshot: global_step1"), gate.go.set)
     assert (tmp_path / "latest").read_text() == "global_step3\n"
+
+
+@pytest.mark.parametrize("waits_long", [True, False])
+def test_a_save_that_holds_training_up_says_once_what_helps_and_counts_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits_long: bool
+) -> None:
+    monkeypatch.setattr(saver, "BUSY_S", 0.01 if waits_long else LIMIT_S)
+    caplog.set_level(logging.WARNING, "checkpointd")
+    gate = HeldPersist(monkeypatch)
+    handles = []
+    taken = Arena.acquire
+    tried = threading.Event()
+
+    def acquire(self: Arena, hold: SlotHold, nbytes: int, timeout: float | None) -> bool:
+        if timeout:
+            tried.set()
+        return taken(self, hold, nbytes, timeout)
+
+    monkeypatch.setattr(Arena, "acquire", acquire)
+
+    def words() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "training waits with it" in r.getMessage()]
+
+    with Checkpointer(tmp_path) as ckpt:
+        handles += [ckpt.save(step, state(float(step))) for step in (1, 2)]
+        assert ckpt.status().waited_s == 0.0
+        until = (lambda: bool(words())) if waits_long else tried.is_set
+        meanwhile(lambda: handles.append(ckpt.save(3, state(3.0))), until, gate.go.set)
+        ckpt.wait()
+        waited_s = handles[2].timings.waited_s
+        assert waited_s > 0.0
+        assert ckpt.status().waited_s == waited_s
+        assert [one.waited_s for one in ckpt.status().attempts] == [0.0, 0.0, waited_s]
+        gate.go.clear()
+        handles += [ckpt.save(step, state(float(step))) for step in (4, 5)]
+        tried.clear()
+        meanwhile(lambda: handles.append(ckpt.save(6, state(6.0))), tried.is_set, gate.go.set)
+        ckpt.wait()
+        assert ckpt.status().waited_s > waited_s
+    assert len(words()) == waits_long
+    assert all('when_busy="skip"' in word and "save less often" in word and "max_overhead" in word for word in words())
 
 
 def test_a_storage_that_is_silent_is_named_while_it_is_waited_for(

@@ -1,4 +1,4 @@
-"""RETENTION-1 to RETENTION-7 of commit/retention.py: which checkpoints are removed, by rule or as replaced ones, and which
+"""RETENTION-1 to RETENTION-8 of commit/retention.py: which checkpoints are removed, by rule or as replaced ones, and which
 never are.
 """
 
@@ -26,7 +26,7 @@ def checkpoint(n: int, **options: Any) -> CheckpointFacts:
 def commit(tag: str, epoch: int, n: int, **options: Any) -> CheckpointFacts:
     """The `n`th save of `epoch`, of a tag that may have been saved before."""
     facts = AttemptFacts(tag, AttemptId(epoch, n), "committed", (epoch, n), True)
-    return CheckpointFacts(attempt=facts, order=(epoch, n), step=n, **options)
+    return CheckpointFacts(attempt=facts, order=(epoch, n), **{"step": n, **options})
 
 
 def gone(choice: RemovalChoice) -> list[tuple[int, int]]:
@@ -232,7 +232,7 @@ def test_a_metric_that_is_no_finite_number_is_never_the_best(mode: Any, value: f
 def test_retention_6_of_jobs_that_are_not_known_nothing_goes() -> None:
     known = [commit("best", 1, 0), commit("a", 1, 1), commit("best", 2, 0), commit("b", 2, 1), commit("best", 2, 2)]
     for rules, rest in ((Retention(), []), (Retention(keep_last=1), [(2, 1)])):
-        assert gone(choose(known, rules, keeps_before=2)) == [(2, 0), *rest]
+        assert gone(choose(known, rules, keeps_before=(2, 0))) == [(2, 0), *rest]
     assert gone(choose(known, Retention(keep_last=1))) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
@@ -275,3 +275,48 @@ def test_retention_7_so_does_an_older_commit_of_its_tag() -> None:
     both = [commit("best", 1, 1, exporting=True), commit("best", 1, 2)]
     assert gone(choose(both, Retention())) == []
     assert [facts.order for facts in choose(both, Retention()).exporting] == [(1, 1)]
+
+
+# --- branches that were left ----------------------------------------------------------------------------------------------
+
+
+def branched(left_from: int, count: int = 3) -> list[CheckpointFacts]:
+    """Ten checkpoints, of which those from `left_from` on were left behind, and `count` of a new branch."""
+    old = [checkpoint(n, left_behind=n >= left_from) for n in range(10)]
+    return [*old, *(commit(f"new{n}", 2, n, step=10 * (left_from + n)) for n in range(count))]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_retention_8_the_rules_keep_as_many_of_the_current_branch_and_remove_nothing_that_they_would_keep(
+    keep: int, count: int
+) -> None:
+    known = branched(5, count)
+    going = set(gone(choose(known, Retention(keep_last=keep))))
+    of_branch = [c.order for c in known if not c.left_behind]
+    assert going.isdisjoint(of_branch[-keep:])
+    as_one = [checkpoint(n) for n in range(10)] + known[10:]
+    assert going <= set(gone(choose(as_one, Retention(keep_last=keep))))
+    assert going == {c.order for c in known} - {*of_branch[-keep:], *[c.order for c in known][-keep:]}
+
+
+def test_retention_8_the_best_of_the_current_branch_is_kept_beside_the_best_of_all() -> None:
+    losses = [5.0, 4.0, 0.1, 3.0, 2.0]
+    known = [checkpoint(n, metrics={"loss": loss}, left_behind=n == 2) for n, loss in enumerate(losses)]
+    assert left(known, Retention(best=1, metric="loss")) == [2, 4]
+
+
+def test_retention_8_what_was_left_is_no_newest_and_no_proof() -> None:
+    old = [checkpoint(0, verified=True), checkpoint(1), checkpoint(2, verified=True, left_behind=True)]
+    choice = choose(old, Retention(keep_last=1))
+    assert gone(choice) == []
+    assert [facts.order for facts in choice.surplus] == [(1, 0)], "the newest one of the branch that is known to be whole"
+    damaged = [checkpoint(0, damaged=True), checkpoint(1, left_behind=True), checkpoint(2, left_behind=True)]
+    assert gone(choose(damaged, Retention(keep_last=1))) == []
+
+
+def test_retention_8_one_tag_of_two_branches_stays_twice() -> None:
+    both = [commit("best", 1, 0), commit("best", 1, 1, left_behind=True), commit("best", 2, 0)]
+    assert gone(choose(both, Retention())) == [(1, 0)]
+    back = [commit("best", 1, 0), commit("best", 1, 1), commit("best", 2, 0, left_behind=True)]
+    assert gone(choose(back, Retention())) == [(1, 0)]

@@ -28,6 +28,7 @@ from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import LATEST, check_tag
 from checkpointd.pipeline.read.checkpoint_view import read_view
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import named
 from checkpointd.store.base import Store
 from checkpointd_client.capture.dtypes import DTYPES, empty
 from checkpointd_client.export.consolidate import run_on_store
@@ -78,7 +79,7 @@ def export_dcp(
     async def export(store: Store) -> ExportedDCP:
         check_outside(store, out)
         with Output(out, directory=True, force=force) as output:
-            name = await catalog.named(store, None if tag is None or tag == LATEST else check_tag(tag))
+            name = await named(store, None if tag is None or tag == LATEST else check_tag(tag))
             load = LoadConfig(budget_bytes=held // 4)
             content = content_of(await read_view(store, await catalog.find(store, name), load))
             files = _Files(output)

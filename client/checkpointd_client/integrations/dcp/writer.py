@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from checkpointd import arguments
 from checkpointd.codec import Compression
-from checkpointd.commit.retention import Retention, rules_of
+from checkpointd.commit.retention import KEEPS_NONE, Retention, rules_of
 from checkpointd.config import MIB, CommitConfig, PersistConfig, check_job
 from checkpointd.errors import CheckpointdError, RootNotSharedError, StagingError, UsageError
 from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
@@ -177,7 +177,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
         begun, attempt, n = session.next_attempt(self._asked.tag, beginner)
         # A process that has not loaded may not know of the checkpoints that were there before it, so they stay.
         known = self._afresh or is_taken_up(self._root)
-        state.tidier.keeps_before = 0 if known else session.first
+        state.tidier.keeps_before = KEEPS_NONE if known else (session.first, 0)
         if not known:
             session.say_unknown()
         infos = (self._info(attempt, (i - here) % len(plans), len(plans), n) for i in range(len(plans)))

@@ -19,7 +19,7 @@ from checkpointd_client.integrations.deepspeed.tensor_choice import TensorChoice
 from checkpointd_client.integrations.deepspeed.zero_optimizer import check_supported, gather_persistent
 from checkpointd_client.integrations.directories.opening import Opened, first_said, known_of, said_of
 from checkpointd_client.integrations.directories.targets import SEPARATOR, SaveTarget
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 from checkpointd_client.saves.handle import OwnHandle
 
 log = logging.getLogger("checkpointd")

@@ -21,7 +21,7 @@ from checkpointd.layout.keys import LEASES, SERVICE, epoch_key
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.core import Core
 from checkpointd_client.examining import Taker
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 from checkpointd_client.onlooker import Onlooker
 from checkpointd_client.ranks.board import COORDINATOR, find_ranks
 from checkpointd_client.restore.target_chooser import TargetChooser

@@ -200,6 +200,8 @@ class DirectorySaver:
         shown = {c.outcome.shown_at: c for c in reversed(known.values())}  # the newest of each directory
         names = _numbered(folder) if asked is None else [os.path.basename(os.path.abspath(asked))]
         listed = [(name, self._prefix_of(shown, os.path.join(folder, name))) for name in names]
+        if asked is None:
+            listed = [(name, prefix) for name, prefix in listed if prefix is None or not known[prefix].left_behind]
         candidates = first_said(source, listed, fault)
         for name, prefix in candidates:
             if prefix is None:  # another program saved it

@@ -41,7 +41,7 @@ from checkpointd_client.integrations.torchtitan.step_folders import (
     step_in,
 )
 from checkpointd_client.integrations.torchtitan.targets import TitanTargets
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 from checkpointd_client.onlooker import Onlooker
 from checkpointd_client.ranks.board import COORDINATOR, find_ranks
 from checkpointd_client.ranks.convening import convene

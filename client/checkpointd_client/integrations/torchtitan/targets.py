@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkpointd.errors import MismatchError
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 from checkpointd_client.restore.target_chooser import Described, LoadTargets
 
 TRAIN_STATE = "train_state"

@@ -210,7 +210,7 @@ def test_tidy_4_what_outlives_its_trainer_does_not_wait_until_the_next_job_remov
         await asyncio.sleep(0.3)
         names = [attempt_prefix(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
         epoch = (await epochs.take(disk, 2, names)).epoch
-        new = Job(disk, rng, epoch, world_size=2, rules=rules, keeps_before=epoch)
+        new = Job(disk, rng, epoch, world_size=2, rules=rules, keeps_before=(epoch, 0))
         if next_job == "saves what it did not load":
             await asyncio.sleep(5)
             await new.run(3, first=10)
@@ -530,7 +530,7 @@ def test_a_job_that_has_not_loaded_removes_nothing_of_an_earlier_one(seed: int) 
             assert (await epochs.take(disk, 1)).epoch == epoch
             await recover(disk, epoch)
             rules = Retention(keep_last=1)
-            job = Job(disk, rng, epoch, rules=rules, keeps_before=epoch if epoch == 2 else 0)
+            job = Job(disk, rng, epoch, rules=rules, keeps_before=(epoch if epoch == 2 else 0, 0))
             await job.run(3, tag="best", first=10 * epoch)
             await job.run(3, first=100 * epoch + 1)
         commits = [view.prefix for view in await catalog.scan(disk) if view.state == "committed"]

@@ -102,11 +102,11 @@ def test_what_an_engine_has_loaded_from_is_taken_up(adapter: FilesAdapter, tmp_p
     adapter.close()
     adapter.save_checkpoint(str(tmp_path))
     [checkpointer] = adapter._roots.checkpointers.values()
-    assert checkpointer._saver._state.tidier.keeps_before == 2
+    assert checkpointer._saver._state.tidier.keeps_before == (2, 0)
     adapter.engine.universal = universal
     adapter.load_checkpoint(str(tmp_path))
     adapter.save_checkpoint(str(tmp_path))
-    assert checkpointer._saver._state.tidier.keeps_before == 0
+    assert checkpointer._saver._state.tidier.keeps_before == (0, 0)
 
 
 class Stubborn:

@@ -66,7 +66,7 @@ def service(root: Path, name: str) -> list[str]:
 
 def keeps_all_before(plug: FilesAdapter, root: Path) -> int:
     """The epoch before which nothing is removed at a root; 0 where all may be."""
-    return plug._roots.checkpointers[str(root)]._saver._state.tidier.keeps_before
+    return plug._roots.checkpointers[str(root)]._saver._state.tidier.keeps_before[0]
 
 
 # --- a root that was only loaded from --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 
 from checkpointd.errors import CheckpointdError, StoreFullError, UsageError
 from checkpointd.store.posix.store import PosixStore
+from checkpointd_client import rollback
 from checkpointd_client.integrations.huggingface.filling import Wanted
 from checkpointd_client.integrations.huggingface.saving import DirectorySaver
 
@@ -64,6 +65,20 @@ def test_a_root_that_was_left_is_saved_to_again_and_close_raises_the_error_of_a_
     with pytest.raises(CheckpointdError, match="the disk is full"):
         saver.close()
     saver.close()
+
+
+def test_a_run_that_went_back_resumes_from_there_although_higher_numbers_are_there(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    saver = DirectorySaver(None, {}, synchronous=True)
+    for step in (1, 2, 3):
+        saved(saver, folder / f"checkpoint-{step}", step)
+    saver.close()
+    rollback(folder / ".checkpointd", "checkpoint-1")
+    saver = DirectorySaver(None, {}, synchronous=True)
+    assert saver.chosen(None, str(folder), None) == str(folder / "checkpoint-1")
+    assert saver.chosen(None, str(folder), str(folder / "checkpoint-3")) == str(folder / "checkpoint-3"), "by its name"
+    saver.close()
+    assert (folder / "checkpoint-3" / "model.pt").exists()
 
 
 async def full(*_: object, **__: object) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from checkpointd.errors import MismatchError
 from checkpointd_client.integrations.torchtitan.targets import TitanTargets
-from checkpointd_client.loader import Loaded
+from checkpointd_client.loaded import Loaded
 
 
 class TrainState:

@@ -1,0 +1,116 @@
+"""Branches that are left: what training does with the checkpoints after the one to which it goes back.
+
+A checkpoint of a branch that was left has a record (`left-behind`), so every reader sees it without knowing the history. Each
+outcome tells from which checkpoints its own does not descend (`Outcome.left`), so the records can be made again after a crash.
+
+Invariants
+  BRANCH-1  Going back leaves every checkpoint where it is: it puts and removes records, and moves `latest`.
+  BRANCH-2  The newest checkpoints are left behind first, and the head of the current branch is the last that is current again.
+      So a crash leaves a root at which a load finds a checkpoint of one branch, and the same can be done again.
+  BRANCH-3  A save that goes on from an older checkpoint leaves the branch only by its commit: an attempt that aborts changes
+      nothing. The coordinator puts the records before it reports the commit, and otherwise the next start does.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from checkpointd.commit.facts import Order
+from checkpointd.errors import CheckpointdError, NotFoundError
+from checkpointd.layout.keys import LEFT_BEHIND, AttemptId
+from checkpointd.layout.manifest import Branches, LeftBehind, Outcome, encode
+from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
+from checkpointd.pipeline.root.identity import user, writer
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+_STATES = ("committed", "damaged", "unreadable")
+
+
+@dataclass(frozen=True, slots=True)
+class Branching:
+    """The checkpoints (`<tag>/<attempt>`) that are left behind from now on, and those that are no longer, newest first."""
+
+    left: tuple[str, ...] = ()
+    current: tuple[str, ...] = ()
+
+
+def planned(views: Collection[AttemptView], head: Outcome, *, beyond: bool) -> Branching:
+    """What changes if `head` is the newest checkpoint of the current branch. Changes nothing. `beyond`: what came after `head`
+    is left behind as well; otherwise nothing is said of it, since it goes on from there.
+
+    If training goes on from a checkpoint of a branch that was left, that one and those before it are current again.
+    """
+    base = head.order if beyond or not head.left else head.left[-1][0]
+    regains = any(v.left_behind and v.outcome is not None and v.outcome.order == base for v in views)
+    found = sorted(((_order(v), v) for v in views if v.state in _STATES), key=lambda pair: pair[0], reverse=True)
+    left, current = list[str](), list[str]()
+    for order, view in found:
+        is_head = view.prefix == head.prefix
+        if order > head.order and not beyond and not is_head:
+            continue
+        is_left = not is_head and (order > head.order or any(since < order < until for since, until in head.left))
+        if is_left and not view.left_behind:
+            left.append(view.prefix)
+        elif view.left_behind and not is_left and regains and order <= base:
+            current.append(view.prefix)
+    return Branching(tuple(left), tuple(current))
+
+
+def _order(view: AttemptView) -> Order:
+    return (view.attempt.epoch, sys.maxsize) if view.outcome is None else view.outcome.order
+
+
+async def leave_behind(store: Store, head: Outcome, *, beyond: bool = False, known: CatalogLog | None = None) -> Branching:
+    """Let the records say that `head` is the newest checkpoint of the current branch, as `planned`. Returns what has changed.
+    Raises StoreError; then some records may have changed (BRANCH-2).
+    """
+    change = planned(await catalog.scan(store, known), head, beyond=beyond)
+    if change.left:
+        record = encode(LeftBehind(by=head.prefix, user=user(), writer=writer()))
+        for prefix in change.left:
+            await store.put_if_absent(f"{prefix}/{LEFT_BEHIND}", record)
+    for prefix in reversed(change.current):
+        try:
+            await store.delete(f"{prefix}/{LEFT_BEHIND}")
+        except NotFoundError:
+            log.debug("%s has no record any more", prefix)
+    records = [record_of("left-behind", *prefix.rsplit("/", 1)) for prefix in change.left]
+    records += [record_of("current", *prefix.rsplit("/", 1)) for prefix in change.current]
+    if records:
+        await (known or CatalogLog(store)).append(*records)
+        log.info(
+            "%s is the newest checkpoint of the current branch: %d checkpoint(s) at %s are left behind%s",
+            head.tag,
+            len(change.left),
+            store.url,
+            f", and {len(change.current)} no longer" if change.current else "",
+        )
+    return change
+
+
+async def leave_by_commit(store: Store, head: Outcome) -> None:
+    """The same after the commit `head`. A failure is logged only, since the next start repairs it (BRANCH-3)."""
+    try:
+        await leave_behind(store, head)
+    except CheckpointdError as error:
+        log.error(
+            "%s: which checkpoints its branch has left cannot be recorded: %s; the next start does it", head.prefix, error
+        )
+
+
+async def after(store: Store, tag: str, attempt: AttemptId, begins: Order) -> Branches:
+    """`Outcome.left` of the saves that go on from this checkpoint. `begins`: the order of the first of them."""
+    view = await catalog.view(store, tag, attempt)
+    if view.outcome is None or view.outcome.outcome != "commit":
+        return ()  # it lies in memory or in a spool, and is the newest
+    own = view.outcome
+    commits = catalog.commits_of(await catalog.scan(store))
+    is_back = any(c.outcome.save_latest and own.order < c.outcome.order < begins for c in commits)
+    return (*own.left, (own.order, begins)) if is_back else own.left

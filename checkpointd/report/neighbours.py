@@ -1,0 +1,77 @@
+"""Finds the roots beside a root and above it, for a warning: a new root there may be a mistyped path."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+from dataclasses import replace
+from difflib import SequenceMatcher
+
+from checkpointd.bucket_urls import directory_of, is_bucket_url, parse
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.keys import SERVICE
+from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.store.base import Store, each
+from checkpointd.store.opening import open_store
+
+LOOKED_MAX = 32
+"""The directories beside the root that are looked into: those whose names resemble its name most."""
+LOOK_S = 10.0
+
+
+async def is_new(store: Store) -> bool:
+    """Whether no job ever saved at `store`."""
+    return not await epochs.newest(store) and not await catalog.tags(store)
+
+
+async def neighbours(url: str) -> list[str]:
+    """The roots in the directory that holds the root at `url`, the most similar names first, and that directory if it is one.
+
+    Empty if it cannot be looked at within LOOK_S: a start does not depend on it.
+    """
+    above, name, inside = _place(url)
+    if not above:
+        return []
+    try:
+        store = open_store(above, read_only=True)
+    except CheckpointdError:
+        return []
+    try:
+        async with asyncio.timeout(LOOK_S):
+            return await _neighbours(store, name, inside)
+    except (CheckpointdError, TimeoutError):
+        return []
+    finally:
+        with suppress(CheckpointdError):
+            await store.close()
+
+
+def _place(url: str) -> tuple[str, str, str]:
+    """The place above the root at `url`, the root's name there, and the path from such a name to its root.
+
+    The root of a library that shows its checkpoints as directories is `.checkpointd` beside them, so its name is that of the
+    directory that holds both.
+    """
+    if is_bucket_url(url):
+        location = parse(url)
+        above, _, name = location.prefix.rpartition("/")
+        return (replace(location, prefix=above).url, name, "") if name else ("", "", "")
+    path = directory_of(url)
+    if path is None:
+        return "", "", ""
+    inside = f"/{SERVICE}" if os.path.basename(path) == SERVICE else ""
+    above, name = os.path.split(path.removesuffix(inside))
+    return (above if name else ""), name, inside
+
+
+async def _neighbours(store: Store, name: str, inside: str) -> list[str]:
+    async def found(other: str) -> str | None:
+        with suppress(CheckpointdError):  # a link, or a directory that this user may not read
+            if await store.list(f"{other}{inside}/{SERVICE}".lstrip("/")):
+                return f"{store.url}/{other}{inside}" if other else f"{store.url}{inside}"
+        return None
+
+    names = [entry.name for entry in await store.list("") if entry.is_prefix and entry.name not in (name, SERVICE)]
+    names.sort(key=lambda other: -SequenceMatcher(None, name, other).ratio())
+    return [root for root in await each(found, [*names[:LOOKED_MAX], ""]) if root is not None]

@@ -1,0 +1,68 @@
+"""The result of a load, and what follows from it for the log and for the saves after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from checkpointd.commit.facts import Order
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.manifest import Branches
+from checkpointd.pipeline.outcome import branches
+from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
+from checkpointd_client.restore.candidate import Candidate
+
+log = logging.getLogger("checkpointd")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The result of a load. The log of one rank has the first ten values that `strict=False` left alone.
+
+    `missing`: FQNs that only the objects have. `unexpected`: FQNs that only the checkpoint has; no rank has a place for them.
+    `mismatched`: values that differ in shape, dtype or kind, each as a line that begins with its FQN.
+    """
+
+    tag: str
+    step: int
+    client_state: dict[str, Any]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    fell_back_from: tuple[str, ...] = ()
+    """Newer checkpoints that were damaged, in words."""
+    source: Literal["store", "memory", "spool"] = "store"
+    """memory: the snapshot that the sidecar retained. spool: this node's own disk. Other ranks may have read elsewhere."""
+    per_rank_left: tuple[str, ...] = ()
+    """Per-rank values that were left alone, because the number of ranks is not the one of the save."""
+
+
+def say_loaded(loaded: Loaded | None, root: str, took_s: float) -> None:
+    """Log what was loaded, on one rank."""
+    if loaded is None:
+        log.info("nothing is loaded: there is no checkpoint at %s", root)
+        return
+    near = {"store": "", "memory": ", out of the sidecar's memory", "spool": ", out of this node's spool"}[loaded.source]
+    log.info("loaded %s (step %d) from %s in %.1f s%s", loaded.tag, loaded.step, root, took_s, near)
+
+
+def left_after(
+    store: Store,
+    taken: Candidate | None,
+    begins: Order,
+    look: Callable[[Callable[[Patience], Coroutine[Any, Any, Branches]]], Branches],
+) -> Branches:
+    """The branches that were left by saves that go on from what was `taken` (`Outcome.left`). `begins`: the order of the first
+    of them. `look` runs a look at the root patiently.
+    """
+    if taken is None:
+        return ()
+    tag, attempt = taken.tag, taken.attempt
+    try:
+        return look(lambda patience: branches.after(PatientStore(store, patience), tag, attempt, begins))
+    except CheckpointdError as error:  # the objects are filled
+        log.error("%s is loaded, but whether newer ones are left behind cannot be told: %s", tag, error)
+        return ()
