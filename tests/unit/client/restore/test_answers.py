@@ -19,7 +19,8 @@ from checkpointd.errors import CheckpointdError, DamagedError, StateError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client.capture.dtypes import copy_bits
-from checkpointd_client.loader import Candidate, Loaded, Loader
+from checkpointd_client.loaded import Loaded
+from checkpointd_client.loader import Candidate, Loader
 from checkpointd_client.ranks.board import StoreBoard
 from checkpointd_client.ranks.load_messages import CandidateChoice
 from checkpointd_client.ranks.load_rounds import LoadRounds
