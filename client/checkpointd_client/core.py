@@ -391,7 +391,7 @@ class Core:
             meant = await named(self._store, tag)
             await delete_once(self._store, meant, force=force)
             if self._saver.latest == meant:
-                self._saver.deleted(named, await catalog.latest(self._store))
+                self._saver.deleted(meant, await catalog.latest(self._store))
 
         self._writer.call(self._at_own_root(delete()), LOOK_S)
 
