@@ -15,6 +15,8 @@ Invariants
   RETENTION-6  A job that does not know what earlier epochs committed removes none of their checkpoints, neither by rules nor
       for a newer commit of the same tag.
   RETENTION-7  A checkpoint that an export still needs stays, even if its tag was saved again.
+  RETENTION-8  A checkpoint of which something is missing counts for no rule, and no other checkpoint is removed in its favour.
+      No rule removes it either, since its owner may bring back what is missing.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ Mode = Literal["min", "max"]
 class Retention:
     """The rules that choose which checkpoints stay. A checkpoint stays if at least one rule names it. Without rules all stay.
 
-    RETENTION-2 to RETENTION-7 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
+    RETENTION-2 to RETENTION-8 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
     `best` without a `metric`.
     """
 
@@ -101,6 +103,8 @@ class CheckpointFacts:
     """Whether a load passed over it."""
     exporting: bool = False
     """Whether an export still needs it."""
+    incomplete: bool = False
+    """Whether something that it needs is missing."""
     age_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -116,19 +120,25 @@ class RemovalChoice:
     """Would be removed if no export needed them (RETENTION-7)."""
     unknown_metric: str | None = None
     """Why the rules were not applied (RETENTION-5)."""
+    relied_on: tuple[AttemptFacts, ...] = ()
+    """The checkpoints in whose favour others go. If one of them cannot be loaded, the choice must be another (RETENTION-8)."""
+    abandoned: tuple[Dead, ...] = ()
+    """Somebody has removed the directories that showed their files, so what is left of them goes, too."""
 
 
 def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: int = 0) -> RemovalChoice:
     """Choose which of `commits` to remove. Checkpoints of epochs before `keeps_before` stay (RETENTION-6)."""
     newest_first = sorted(commits, key=lambda c: c.order, reverse=True)
-    sound = [c for c in newest_first if not c.damaged and not c.passed_over]
+    sound = [c for c in newest_first if not c.damaged and not c.passed_over and not c.incomplete]
     if not sound:
         return RemovalChoice()
     reasons = _replaced(newest_first, sound)
     unknown_metric = _unknown_metric(newest_first, rules)
+    current = [c for c in sound if c.order not in reasons]
     if unknown_metric is None:
-        reasons = _let_go(newest_first, [c for c in sound if c.order not in reasons], rules) | reasons
+        reasons = _let_go(newest_first, current, rules) | reasons
     verified = next((c.order for c in sound if c.verified), None)
+    counted = _indispensable(newest_first, current) | _counted(current, rules) | _replacing(sound, reasons)
     unneeded = [c for c in reversed(newest_first) if c.order in reasons and _may_go(c, keeps_before)]
     may_go = [c for c in unneeded if not c.exporting]
     return RemovalChoice(
@@ -136,6 +146,7 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
         surplus=tuple(c.attempt for c in may_go if c.order == verified),
         exporting=tuple(c.attempt for c in unneeded if c.exporting),
         unknown_metric=unknown_metric,
+        relied_on=tuple(c.attempt for c in sound if c.order in counted or c.order == verified) if may_go else (),
     )
 
 
@@ -150,7 +161,8 @@ def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[Checkpoin
         return {}
     kept = _indispensable(newest_first, current) | _named(current, rules)
     words = f"retention keeps {_in_words(rules)}"
-    return {c.order: f"it is damaged, and {words}" if c.damaged else words for c in newest_first if c.order not in kept}
+    going = (c for c in newest_first if c.order not in kept and (c.damaged or not c.incomplete))
+    return {c.order: f"it is damaged, and {words}" if c.damaged else words for c in going}
 
 
 def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[CheckpointFacts]) -> dict[Order, str]:
@@ -183,19 +195,32 @@ def _indispensable(newest_first: Sequence[CheckpointFacts], current: Sequence[Ch
     return {c.order for some in firsts for c in some}
 
 
+def _replacing(sound: Sequence[CheckpointFacts], reasons: Mapping[Order, str]) -> set[Order]:
+    """The orders of the newest commits of the tags of which an older commit goes."""
+    tags = {c.attempt.tag for c in sound if c.order in reasons}
+    return {c.order for c in sound if c.attempt.tag in tags and c.order not in reasons}
+
+
 def _named(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Order]:
     """The orders of the checkpoints that a rule names."""
-    named = {c.order for c in newest_first[: rules.keep_last or 0]}
+    named = _counted(newest_first, rules)
     if rules.every_steps is not None:
         named |= {c.order for c in newest_first if c.step % rules.every_steps == 0}
     if rules.younger_than_s is not None:
         named |= {c.order for c in newest_first if c.age_s is None or c.age_s < rules.younger_than_s}
+    if rules.metric is not None:
+        named |= {c.order for c in newest_first if _measure(c, rules.metric) is None}
+    return named
+
+
+def _counted(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Order]:
+    """The orders of the checkpoints that the rules with a number name: the last, and the best. Others go in their favour."""
+    named = {c.order for c in newest_first[: rules.keep_last or 0]}
     if rules.best is not None and rules.metric is not None:
         sign = 1 if rules.mode == "min" else -1
         measured = [(value, c.order) for c in newest_first if (value := _measure(c, rules.metric)) is not None]
         # The sort is stable, so the newer of two equal checkpoints counts as better.
         named |= {order for _, order in sorted(measured, key=lambda pair: sign * pair[0])[: rules.best]}
-        named |= {c.order for c in newest_first if _measure(c, rules.metric) is None}
     return named
 
 

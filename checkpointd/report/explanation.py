@@ -16,12 +16,12 @@ from checkpointd.pipeline.root import catalog, leases
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.wholeness import Lost, Wholeness, directory_of, lost_advice, lost_state, lost_text
 from checkpointd.report import advice
 from checkpointd.report.holder import Holder, holder_at, newest_holder
 from checkpointd.report.latest import pointer
 from checkpointd.report.listing import RowState, passed_over, removal
 from checkpointd.report.votes import RankWord, RankWords, votes_of, words_of
-from checkpointd.report.wholeness import Lost, Wholeness, lost_advice, lost_text
 from checkpointd.store.base import Store
 
 RECOVERY = -1
@@ -42,7 +42,7 @@ class AttemptExplanation(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorReport | None
     ranks: tuple[RankWord, ...]
     lost: tuple[Lost, ...] = ()
-    """The missing objects, if the state is `incomplete`."""
+    """What is missing, if the state is `incomplete` or `removed`."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +76,8 @@ async def _no_such_tag(store: Store, tag: str) -> str:
     await log.refresh()
     if not log.fault and tag in log.state.by_tag:
         return (
-            f"{tag} was saved at {store.url}, and somebody has removed its directory, or it was lost: bring it back from a "
-            "copy of the root if you need it"
+            f"{tag} was saved at {store.url}, and somebody has removed its directory, or it was lost: "
+            f"{lost_advice(store.url, tag, (directory_of(tag),))}"
         )
     known = await catalog.tags(store)
     similar = difflib.get_close_matches(tag, known, n=3, cutoff=0.4) or [name for name in known if name.endswith(tag)][:3]
@@ -128,7 +128,7 @@ async def _explain(
     outcome = attempt.outcome
     return AttemptExplanation(
         attempt=str(attempt.attempt),
-        state="incomplete" if lost else attempt.state,
+        state=lost_state(lost) if lost else "copied" if attempt.is_copy else attempt.state,
         why=why,
         next=then,
         step=words.step,
@@ -154,6 +154,8 @@ async def _reason(
     outcome, key = attempt.outcome, f"{attempt.prefix}/{OUTCOME}"
     if attempt.state == "deleted":
         return await _deleted(store, attempt), "Nothing: the objects that are left are its record."
+    if attempt.is_copy:
+        return attempt.damage or "", "Nothing is damaged: no command and no load uses this directory."
     if attempt.state == "damaged":
         return f"its outcome is damaged: {attempt.damage}", advice.after_damage(key, store.url)
     if attempt.state == "unreadable":

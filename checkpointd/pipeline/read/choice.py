@@ -21,6 +21,7 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import candidates, find
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 
@@ -59,6 +60,7 @@ class CheckpointFinder:
         while True:
             checkpoint = await self._chosen()
             try:
+                await check_whole(self.store, checkpoint, self._patience())
                 return await read_view(self.patient(checkpoint), checkpoint, self.config)
             except (DamagedError, NotFoundError) as error:
                 await self._leave(checkpoint, error)
@@ -145,6 +147,8 @@ class CheckpointFinder:
         found = await candidates(self.store, self._patience(), self._damaged)
         for passed in found.passed_over:
             self._pass_over(str(passed.error))
+        for copy in found.copies:
+            log.warning("%s", copy)
         chosen = next((c for c in found.checkpoints if c.prefix not in self._damaged), None)
         if chosen is not None:
             return chosen
@@ -152,6 +156,7 @@ class CheckpointFinder:
             raise DamagedError(
                 f"no whole checkpoint is left at {self.store.url}; every one is damaged: {'; '.join(self.passed_over)}"
             )
+        await catalog.check_is_root(self.store)
         raise NotFoundError(f"there is no checkpoint at {self.store.url} yet: is this the root that the job was given?")
 
     def _pass_over(self, damage: str) -> None:

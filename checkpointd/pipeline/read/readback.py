@@ -38,6 +38,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.wholeness import Wholeness
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -66,7 +67,7 @@ async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | 
         return found
     for checkpoint in newest_first:
         view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-        if _is_whole(view) or (
+        if await _is_whole(store, view) or (
             view.state == "committed" and view.read_back == "no" and (await read_back(store, checkpoint)).whole
         ):
             return checkpoint
@@ -78,13 +79,18 @@ async def recorded(store: Store, newest_first: Sequence[Checkpoint]) -> Checkpoi
     looks only at those that were known to be whole when they were listed, since others may be thousands.
     """
     for checkpoint in newest_first:
-        if checkpoint.read_back == "whole" and _is_whole(await catalog.view(store, checkpoint.tag, checkpoint.attempt)):
-            return checkpoint
+        if checkpoint.read_back == "whole":
+            view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
+            if await _is_whole(store, view):
+                return checkpoint
     return None
 
 
-def _is_whole(view: AttemptView) -> bool:
-    return view.state == "committed" and view.read_back == "whole" and not view.passed_over
+async def _is_whole(store: Store, view: AttemptView) -> bool:
+    """Whether a record says that it was read back whole, and nothing is missing since."""
+    if view.state != "committed" or view.read_back != "whole" or view.passed_over:
+        return False
+    return not await Wholeness(store).lost_now(view.tag, view.attempt)
 
 
 async def read_back(store: Store, checkpoint: Checkpoint) -> CheckpointVerdict:

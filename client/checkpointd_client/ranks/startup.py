@@ -123,6 +123,8 @@ def instead(root: str) -> str:
 async def begin(store: Store, beginner: Beginner) -> Started:
     """Take the next epoch, and recover: decide the attempts that older epochs left in doubt."""
     before, known = await epochs.newest(store), CatalogLog(store)
+    if not before:
+        await catalog.check_is_root(store)
     await check_conditions_of(store, new=not before)
     try:
         epoch, lease = await leases.begin(store, beginner, known)
@@ -134,7 +136,7 @@ async def begin(store: Store, beginner: Beginner) -> Started:
         if before:
             await _say_who_is_fenced(store, before)
         found = await recover(store, epoch.epoch, epoch.surviving, known=known)
-        await reserve.take_aboard(store)
+        await reserve.lay(store)
         latest = await _latest(store)
     except BaseException:
         await lease.release()
