@@ -42,8 +42,7 @@ def locate(text: str) -> Location | None:
         return None
     path = os.path.abspath(text)
     if root_at(path) is None and _is_tag_directory(path):
-        root, tag = os.path.split(path)
-        return Location(root, tag)
+        return Location(*os.path.split(path))
     for above, inside in _upwards(path):
         root = root_at(above)
         if root is not None:

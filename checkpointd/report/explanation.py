@@ -74,7 +74,10 @@ async def explanation(store: Store, tag: str) -> Explanation:
 async def _no_such_tag(store: Store, tag: str) -> str:
     log = CatalogLog(store)
     await log.refresh()
-    if not log.fault and tag in log.state.by_tag:
+    known_of = [log.state.entries[prefix] for prefix in log.state.by_tag.get(tag, ())] if not log.fault else []
+    if known_of and all(entry.removed for entry in known_of):
+        return f"{tag} was a checkpoint at {store.url}, and was removed: {known_of[-1].removed}"
+    if known_of:
         return (
             f"{tag} was saved at {store.url}, and somebody has removed its directory, or it was lost: "
             f"{lost_advice(store.url, tag, (directory_of(tag),))}"

@@ -197,12 +197,9 @@ class Loader:
         if problem is not None:
             raise problem
         if self._failures:
-            begins = "To begin without one, make the job's Checkpointer with afresh=True"
-            if self._is_missing:
-                begins = "Put back what is missing there; to begin without a checkpoint, give the job another root"
-            error = DamagedError(
-                f"no whole checkpoint is left at {self.store.url}; every one is damaged: {'; '.join(self._failures)}. {begins}"
-            )
+            how = "give the job another root" if self._is_missing else "make the job's Checkpointer with afresh=True"
+            left = f"no whole checkpoint is left at {self.store.url}; every one is damaged: {'; '.join(self._failures)}"
+            error = DamagedError(f"{left}. To begin without one, {how}")
             if self._touched or not self.afresh:
                 raise error
             log.error("%s. It was, so nothing is loaded", error)

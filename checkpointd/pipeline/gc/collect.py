@@ -278,6 +278,18 @@ async def _forget(store: Store, spent: Sequence[AttemptFacts], known: CatalogLog
     await note(store, *(record_of("forgotten", facts.tag, facts.attempt) for facts in forgotten))
 
 
+async def forget_removed(store: Store, known: CatalogLog) -> None:
+    """Remove the records of removed checkpoints of which nothing else is left, and so their directories. The catalog goes on
+    telling why they were removed. Only for a job of one rank that ends: another rank may not have read an outcome yet.
+    """
+    pointer = await catalog.readable_latest(store)
+    views = await catalog.scan(store, known)
+    entries = known.state.entries
+    told = {prefix for prefix, entry in entries.items() if entry.removed and not entry.removing and not entry.kept}
+    spent = [v.prefix for v in views if v.state == "deleted" and v.prefix in told and v.tag != pointer and not v.facts.bulk]
+    await each(partial(remove_records, store), spent, SWEEPS)
+
+
 def _may_forget(facts: AttemptFacts, known: CatalogLog) -> bool:
     entry = known.state.entries.get(facts.prefix)
     return not known.fault and (entry is None or not entry.is_open)

@@ -7,6 +7,7 @@ that newer checkpoints need stay (`collect.py`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from checkpointd.errors import StoreError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
 from checkpointd.pipeline.gc.export_leases import ExportLeases
+from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
@@ -74,6 +76,18 @@ async def retire_tag(store: Store, tag: str, epoch: int) -> None:
     if await epochs.newest(store) == epoch:
         views = await catalog.attempts_of(store, tag)
         await retire(store, views, Retention(), keeps_before=epoch, exports=ExportLeases(store))
+
+
+async def prove_newest(store: Store, bytes_max: int | None = None) -> bool:
+    """Read the newest checkpoint back, unless it stores more than `bytes_max`. Returns whether it was read and is whole."""
+    newest = next(iter(await catalog.checkpoints(store)), None)
+    if newest is None or (bytes_max is not None and _stored_bytes(newest.outcome) > bytes_max):
+        return False
+    return (await read_back(store, newest)).whole
+
+
+def _stored_bytes(outcome: Outcome) -> float:
+    return math.inf if outcome.cost is None else outcome.cost.stored_bytes
 
 
 async def chosen_by(

@@ -55,7 +55,8 @@ async def _gone(store: Store, known: CatalogLog, there: Container[str]) -> list[
         except LinkError:
             continue
         if is_gone:
-            log.warning("somebody removed %s: the catalog forgets it", tag)
+            if not all(known.state.entries[prefix].removed for prefix in prefixes):
+                log.warning("somebody removed %s: the catalog forgets it", tag)
             found += [record_of("forgotten", *prefix.rsplit("/", 1)) for prefix in prefixes]
     return found
 
