@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -108,7 +109,7 @@ class PassingStore(Store):
 
 
 class InTurn(PassingStore):
-    """A store for one look, which makes one call at a time. A file system has few threads, and each call that hangs keeps one."""
+    """A store for one look, which makes one call at a time: a file system has few threads, and a call that hangs keeps one."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)

@@ -106,7 +106,7 @@ def _warn_of_damage(found: Listing) -> None:
     causes: dict[tuple[str, ...], list[AttemptRow]] = {}
     for row in found.rows:
         if row.lost:
-            causes.setdefault(tuple(sorted({one.removed or one.key for one in row.lost})), []).append(row)
+            causes.setdefault((row.state, *sorted({one.removed or one.key for one in row.lost})), []).append(row)
     for rows in causes.values():
         _warn_of_loss(found.root, rows)
 

@@ -46,7 +46,7 @@ from checkpointd.layout.keys import (
     object_takeover,
 )
 from checkpointd.layout.manifest import Deleted
-from checkpointd.pipeline.read.readback import recorded, survivor
+from checkpointd.pipeline.read.readback import is_incomplete, recorded, survivor
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint
@@ -155,6 +155,8 @@ async def _proved(
     staying = [c for c in catalog.commits_of(await catalog.scan(store, known)) if c.prefix not in gone]
     if await recorded(store, staying) is not None:
         return going
+    while staying and await is_incomplete(store, staying[0]):
+        del staying[0]  # the rules did not count it
     found = await survivor(store, staying)
     if found is None:
         log.error("%d older checkpoints stay, since none of the newer ones could be read back whole", len(going))

@@ -67,30 +67,33 @@ async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | 
         return found
     for checkpoint in newest_first:
         view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-        if await _is_whole(store, view) or (
-            view.state == "committed" and view.read_back == "no" and (await read_back(store, checkpoint)).whole
-        ):
+        if view.state != "committed" or await is_incomplete(store, checkpoint):
+            continue
+        if _is_whole(view) or (view.read_back == "no" and (await read_back(store, checkpoint)).whole):
             return checkpoint
     return None
 
 
 async def recorded(store: Store, newest_first: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The first checkpoint that has the record `verified`, no `damaged`, and that no load has passed over. Reads no chunks, and
-    looks only at those that were known to be whole when they were listed, since others may be thousands.
+    """The first checkpoint that has the record `verified`, no `damaged`, that no load has passed over, and of which nothing is
+    missing. Reads no chunks, and looks only at those that were known to be whole when they were listed, since others may be
+    thousands.
     """
     for checkpoint in newest_first:
-        if checkpoint.read_back == "whole":
-            view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-            if await _is_whole(store, view):
-                return checkpoint
+        if checkpoint.read_back != "whole" or await is_incomplete(store, checkpoint):
+            continue
+        if _is_whole(await catalog.view(store, checkpoint.tag, checkpoint.attempt)):
+            return checkpoint
     return None
 
 
-async def _is_whole(store: Store, view: AttemptView) -> bool:
-    """Whether a record says that it was read back whole, and nothing is missing since."""
-    if view.state != "committed" or view.read_back != "whole" or view.passed_over:
-        return False
-    return not await Wholeness(store).lost_now(view.tag, view.attempt)
+async def is_incomplete(store: Store, checkpoint: Checkpoint) -> bool:
+    """Whether something is missing that `checkpoint` needs."""
+    return bool(await Wholeness(store).lost_now(checkpoint.tag, checkpoint.attempt))
+
+
+def _is_whole(view: AttemptView) -> bool:
+    return view.state == "committed" and view.read_back == "whole" and not view.passed_over
 
 
 async def read_back(store: Store, checkpoint: Checkpoint) -> CheckpointVerdict:

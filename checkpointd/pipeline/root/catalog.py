@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from checkpointd.commands import at_tag, command
 from checkpointd.commit.facts import AttemptFacts, Order, State
-from checkpointd.errors import DamagedError, LinkError, NotFoundError, UnreadableError, UsageError
+from checkpointd.errors import DamagedError, LinkError, NotFoundError, UnreadableError
 from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import (
@@ -317,17 +317,6 @@ async def _copy_text(store: Store, seen: AttemptView, outcome: Outcome) -> str:
     )
 
 
-async def check_is_root(store: Store) -> None:
-    """Raise UsageError if `store` is not a root but the directory of a tag, or a copy of one."""
-    for entry in await store.list(""):
-        if entry.is_prefix and AttemptId.parse(entry.name) and await store.stat(f"{entry.name}/{OUTCOME}") is not None:
-            root, _, tag = store.url.rstrip("/").rpartition("/")
-            raise UsageError(
-                f"{store.url} is the directory of one tag, and not a root: give {root} as the root, and {tag} as the tag. If "
-                "only this directory was copied, copy the whole root instead: a tag's directory may need objects of other tags"
-            )
-
-
 async def read_vote(store: Store, key: str) -> Vote:
     """The vote at `key`, of an attempt that is not committed. A commit counts the votes in its ballot (`ballots.py`)."""
     return decode(await store.get(key, size_max=VOTE_BYTES_MAX), Vote, key)
@@ -528,7 +517,6 @@ async def find(store: Store, tag: str) -> Checkpoint:
     if attempts:
         states = ", ".join(f"{a.attempt} is {a.state}" for a in attempts)
         raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', *at_tag(store.url, tag))} says why")
-    await check_is_root(store)
     known = [c.tag for c in await checkpoints(store)]
     raise NotFoundError(f"there is no tag {tag!r} at {store.url}; checkpoints are: {listed(known) or 'none'}")
 

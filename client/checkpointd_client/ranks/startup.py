@@ -123,8 +123,6 @@ def instead(root: str) -> str:
 async def begin(store: Store, beginner: Beginner) -> Started:
     """Take the next epoch, and recover: decide the attempts that older epochs left in doubt."""
     before, known = await epochs.newest(store), CatalogLog(store)
-    if not before:
-        await catalog.check_is_root(store)
     await check_conditions_of(store, new=not before)
     try:
         epoch, lease = await leases.begin(store, beginner, known)

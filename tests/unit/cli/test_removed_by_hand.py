@@ -145,6 +145,38 @@ def test_checkpoints_removed_by_the_command_leave_the_others_whole(cli: Cli, thr
     assert set(states(cli, three).values()) == {"committed"}
 
 
+def test_gc_counts_only_what_can_be_loaded(cli: Cli, three: Path) -> None:
+    objects(three / "global_step3", ".chunks")[0].unlink()
+    assert cli("gc", three, "--keep-last", "1", "--dry-run", "--json").json["retired"] == ["global_step1"]
+    assert cli("gc", three, "--keep-last", "1").code == 0
+    assert states(cli, three) == {"global_step3": "incomplete", "global_step2": "committed"}
+    assert cli("verify", three, "global_step2").code == 0
+
+
+def test_gc_removes_nothing_in_favour_of_what_cannot_be_loaded(cli: Cli, three: Path) -> None:
+    shutil.rmtree(three / "global_step1")
+    assert cli("gc", three, "--keep-last", "1").code == 0
+    assert states(cli, three) == {"global_step3": "incomplete", "global_step2": "incomplete"}
+
+
+def test_what_a_restart_would_load_needs_force(cli: Cli, three: Path) -> None:
+    objects(three / "global_step3", ".chunks")[0].unlink()
+    refused = cli("delete", three, "global_step2", "--yes")
+    assert refused.code == 2
+    assert "global_step2 is the newest checkpoint that can be loaded" in refused.err
+    assert cli("delete", three, "global_step1", "--yes").code == 0
+
+
+def test_gc_forgets_what_was_removed_by_hand(cli: Cli, three: Path) -> None:
+    shutil.rmtree(three / "global_step3")
+    for command in ("list", "status", "verify"):
+        said = cli(command, three)
+        assert "global_step3: somebody removed its directory global_step3" in said.out + said.err, command
+    assert "somebody has removed its directory" in cli("explain", three, "global_step3").err
+    assert cli("gc", three).code == 0
+    assert "global_step3" not in states(cli, three)
+
+
 def test_no_page_tells_anyone_to_remove_files_below_a_root() -> None:
     here = Path(__file__).parents[3]
     pages = [here / "README.md", *(page for folder in ("docs", "deploy", "examples") for page in (here / folder).rglob("*.md"))]
