@@ -25,7 +25,7 @@ COPIES = {
 
 
 def shared_root(root: Path, frozen: int, own: int, *, links: bool) -> None:
-    """TAGS tags of `own` bytes each, which share one object of `frozen` bytes: by links, or by references, which take nothing."""
+    """TAGS tags of `own` bytes each, which share one object of `frozen` bytes: by links or by references."""
     for number in range(TAGS):
         tag = root / f"global_step{number}"
         tag.mkdir(parents=True)
@@ -74,9 +74,7 @@ def link_s(directory: Path, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=None, help="a directory on the disk to measure")
-    parser.add_argument(
-        "--mib", type=int, default=64, help="MiB of the shared object; each tag has a sixteenth of it beside it"
-    )
+    parser.add_argument("--mib", type=int, default=64, help="MiB of the shared object; each tag has a sixteenth more")
     parser.add_argument("--links", type=int, default=200, help="how many links to time")
     options = parser.parse_args()
     frozen = options.mib << 20
