@@ -80,7 +80,7 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     checkpoints = catalog.checkpoints_of(attempts)
     current = {c.tag: c.attempt for c in checkpoints}
     wholeness, vanished = Wholeness(store, attempts), await catalog.vanished(store)
-    removed = await wholeness.abandoned()
+    removed = await wholeness.seen_abandoned()
     found = [a for a in attempts if everything or current.get(a.tag) == a.attempt or a.state in ("damaged", "unreadable")]
     found += vanished
     shown = sorted(found, key=newest_last, reverse=True)[:limit]

@@ -90,7 +90,7 @@ async def standing(store: Store) -> Standing:
     attempts = [attempt for attempt in await catalog.scan(store) if attempt.has_objects]
     checkpoints = catalog.checkpoints_of(attempts)
     wholeness = Wholeness(store, attempts)
-    removed = await wholeness.abandoned()
+    removed = await wholeness.seen_abandoned()
     left = [checkpoint for checkpoint in checkpoints if checkpoint.prefix not in removed]
     named = await pointer(store, checkpoints, wholeness)
     holder, problem = await _holder(store)

@@ -114,7 +114,7 @@ async def verified(
 ) -> list[TagVerdict]:
     """Read the checkpoints of `todo` from the storage itself, one after the other. `record`: write each verdict beside it."""
     verdicts = []
-    gone = await Wholeness(store).abandoned()
+    gone = await Wholeness(store).seen_abandoned()
     for task in todo:
         on_task(task)
         if task.checkpoint is not None and (task.view.prefix in gone or task.view.entry is not None):

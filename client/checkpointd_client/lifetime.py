@@ -42,11 +42,11 @@ def check_no_tag(path: str) -> None:
     """
     if _was_begun(path):
         return
-    below = os.path.abspath(path)
+    below = given = os.path.abspath(path)
     root, name = os.path.split(below)
     while root != below:
-        if is_tag(name) and (_has_attempts(below) if _was_begun(root) else _has_decided(below)):
-            where = "is" if below == os.path.abspath(path) else "lies in"
+        if is_tag(name) and (_has_attempts(below) if _was_begun(root) else below == given and _has_decided(below)):
+            where = "is" if below == given else "lies in"
             raise UsageError(
                 f"{path} {where} the directory of the tag {name!r}; its root is {root}. Give the root, and name the "
                 f"tag when you load: tag={name!r}. If only this directory was copied, copy the whole root instead: a "

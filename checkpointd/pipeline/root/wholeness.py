@@ -72,11 +72,19 @@ class Wholeness:
 
     async def abandoned(self) -> set[str]:
         """The checkpoints (`<tag>/<attempt>`) whose directory somebody has removed. The first call looks, and the others repeat
-        what it found.
+        what it found. Raises StoreError if the storage cannot be read.
         """
         if self._abandoned is None:
             self._abandoned = await abandoned(self._store, restores=False)
         return self._abandoned
+
+    async def seen_abandoned(self) -> set[str]:
+        """The same for those who only report: empty if the storage cannot be read."""
+        try:
+            return await self.abandoned()
+        except StoreError as error:
+            log.info("cannot tell whether directories of checkpoints were removed: %s", error)
+            return set()
 
     async def lost(self, attempt: AttemptView, votes: Votes = NO_VOTES) -> tuple[Lost, ...]:
         """What is missing of `attempt`, which is committed; empty if nothing is, or if the storage cannot be read now.
@@ -86,25 +94,27 @@ class Wholeness:
         attempt that is gone is noticed.
         """
         try:
-            if attempt.outcome is not None and attempt.outcome.shown_at and attempt.prefix in await self.abandoned():
-                return (directory_of(attempt.outcome.shown_at),)
-            return await self._looked(attempt, votes)
+            return await self._lost_of(attempt, votes)
         except StoreError as error:
             log.info("%s: cannot tell whether it is whole: %s", attempt.prefix, error)
             return ()
 
     async def lost_now(self, tag: str, attempt: AttemptId) -> tuple[Lost, ...]:
-        """What is missing of this checkpoint by a look at its objects now, and at those that its votes name."""
-        try:
-            view = await catalog.view(self._store, tag, attempt)
-        except StoreError as error:
-            log.info("%s/%s: cannot tell whether it is whole: %s", tag, attempt, error)
-            return ()
+        """What is missing of this checkpoint by a look at its objects now, and at those that its votes name.
+
+        Raises StoreError if the storage cannot be read, since the caller loads or removes something because of the answer.
+        """
+        view = await catalog.view(self._store, tag, attempt)
         if view.outcome is None or view.state != "committed":
             return ()
         self._listed[view.prefix] = view.sizes
         self._again.pop(view.prefix, None)
-        return await self.lost(view, await counted_votes(self._store, view.outcome))
+        return await self._lost_of(view, await counted_votes(self._store, view.outcome))
+
+    async def _lost_of(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
+        if attempt.outcome is not None and attempt.outcome.shown_at and attempt.prefix in await self.abandoned():
+            return (directory_of(attempt.outcome.shown_at),)
+        return await self._looked(attempt, votes)
 
     async def _looked(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
         needed = _needed(attempt, votes) if attempt.entry is None else self._of_unknown(attempt)
@@ -178,7 +188,14 @@ async def counted_votes(store: Store, commit: Outcome) -> dict[int, Vote | str]:
 async def check_whole(store: Store, checkpoint: Checkpoint, patience: Patience) -> None:
     """Raise DamagedError if anything is missing that `checkpoint` needs, before a load fills anything."""
     with patience.looks() as looks:
-        while lost := await Wholeness(store).lost_now(checkpoint.tag, checkpoint.attempt):
+        while True:
+            try:
+                lost = await Wholeness(store).lost_now(checkpoint.tag, checkpoint.attempt)
+            except UnreadableError as error:
+                await looks.unreadable(error)
+                continue
+            if not lost:
+                return
             if await looks.is_lost(lost[0].key):
                 advice = lost_advice(store.url, checkpoint.tag, lost)
                 raise DamagedError(f"{checkpoint.tag} is not whole: {lost_text(lost)}; {advice}", key=lost[0].key)
