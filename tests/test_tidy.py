@@ -597,6 +597,8 @@ def test_the_architecture_page_names_every_room() -> None:
 
 TESTS_OF_MORE = {
     "cli/test_removed_by_hand.py": "every command, on a root below which somebody ran `rm -r`",
+    "client/test_copied_tags.py": "loads and commands where somebody copied or renamed the directory of a tag",
+    "client/test_files_removed_by_hand.py": "commands and retention where somebody removed the directory that shows files",
     "client/test_public_names.py": "every class that checkpointd_client exports",
     "client/test_hard_cases.py": "what would once have lost, torn or mixed a checkpoint, through the whole client",
     "doctor/test_judging.py": "every check that judges figures",

@@ -17,10 +17,12 @@ from checkpointd.pipeline.gc.retire import chosen_by
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.read.readback import survivor
 from checkpointd.pipeline.root import catalog, epochs, reserve
-from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root.catalog_mending import forget_gone
 from checkpointd.pipeline.root.latest import move_latest_away
 from checkpointd.pipeline.root.marks import DELETED_BY_NAME, removed_by_hand
+from checkpointd.pipeline.root.wholeness import Wholeness
 from checkpointd.store.base import Store
 
 
@@ -56,8 +58,10 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
     choice = await chosen_by(store, views, rules, exports=leases)
     if choice.unknown_metric is not None and catalog.checkpoints_of(views):
         raise UsageError(f"nothing was removed at {store.url}: {choice.unknown_metric}")
-    report = await _done(store, views, choice.going, dry_run=dry_run)
+    report = await _done(store, views, choice.going, deleted=choice.abandoned, dry_run=dry_run)
     if not dry_run:
+        for facts, _ in choice.abandoned:
+            await move_latest_away(store, facts.tag)
         await _forget_old(store)
     uploads = await abort_dead_uploads(store, CatalogLog(store), dry_run=dry_run)
     exporting = tuple(facts.tag for facts in choice.exporting)
@@ -67,6 +71,7 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
 async def _forget_old(store: Store) -> None:
     """Remove what a start would: records of old epochs, and those of the catalog. A damaged newest epoch is left to a start."""
     known, newest = CatalogLog(store), await epochs.newest(store)
+    await forget_gone(store, known)
     await known.refresh()
     await known.compact()
     try:
@@ -76,7 +81,9 @@ async def _forget_old(store: Store) -> None:
 
 
 async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> CollectionReport:
-    """Remove the checkpoint `tag`. NotFoundError if there is none; UsageError if it is the newest and not `force`."""
+    """Remove the checkpoint `tag`. NotFoundError if there is none; UsageError if it is what a restart would load and not
+    `force`.
+    """
     views = [view for view in await catalog.scan(store) if view.tag != tag] + await catalog.attempts_of(store, tag)
     checkpoints = catalog.checkpoints_of(views)
     found = next((c for c in checkpoints if c.tag == tag), None)
@@ -91,8 +98,8 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
                 key=error.key,
             ) from error
         raise NotFoundError(f"{tag} is not a checkpoint any more")
-    why = await _indispensable(store, tag, [c.tag for c in checkpoints if c.may_be_latest])
-    if why and not force:
+    why = "" if force else await _indispensable(store, views, found)
+    if why:
         anyway = command("delete", *at_tag(store.url, tag), "--force")
         raise UsageError(
             f"{tag} is {why}: a restart would load an older one, or none; to delete it anyway: {anyway}, or force=True "
@@ -135,22 +142,27 @@ async def delete_once(store: Store, tag: str, *, force: bool) -> None:
 async def delete_if_survived(store: Store, tag: str) -> bool:
     """Delete `tag` if a checkpoint that stays is read back whole (READBACK-3), or if there is no other. Whether it is gone."""
     checkpoints = await catalog.checkpoints(store)
-    staying = [checkpoint for checkpoint in checkpoints if checkpoint.tag != tag]
-    if len(staying) == len(checkpoints):
+    others = [checkpoint for checkpoint in checkpoints if checkpoint.tag != tag]
+    if len(others) == len(checkpoints):
         return True
-    if staying and await survivor(store, staying) is None:
+    gone = await Wholeness(store).abandoned()
+    if others and await survivor(store, [c for c in others if c.prefix not in gone]) is None:
         return False
     await delete_once(store, tag, force=True)
     return True
 
 
-async def _indispensable(store: Store, tag: str, newest_first: Sequence[str]) -> str | None:
-    try:
-        if await catalog.latest(store) == tag:
-            return "what latest names"
-    except DamagedError:
-        pass  # the next start repairs the pointer
-    return "the newest checkpoint" if newest_first[:1] == [tag] else None
+async def _indispensable(store: Store, views: Sequence[AttemptView], found: Checkpoint) -> str:
+    """Why a restart would load `found`; empty if it would not."""
+    wholeness = Wholeness(store, views)
+    if found.prefix in await wholeness.abandoned():
+        return ""
+    if await catalog.readable_latest(store) == found.tag:
+        return "what latest names"
+    for checkpoint in catalog.checkpoints_of(views):
+        if checkpoint.may_be_latest and not await wholeness.lost_now(checkpoint.tag, checkpoint.attempt):
+            return "the newest checkpoint that can be loaded" if checkpoint.prefix == found.prefix else ""
+    return ""
 
 
 async def _done(

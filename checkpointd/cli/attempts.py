@@ -20,6 +20,8 @@ STATE_MOODS: dict[RowState, Mood] = {
     "damaged": "bad",
     "unreadable": "doubt",
     "incomplete": "bad",
+    "removed": "bad",
+    "copied": "doubt",
     "deleted": "quiet",
     "superseded": "quiet",
     "left-behind": "quiet",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import click
 
 from checkpointd.commands import command
-from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, is_tag
+from checkpointd.layout.keys import LATEST, OUTCOME, SERVICE, AttemptId, is_tag
 from checkpointd.other_formats import of_others
 
 NEAR_SHOWN = 4
@@ -42,11 +42,19 @@ def locate(text: str) -> Location | None:
     if "://" in text:
         return None
     path = os.path.abspath(text)
+    if root_at(path) is None and _is_tag_directory(path):
+        return Location(*os.path.split(path))
     for above, inside in _upwards(path):
         root = root_at(above)
         if root is not None:
             return _place(text if root == path else root, inside)
     return None
+
+
+def _is_tag_directory(path: str) -> bool:
+    """Whether `path` is the directory of a tag, even if only that was copied and no root is around it."""
+    attempts = filter(AttemptId.parse, _directories(path))
+    return is_tag(os.path.basename(path)) and any(os.path.isfile(os.path.join(path, name, OUTCOME)) for name in attempts)
 
 
 def root_at(path: str) -> str | None:

@@ -7,7 +7,7 @@ Invariants
   GARBAGE-2  The outcome and the votes of an aborted attempt stay until ABORTED_KEPT newer attempts at the root were aborted.
       `explain` reads them, ranks that are slow learn of the abort, and they keep a late vote from reviving the attempt.
   GARBAGE-3  Votes and outcomes are deleted only of such an attempt, or of one that was committed and then deleted, after many
-      newer attempts of its tag, or at the root, were deleted as well.
+      newer attempts of its tag, or at the root, were deleted as well, or when a job of one rank closes.
   GARBAGE-4  In a committed attempt that stays, only the objects of ranks with several writers are examined, and only objects
       that no vote's index names are deleted.
 """

@@ -19,6 +19,8 @@ Invariants
       they name among all checkpoints, and what they name among those of the current branch alone. It never counts as the
       newest or as verified. If both branches saved one tag, neither commit replaces the other.
   RETENTION-7  A checkpoint that an export still needs stays, even if its tag was saved again.
+  RETENTION-9  A checkpoint of which something is missing counts for no rule, and no other checkpoint is removed in its favour.
+      No rule removes it either, since its owner may bring back what is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Retention:
     """The rules that choose which checkpoints stay. A checkpoint stays if at least one rule names it. Without rules all stay.
     `Retention(3)` keeps the last three.
 
-    RETENTION-2 to RETENTION-7 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
+    RETENTION-2 to RETENTION-9 name checkpoints that stay whatever the rules are. Raises UsageError for invalid numbers, and for
     `best` without a `metric`.
     """
 
@@ -111,6 +113,8 @@ class CheckpointFacts:
     """Whether it is of a branch that was left."""
     exporting: bool = False
     """Whether an export still needs it."""
+    incomplete: bool = False
+    """Whether something that it needs is missing."""
     age_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -126,19 +130,27 @@ class RemovalChoice:
     """Would be removed if no export needed them (RETENTION-7)."""
     unknown_metric: str | None = None
     """Why the rules were not applied (RETENTION-5)."""
+    relied_on: tuple[AttemptFacts, ...] = ()
+    """The checkpoints in whose favour others go. If one of them cannot be loaded, the choice must be another (RETENTION-9)."""
+    abandoned: tuple[Dead, ...] = ()
+    """Somebody has removed the directories that showed their files, so what is left of them goes, too."""
 
 
 def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: Order = KEEPS_NONE) -> RemovalChoice:
     """Choose which of `commits` to remove. Checkpoints before `keeps_before` stay (RETENTION-6)."""
     newest_first = sorted(commits, key=lambda c: (not c.left_behind, c.order), reverse=True)
-    sound = [c for c in newest_first if not c.damaged and not c.passed_over]
+    sound = [c for c in newest_first if not c.damaged and not c.passed_over and not c.incomplete]
     if all(c.left_behind for c in sound):
         return RemovalChoice()
     reasons = _replaced(newest_first, sound)
     unknown_metric = _unknown_metric(newest_first, rules)
+    current = [c for c in sound if c.order not in reasons]
     if unknown_metric is None:
-        reasons = _let_go(newest_first, [c for c in sound if c.order not in reasons], rules) | reasons
+        reasons = _let_go(newest_first, current, rules) | reasons
     verified = next((c.order for c in sound if c.verified and not c.left_behind), None)
+    counted = _indispensable(newest_first, current) | _replacing(sound, reasons)
+    for some in _branches(current):
+        counted |= _counted(some, rules)
     unneeded = [c for c in reversed(newest_first) if c.order in reasons and _may_go(c, keeps_before)]
     may_go = [c for c in unneeded if not c.exporting]
     return RemovalChoice(
@@ -146,6 +158,7 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
         surplus=tuple(c.attempt for c in may_go if c.order == verified),
         exporting=tuple(c.attempt for c in unneeded if c.exporting),
         unknown_metric=unknown_metric,
+        relied_on=tuple(c.attempt for c in sound if c.order in counted or c.order == verified) if may_go else (),
     )
 
 
@@ -158,11 +171,18 @@ def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[Checkpoin
     """The orders of the checkpoints that the rules do not keep, with the reason. The rules count only those in `current`."""
     if rules.keeps_all:
         return {}
-    by_order = sorted(current, key=lambda c: c.order, reverse=True)
-    of_branch = [c for c in by_order if not c.left_behind]
-    kept = _indispensable(newest_first, current) | _named(by_order, rules) | _named(of_branch, rules)
+    kept = _indispensable(newest_first, current)
+    for some in _branches(current):
+        kept |= _named(some, rules)
     words = f"retention keeps {_in_words(rules)}"
-    return {c.order: f"it is damaged, and {words}" if c.damaged else words for c in newest_first if c.order not in kept}
+    going = (c for c in newest_first if c.order not in kept and (c.damaged or not c.incomplete))
+    return {c.order: f"it is damaged, and {words}" if c.damaged else words for c in going}
+
+
+def _branches(current: Sequence[CheckpointFacts]) -> tuple[list[CheckpointFacts], list[CheckpointFacts]]:
+    """What the rules look at, newest first: all checkpoints, and those of the current branch alone (RETENTION-8)."""
+    by_order = sorted(current, key=lambda c: c.order, reverse=True)
+    return by_order, [c for c in by_order if not c.left_behind]
 
 
 def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[CheckpointFacts]) -> dict[Order, str]:
@@ -195,19 +215,32 @@ def _indispensable(newest_first: Sequence[CheckpointFacts], current: Sequence[Ch
     return {c.order for some in firsts for c in some}
 
 
+def _replacing(sound: Sequence[CheckpointFacts], reasons: Mapping[Order, str]) -> set[Order]:
+    """The orders of the newest commits of the tags of which an older commit goes."""
+    tags = {c.attempt.tag for c in sound if c.order in reasons}
+    return {c.order for c in sound if c.attempt.tag in tags and c.order not in reasons}
+
+
 def _named(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Order]:
     """The orders of the checkpoints that a rule names."""
-    named = {c.order for c in newest_first[: rules.keep_last or 0]}
+    named = _counted(newest_first, rules)
     if rules.every_steps is not None:
         named |= {c.order for c in newest_first if c.step % rules.every_steps == 0}
     if rules.younger_than_s is not None:
         named |= {c.order for c in newest_first if c.age_s is None or c.age_s < rules.younger_than_s}
+    if rules.metric is not None:
+        named |= {c.order for c in newest_first if _measure(c, rules.metric) is None}
+    return named
+
+
+def _counted(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Order]:
+    """The orders of the checkpoints that the rules with a number name: the last, and the best. Others go in their favour."""
+    named = {c.order for c in newest_first[: rules.keep_last or 0]}
     if rules.best is not None and rules.metric is not None:
         sign = 1 if rules.mode == "min" else -1
         measured = [(value, c.order) for c in newest_first if (value := _measure(c, rules.metric)) is not None]
         # The sort is stable, so the newer of two equal checkpoints counts as better.
         named |= {order for _, order in sorted(measured, key=lambda pair: sign * pair[0])[: rules.best]}
-        named |= {c.order for c in newest_first if _measure(c, rules.metric) is None}
     return named
 
 

@@ -14,7 +14,7 @@ import msgspec
 from checkpointd import __version__, arguments
 from checkpointd.bucket_urls import directory_of, is_bucket_url, parse
 from checkpointd.codec.convert import target_of
-from checkpointd.config import EXPORT_BYTES_MIN, MIB, ExportDType, LoadConfig
+from checkpointd.config import ABSENCE_S, EXPORT_BYTES_MIN, MIB, ExportDType, LoadConfig
 from checkpointd.errors import UsageError
 from checkpointd.export.bucket_output import BucketOutput
 from checkpointd.export.output import ExportOutput, Output, on_thread, translated
@@ -41,8 +41,10 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import named
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience
 
 DType = ExportDType
 _TARGETS: dict[str, str | None] = {"keep": None, "fp32": "float32", "bf16": "bfloat16"}
@@ -148,6 +150,7 @@ async def consolidate(
         )
     async with _output(out, container, request) as output:
         checkpoint = await catalog.find(store, await named(store, request.tag))
+        await check_whole(store, checkpoint, Patience(ABSENCE_S, ABSENCE_S))
         return await export_checkpoint(store, checkpoint, output, container, request, on_progress)
 
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 from checkpointd.errors import FormatError, UsageError
 
 LATEST = "latest"
+README = "README"
+"""A text for people."""
 SERVICE = ".checkpointd"
 OUTCOME = "outcome"
 BALLOT = "ballot"
@@ -93,6 +95,8 @@ def check_tag(tag: str) -> str:
         why = "it starts or ends with white space"
     elif tag == LATEST:
         why = "that name is the pointer to the newest checkpoint"
+    elif tag == README:
+        why = "a text of that name explains the root"
     elif not tag.isprintable() or any(0xD800 <= ord(c) <= 0xDFFF for c in tag):
         why = "it contains a character that cannot be printed"
     elif len(tag.encode()) > _TAG_BYTES_MAX:

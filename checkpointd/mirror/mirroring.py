@@ -171,7 +171,7 @@ class Mirroring:
             ours = await self._ours(whole=True)
             await check_mirror(self._lineage, self.origin, known, self.mirror, ours)
             await reserve.on_full_disk(self.mirror, partial(self._settle, ours))
-            await reserve.take_aboard(self.mirror)
+            await reserve.lay(self.mirror)
         except BaseException:
             await self.end()
             raise
@@ -244,8 +244,8 @@ class Mirroring:
         if wanted:
             stay = [view for view in ours if view.state == "committed"]
             coming = [as_unread(view) for view in wanted if view.prefix not in self._tried]
-            choice = await chosen_by(self.mirror, [*stay, *coming], self.config.rules)
-            going = {facts.prefix for facts, _ in choice.going}
+            chosen = (await chosen_by(self.mirror, [*stay, *coming], self.config.rules, looks=False)).going
+            going = {facts.prefix for facts, _ in chosen}
         agenda = planned(
             wanted,
             ours,
@@ -495,7 +495,7 @@ class Mirroring:
         if not found:
             return found
         healed = [as_healed(view) if view.prefix in found else view for view in seen.ours]
-        return found - {facts.prefix for facts, _ in (await chosen_by(self.mirror, healed, self.config.rules)).going}
+        return found - {dead[0].prefix for dead in (await chosen_by(self.mirror, healed, self.config.rules, looks=False)).going}
 
     async def _prove(self, newest: Checkpoint | None) -> bool:
         """Read a checkpoint back from the mirror, unless that was done or tried. Returns whether its result is new."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from checkpointd.phrases import rank_runs
+from checkpointd.pipeline.root.wholeness import is_removed, lost_text
 from checkpointd.report.status import Flight, Standing
-from checkpointd.report.wholeness import lost_text
 
 
 def changes(before: Standing | None, after: Standing) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _incomplete(before: Standing | None, after: Standing) -> Iterator[str]:
     known = before.incomplete if before else ()
     for one in after.incomplete:
         if one not in known:
-            yield f"not whole: {one.tag} ({one.attempt}): {lost_text(one.lost)}"
+            yield f"{'removed' if is_removed(one.lost) else 'not whole'}: {one.tag} ({one.attempt}): {lost_text(one.lost)}"
 
 
 def _flight(flight: Flight) -> str:

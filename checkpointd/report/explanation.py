@@ -16,12 +16,12 @@ from checkpointd.pipeline.root import catalog, leases
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.wholeness import Lost, Wholeness, directory_of, lost_advice, lost_state, lost_text
 from checkpointd.report import advice
 from checkpointd.report.holder import Holder, holder_at, newest_holder
 from checkpointd.report.latest import pointer
 from checkpointd.report.listing import LEFT_BEHIND_WORDS, RowState, passed_over, removal
 from checkpointd.report.votes import RankWord, RankWords, votes_of, words_of
-from checkpointd.report.wholeness import Lost, Wholeness, lost_advice, lost_text
 from checkpointd.store.base import Store
 
 RECOVERY = -1
@@ -42,7 +42,7 @@ class AttemptExplanation(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorReport | None
     ranks: tuple[RankWord, ...]
     lost: tuple[Lost, ...] = ()
-    """The missing objects, if the state is `incomplete`."""
+    """What is missing, if the state is `incomplete` or `removed`."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +74,13 @@ async def explanation(store: Store, tag: str) -> Explanation:
 async def _no_such_tag(store: Store, tag: str) -> str:
     log = CatalogLog(store)
     await log.refresh()
-    if not log.fault and tag in log.state.by_tag:
+    known_of = [log.state.entries[prefix] for prefix in log.state.by_tag.get(tag, ())] if not log.fault else []
+    if known_of and all(entry.removed for entry in known_of):
+        return f"{tag} was a checkpoint at {store.url}, and was removed: {known_of[-1].removed}"
+    if known_of:
         return (
-            f"{tag} was saved at {store.url}, and somebody has removed its directory, or it was lost: bring it back from a "
-            "copy of the root if you need it"
+            f"{tag} was saved at {store.url}, and somebody has removed its directory, or it was lost: "
+            f"{lost_advice(store.url, tag, (directory_of(tag),))}"
         )
     known = await catalog.tags(store)
     similar = difflib.get_close_matches(tag, known, n=3, cutoff=0.4) or [name for name in known if name.endswith(tag)][:3]
@@ -115,6 +118,14 @@ async def _latest_words(store: Store, tag: str) -> str:
     return named.problem or "another program has written latest"
 
 
+def _state_of(attempt: AttemptView, lost: tuple[Lost, ...]) -> RowState:
+    if lost:
+        return lost_state(lost)
+    if attempt.is_copy:
+        return "copied"
+    return "left-behind" if attempt.left_behind and attempt.state == "committed" else attempt.state
+
+
 async def _explain(
     store: Store, attempt: AttemptView, attempts: list[AttemptView], newest: Holder | None
 ) -> AttemptExplanation:
@@ -132,11 +143,7 @@ async def _explain(
     outcome = attempt.outcome
     return AttemptExplanation(
         attempt=str(attempt.attempt),
-        state="incomplete"
-        if lost
-        else "left-behind"
-        if attempt.left_behind and attempt.state == "committed"
-        else attempt.state,
+        state=_state_of(attempt, lost),
         why=why,
         next=then,
         step=words.step,
@@ -162,6 +169,8 @@ async def _reason(
     outcome, key = attempt.outcome, f"{attempt.prefix}/{OUTCOME}"
     if attempt.state == "deleted":
         return await _deleted(store, attempt), "Nothing: the objects that are left are its record."
+    if attempt.is_copy:
+        return attempt.damage or "", "Nothing is damaged: no command and no load uses this directory."
     if attempt.state == "damaged":
         return f"its outcome is damaged: {attempt.damage}", advice.after_damage(key, store.url)
     if attempt.state == "unreadable":

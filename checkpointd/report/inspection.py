@@ -19,9 +19,9 @@ from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import Damage
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint, ReadBackState
+from checkpointd.pipeline.root.wholeness import Lost, Wholeness
 from checkpointd.report.values import Value, values_of
 from checkpointd.report.votes import votes_of
-from checkpointd.report.wholeness import Lost, Wholeness
 from checkpointd.store.base import Store
 
 Totals: TypeAlias = tuple["CodecTotal", ...]

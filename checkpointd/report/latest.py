@@ -11,8 +11,8 @@ from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.wholeness import Wholeness, is_removed, lost_text
 from checkpointd.report.votes import votes_of
-from checkpointd.report.wholeness import Wholeness
 from checkpointd.store.base import Store
 
 
@@ -109,7 +109,10 @@ async def _incomplete(store: Store, named: Checkpoint, wholeness: Wholeness) -> 
     view = await catalog.view(store, named.tag, named.attempt)
     if view.state != "committed":
         return ""
-    if not await wholeness.lost(view, await votes_of(store, view)):
+    lost = await wholeness.lost(view, await votes_of(store, view))
+    if not lost:
         return ""
+    if is_removed(lost):
+        return f"latest names {named.tag}, and {lost_text(lost)}: a restart loads an older checkpoint, or none"
     why = command("explain", *at_tag(store.url, named.tag))
     return f"latest names {named.tag}, which is not whole ({why} says why): a restart loads an older whole checkpoint, or none"

@@ -16,16 +16,17 @@ from checkpointd.layout.save_timings import Cost
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, ReadBackState
+from checkpointd.pipeline.root.wholeness import Lost, Votes, Wholeness, directory_of, lost_state, lost_text
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.report.latest import Pointer, pointer
 from checkpointd.report.votes import votes_of, words_of
-from checkpointd.report.wholeness import Lost, Votes, Wholeness, lost_text
 from checkpointd.store.base import Store
 
-RowState: TypeAlias = State | Literal["superseded", "incomplete", "left-behind"]
+RowState: TypeAlias = State | Literal["superseded", "incomplete", "removed", "copied", "left-behind"]
 """`superseded`: the attempt was committed, but the tag was committed again later, so a collection will remove it.
-`incomplete`: the attempt was committed, but objects that it needs are gone. `left-behind`: it is a checkpoint of a branch that
-was left: training went on from an older one."""
+`incomplete`: the attempt was committed, but objects that it needs are gone. `removed`: it was committed, and its directory was
+removed by hand. `copied`: it is a copy of another tag's directory, or that directory under another name. `left-behind`: it is a
+checkpoint of a branch that was left: training went on from an older one."""
 
 LEFT_BEHIND_WORDS = "training went on from an older checkpoint, so no load takes it unless it is named"
 _NO_COST = Cost()
@@ -56,7 +57,7 @@ class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
     """For an aborted attempt, the same in brief: the class of the error and the ranks at fault."""
     metrics: dict[str, float]
     lost: tuple[Lost, ...] = ()
-    """The missing objects, if the state is `incomplete`."""
+    """What is missing, if the state is `incomplete` or `removed`."""
     passed_over: str = ""
     """Why load() took an older checkpoint instead; empty if it never did."""
 
@@ -71,7 +72,8 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def listing(store: Store, *, everything: bool = False, limit: int | None = None) -> Listing:
-    """The checkpoints of `store`, and attempts whose outcome is damaged or unreadable; with `everything` all others as well.
+    """The checkpoints of `store`, also those that were removed by hand, and attempts whose outcome is damaged or unreadable.
+    With `everything`, all others as well.
 
     With `limit`, only the newest `limit` rows. Objects and votes are looked at only for the newest attempts, and for those that
     are not decided (`catalog.scan`); the catalog tells the rest.
@@ -79,12 +81,14 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     attempts = [attempt for attempt in await catalog.scan(store) if attempt.has_objects]
     checkpoints = catalog.checkpoints_of(attempts)
     current = {c.tag: c.attempt for c in checkpoints}
-    wholeness = Wholeness(store, attempts)
+    wholeness, vanished = Wholeness(store, attempts), await catalog.vanished(store)
+    removed = await wholeness.seen_abandoned()
     found = [
         a
         for a in attempts
         if everything or current.get(a.tag) == a.attempt or a.is_left_checkpoint or a.state in ("damaged", "unreadable")
     ]
+    found += vanished
     shown = sorted(found, key=newest_last, reverse=True)[:limit]
     named = await pointer(store, checkpoints, wholeness)
     rows: dict[int, AttemptRow] = {}
@@ -100,7 +104,9 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     works = []
     for place, attempt in enumerate(shown):
         is_current = current.get(attempt.tag) == attempt.attempt
-        if _is_told(attempt):
+        if attempt in vanished:
+            rows[place] = _row(attempt, {}, (directory_of(attempt.tag),), is_current=True, is_latest=False)
+        elif _is_told(attempt) and attempt.prefix not in removed:
             rows[place] = _row(attempt, {}, (), is_current, is_current and attempt.tag == named.tag)
         else:
             works.append(partial(add, place, attempt, is_current))
@@ -125,10 +131,10 @@ def newest_last(attempt: AttemptView) -> tuple[int, float, int]:
 
 def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current: bool, is_latest: bool) -> AttemptRow:
     words = _Words.of(attempt, votes)
-    state: RowState = attempt.state
+    state: RowState = "copied" if attempt.is_copy else attempt.state
     if attempt.state == "committed":
         standing: RowState = "committed" if is_current else "superseded"
-        state = "incomplete" if lost else "left-behind" if attempt.left_behind else standing
+        state = lost_state(lost) if lost else "left-behind" if attempt.left_behind else standing
     return AttemptRow(
         tag=attempt.tag,
         attempt=str(attempt.attempt),
@@ -197,7 +203,7 @@ async def removal(store: Store, attempt: AttemptView) -> Deleted | str:
 def _why(attempt: AttemptView, state: RowState, missing: list[int]) -> str:
     error = attempt.outcome.error if attempt.outcome else None
     match state:
-        case "committed" | "incomplete" | "deleted":
+        case "committed" | "incomplete" | "removed" | "deleted":
             return ""
         case "left-behind":
             return LEFT_BEHIND_WORDS
@@ -205,7 +211,7 @@ def _why(attempt: AttemptView, state: RowState, missing: list[int]) -> str:
             return "the tag was saved again since"
         case "aborted":
             return error.message if error else "no reason was recorded"
-        case "damaged":
+        case "damaged" | "copied":
             return attempt.damage or ""
         case "unreadable":
             return f"its outcome cannot be read now: {attempt.unreadable}"

@@ -10,11 +10,11 @@ from checkpointd.errors import DamagedError
 from checkpointd.pipeline.root import catalog, leases
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.wholeness import Lost, Wholeness, directory_of
 from checkpointd.report.holder import Holder, newest_holder
 from checkpointd.report.latest import Pointer, pointer
 from checkpointd.report.listing import newest_last
 from checkpointd.report.votes import RankWord, rank_words
-from checkpointd.report.wholeness import Lost, Wholeness
 from checkpointd.store.base import Store
 
 RECENT = 5
@@ -58,7 +58,7 @@ class AbortedAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Incomplete(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that has lost objects."""
+    """A checkpoint that has lost objects, or that somebody removed by hand."""
 
     tag: str
     attempt: str
@@ -78,6 +78,8 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     commits: tuple[Commit, ...]
     damaged: tuple[str, ...]
     """Attempts with a damaged outcome."""
+    copies: tuple[str, ...] = ()
+    """Copies of tags' directories, each in words."""
     unreadable: tuple[str, ...]
     """Attempts with an outcome that cannot be read now."""
     incomplete: tuple[Incomplete, ...]
@@ -90,6 +92,8 @@ async def standing(store: Store) -> Standing:
     attempts = [attempt for attempt in await catalog.scan(store) if attempt.has_objects]
     checkpoints = catalog.checkpoints_of(attempts)
     wholeness = Wholeness(store, attempts)
+    removed = await wholeness.seen_abandoned()
+    left = [checkpoint for checkpoint in checkpoints if checkpoint.prefix not in removed]
     named = await pointer(store, checkpoints, wholeness)
     holder, problem = await _holder(store)
     undecided = sorted((a for a in attempts if a.state == "in-doubt"), key=newest_last, reverse=True)
@@ -98,27 +102,32 @@ async def standing(store: Store) -> Standing:
         holder=holder,
         holder_problem=problem,
         latest=named,
-        checkpoints=len(checkpoints),
-        left_behind=tuple(c.tag for c in checkpoints if c.left_behind),
+        checkpoints=len(left),
+        left_behind=tuple(c.tag for c in left if c.left_behind),
         commits=tuple(
             Commit(tag=c.tag, attempt=str(c.attempt), step=c.outcome.step, order=c.outcome.order, time=c.outcome.writer.time)
-            for c in checkpoints[:RECENT]
+            for c in left[:RECENT]
         ),
-        damaged=tuple(attempt.prefix for attempt in attempts if attempt.state == "damaged"),
+        damaged=tuple(attempt.prefix for attempt in attempts if attempt.state == "damaged" and not attempt.is_copy),
+        copies=tuple(attempt.damage or "" for attempt in attempts if attempt.is_copy),
         unreadable=tuple(attempt.prefix for attempt in attempts if attempt.state == "unreadable"),
-        incomplete=await _incomplete(wholeness, attempts, checkpoints),
+        incomplete=await _incomplete(wholeness, attempts, checkpoints, await catalog.vanished(store)),
         flights=tuple([await _flight(store, attempt, holder) for attempt in undecided]),
         failures=_failures(attempts),
     )
 
 
 async def _incomplete(
-    wholeness: Wholeness, attempts: Sequence[AttemptView], checkpoints: Sequence[Checkpoint]
+    wholeness: Wholeness,
+    attempts: Sequence[AttemptView],
+    checkpoints: Sequence[Checkpoint],
+    vanished: Sequence[AttemptView],
 ) -> tuple[Incomplete, ...]:
-    """The checkpoints that have lost objects, newest first, as far as listings and outcomes show: no vote is read."""
+    """The checkpoints that have lost objects or are gone, as far as listings and outcomes show: no vote is read."""
     views = {attempt.prefix: attempt for attempt in attempts}
-    found = [(c, await wholeness.lost(views[c.prefix])) for c in checkpoints]
-    return tuple(Incomplete(tag=c.tag, attempt=str(c.attempt), lost=lost) for c, lost in found if lost)
+    found = [(c.tag, c.attempt, await wholeness.lost(views[c.prefix])) for c in checkpoints]
+    found += [(v.tag, v.attempt, (directory_of(v.tag),)) for v in vanished]
+    return tuple(Incomplete(tag=tag, attempt=str(attempt), lost=lost) for tag, attempt, lost in found if lost)
 
 
 async def _holder(store: Store) -> tuple[Holder | None, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -12,16 +11,14 @@ import msgspec
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, StoreError, UnreadableError
 from checkpointd.layout.keys import LATEST, OUTCOME
+from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.read.verify import Damage, record_verdict, verify, verify_proved
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
-from checkpointd.pipeline.root.tag_directories import abandoned
+from checkpointd.pipeline.root.wholeness import Lost, Wholeness, directory_of
 from checkpointd.report.latest import Pointer
 from checkpointd.report.votes import rank_words, votes_of
-from checkpointd.report.wholeness import Lost, Wholeness
 from checkpointd.store.base import Store
-
-log = logging.getLogger("checkpointd")
 
 PATIENCE = LoadConfig(retry_s=3.0)
 """Reads that fail are tried again for a short time only, because a person waits for the answer."""
@@ -34,12 +31,14 @@ class TagVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     tag: str
     attempt: str
-    state: Literal["whole", "damaged", "unreadable", "removed"]
+    state: Literal["whole", "damaged", "unreadable", "removed", "copied"]
     bytes_read: int
     damage: tuple[Damage, ...] = ()
     unreadable: tuple[Damage, ...] = ()
     lost: tuple[Lost, ...] = ()
-    """Missing objects, which cause some of the damage."""
+    """What is missing: objects, which cause some of the damage, or the directory of a checkpoint that was removed by hand."""
+    copy: str = ""
+    """What it is a copy of, and what to do, if somebody copied or renamed the directory of a tag."""
     recorded: bool = False
     """Whether the result was recorded beside the checkpoint."""
     record_error: str = ""
@@ -87,11 +86,14 @@ async def tasks(store: Store, tag: str | None) -> list[Task]:
     """The checkpoints to verify, newest first: all, or only that of `tag`. NotFoundError if `tag` has none."""
     if tag is None:
         attempts = await catalog.look_everywhere(store)
+        vanished = await catalog.vanished(store)
     else:
+        vanished = []
         attempts = await catalog.attempts_of(store, tag)
-        if not any(map(catalog.fault_of, attempts)):
+        if not any(catalog.fault_of(attempt) for attempt in attempts if not attempt.is_copy):
             await catalog.find(store, tag)
     found = [Task(view=a, checkpoint=None, nbytes=0) for a in attempts if catalog.fault_of(a)]
+    found += [Task(view=v, checkpoint=c, nbytes=0) for v, c in zip(vanished, catalog.commits_of(vanished), strict=True)]
     views = {(a.tag, a.attempt): a for a in attempts}
     for checkpoint in catalog.checkpoints_of(attempts):
         view = views[checkpoint.tag, checkpoint.attempt]
@@ -112,27 +114,20 @@ async def verified(
 ) -> list[TagVerdict]:
     """Read the checkpoints of `todo` from the storage itself, one after the other. `record`: write each verdict beside it."""
     verdicts = []
-    gone = await _abandoned(store)
+    gone = await Wholeness(store).seen_abandoned()
     for task in todo:
         on_task(task)
-        if task.checkpoint is not None and task.view.prefix in gone:
-            verdicts.append(_removed(task.view))
+        if task.checkpoint is not None and (task.view.prefix in gone or task.view.entry is not None):
+            verdicts.append(_removed(task.view, task.checkpoint.outcome))
         else:
             verdicts.append(await _verdict(store, task, config or PATIENCE, on_bytes, record=record))
         on_verdict(verdicts[-1])
     return verdicts
 
 
-async def _abandoned(store: Store) -> set[str]:
-    try:
-        return await abandoned(store)
-    except StoreError as error:  # for example at a read-only root
-        log.warning("cannot tell whether directories of checkpoints were removed: %s", error)
-        return set()
-
-
-def _removed(view: AttemptView) -> TagVerdict:
-    return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="removed", bytes_read=0)
+def _removed(view: AttemptView, outcome: Outcome) -> TagVerdict:
+    lost = (directory_of(outcome.shown_at or view.tag),)
+    return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="removed", bytes_read=0, lost=lost)
 
 
 async def _verdict(
@@ -163,6 +158,8 @@ async def _verdict(
 
 
 def _without_outcome(view: AttemptView) -> TagVerdict:
+    if view.is_copy:
+        return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="copied", bytes_read=0, copy=view.damage or "")
     key = f"{view.prefix}/{OUTCOME}"
     damage = (Damage(code=DamagedError.__name__, message=view.damage, key=key),) if view.damage else ()
     unreadable = (Damage(code=UnreadableError.__name__, message=view.unreadable, key=key),) if view.unreadable else ()

@@ -10,11 +10,12 @@ import msgspec
 
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import object_key, object_rank, vote_name
-from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Inline, Outcome, Vote, WriterIdentity
+from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Inline, Vote, WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
-from checkpointd.pipeline.root import ballots, catalog
+from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.identity import seconds_of
+from checkpointd.pipeline.root.wholeness import counted_votes
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
 
@@ -75,7 +76,7 @@ async def rank_words(store: Store, attempt: AttemptView, world_size: int | None 
 async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
     """The votes of `attempt` by rank; in place of an unreadable vote, the reason. Of a commit, the votes that it counted."""
     if attempt.outcome is not None and attempt.state == "committed":
-        return await _counted(store, attempt.outcome)
+        return await counted_votes(store, attempt.outcome)
     votes: dict[int, Vote | str] = {}
 
     async def read(rank: int) -> None:
@@ -83,14 +84,6 @@ async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
 
     await run_workers([partial(read, rank) for rank in attempt.vote_ranks], READS)
     return votes
-
-
-async def _counted(store: Store, commit: Outcome) -> dict[int, Vote | str]:
-    try:
-        votes = await ballots.votes_of(store, commit)
-    except (DamagedError, NotFoundError, UnreadableError) as error:
-        return dict.fromkeys(range(commit.world_size), str(error))
-    return {rank: str(vote) if isinstance(vote, DamagedError) else vote for rank, vote in votes.items()}
 
 
 def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: int | None = None) -> RankWords:

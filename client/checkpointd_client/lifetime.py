@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.errors import UsageError
-from checkpointd.layout.keys import SERVICE, AttemptId, is_tag
+from checkpointd.layout.keys import OUTCOME, SERVICE, AttemptId, is_tag
 
 _claimed: set[str] = set()
 _lock = threading.Lock()
@@ -36,17 +36,21 @@ def claim_root(root: str | os.PathLike[str]) -> Callable[[], None]:
 
 
 def check_no_tag(path: str) -> None:
-    """Raise UsageError if `path` is the directory of a tag in a root, or lies in one, and is no root itself."""
+    """Raise UsageError if `path` is the directory of a tag, or lies in one, and is no root itself.
+
+    The directory of a tag that was copied alone has no root around it.
+    """
     if _was_begun(path):
         return
-    below = os.path.abspath(path)
+    below = given = os.path.abspath(path)
     root, name = os.path.split(below)
     while root != below:
-        if _was_begun(root) and is_tag(name) and _has_attempts(below):
-            where = "is" if below == os.path.abspath(path) else "lies in"
+        if is_tag(name) and (_has_attempts(below) if _was_begun(root) else below == given and _has_decided(below)):
+            where = "is" if below == given else "lies in"
             raise UsageError(
                 f"{path} {where} the directory of the tag {name!r}; its root is {root}. Give the root, and name the "
-                f"tag when you load: tag={name!r}"
+                f"tag when you load: tag={name!r}. If only this directory was copied, copy the whole root instead: a "
+                "checkpoint may need objects of other tags"
             )
         below = root
         root, name = os.path.split(below)
@@ -57,6 +61,15 @@ def _has_attempts(directory: str) -> bool:
         return any(AttemptId.parse(attempt) for attempt in os.listdir(directory))
     except OSError:
         return False
+
+
+def _has_decided(directory: str) -> bool:
+    """Whether there is an attempt with an outcome. In a root, a tag may be called like an attempt, but it has no outcome."""
+    try:
+        found = [name for name in os.listdir(directory) if AttemptId.parse(name)]
+    except OSError:
+        return False
+    return any(os.path.isfile(os.path.join(directory, name, OUTCOME)) for name in found)
 
 
 def _was_begun(root: str) -> bool:

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,7 @@ from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
@@ -111,6 +113,8 @@ class Loader:
     """On rank 0: the attempts that were tried with what the nodes have of them."""
     _failures: list[str] = field(default_factory=list)
     _tried: set[str] = field(default_factory=set)
+    _is_missing: bool = False
+    """Whether something that a checkpoint needs is not there."""
     _looked: bool = False
     """Whether rank 0 has looked at the store, and logged the damage that it found there."""
     _skipped: list[tuple[str, str]] = field(default_factory=list)
@@ -179,10 +183,9 @@ class Loader:
         if problem is not None:
             raise problem
         if self._failures:
-            error = DamagedError(
-                f"no whole checkpoint is left at {self.store.url}; every one is damaged: {'; '.join(self._failures)}. To begin "
-                "without one, make the job's Checkpointer with afresh=True"
-            )
+            how = "give the job another root" if self._is_missing else "make the job's Checkpointer with afresh=True"
+            left = f"no whole checkpoint is left at {self.store.url}; every one is damaged: {'; '.join(self._failures)}"
+            error = DamagedError(f"{left}. To begin without one, {how}")
             if self._touched or not self.afresh:
                 raise error
             log.error("%s. It was, so nothing is loaded", error)
@@ -192,6 +195,7 @@ class Loader:
     def _candidate(self, number: int, tag: str | None, *, fallback: bool) -> Candidate | None:
         """The next checkpoint to try, which rank 0 chooses. Raises on every rank the error that rank 0 met."""
         choice = self.load_round.chosen(f"{number}/candidate", lambda: self._choose(number, tag))
+        self._is_missing |= choice.is_missing
         if choice.problem is not None:
             raise self.load_round.agree("nothing", None) or choice.problem.error()
         for damage in choice.passed_over:
@@ -229,7 +233,7 @@ class Loader:
             return CandidateChoice(problem=Problem.of(self._root_gone() or error))
         damage = tuple(map(Problem.of, passed_over))
         if chosen is None:
-            return CandidateChoice(passed_over=damage)
+            return CandidateChoice(passed_over=damage, is_missing=self._is_missing)
         shares = self.options.share_reads and self.ranks.world_size > 1
         return CandidateChoice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage, near=near, share_reads=shares)
 
@@ -243,6 +247,8 @@ class Loader:
             return chosen, ()
         for damage in found.other:
             log.error("%s. What is loaded does not need it", damage)
+        for copy in found.copies:
+            log.warning("%s", copy)
         self._skipped = [(passed.prefix, str(passed.error)) for passed in found.passed_over if passed.prefix is not None]
         return chosen, tuple(passed.error for passed in found.passed_over)
 
@@ -404,6 +410,8 @@ class Loader:
         )
 
     def _see(self, candidate: Candidate) -> Seen:
+        if self.ranks.rank == COORDINATOR and not candidate.is_not_of_root and not candidate.near:
+            self.look(partial(self._check_whole, candidate))
         source = self._source(candidate)
         content = source.content()
         return Seen(source, content, uncollected(lambda: askable(self.state, content)))
@@ -425,6 +433,15 @@ class Loader:
         for other, memory in self._touched:
             if not filled.issuperset(map(MemoryRegion.of, memory)):
                 raise MismatchError(f"{tag} does not have all values that {other} had, which is damaged and was loaded in part")
+
+    async def _check_whole(self, candidate: Candidate, patience: Patience) -> None:
+        """Raise DamagedError if something is missing that any rank needs."""
+        outcome = await catalog.read_outcome(PatientStore(self.store, patience), candidate.tag, candidate.attempt)
+        try:
+            await check_whole(self.store, Checkpoint(candidate.tag, candidate.attempt, outcome), patience)
+        except DamagedError:
+            self._is_missing = True
+            raise
 
     def _source(self, candidate: Candidate) -> CandidateSource:
         if candidate.in_memory or (candidate.near and not candidate.share_reads and self._holds(candidate)):

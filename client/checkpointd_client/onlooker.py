@@ -18,7 +18,7 @@ from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfi
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import listed
 from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd.pipeline.root.tag_directory_view import unlike, without_directory
+from checkpointd.pipeline.root.wholeness import unlike, without_directory
 from checkpointd.store import open_store
 from checkpointd_client.examining import Examination, Nobody, Taker
 from checkpointd_client.loaded import Loaded

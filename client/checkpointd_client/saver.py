@@ -571,9 +571,17 @@ class Saver:
         while (busy := self._busy()) and time.monotonic() - began < left_s():
             wait(busy, min(SLICE_S, left_s()))
         try:
-            self._writer.call(self._state.tidier.rest(), left_s(), lambda: "what retention lets go is being removed")
-        except CheckpointdError:
-            log.warning("what retention lets go was not all removed; the next save at this root removes it")
+            self._writer.call(
+                self._state.tidier.finish(is_alone=self._ranks.world_size == 1),
+                left_s(),
+                lambda: "older checkpoints are being removed",
+            )
+        except CheckpointdError as error:
+            log.warning(
+                "some older checkpoints are still there, which the retention rules do not keep (%s); the next job at this root "
+                "removes them",
+                error,
+            )
         with contextlib.suppress(CheckpointdError):
             self._writer.call(self._state.tidier.close(), left_s())
         try:

@@ -158,7 +158,7 @@ def checkpoints(root: Path) -> Mapping[str, Path]:
 
 
 def contents(root: Path) -> dict[str, str]:
-    found = (path for path in root.rglob("*") if path.is_file() and path.name not in ("lock", "ballast"))
+    found = (path for path in root.rglob("*") if path.is_file() and path.name not in ("lock", "ballast", "README"))
     return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 

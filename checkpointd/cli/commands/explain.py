@@ -28,7 +28,10 @@ def command(places: tuple[str, ...], as_json: bool) -> None:
 
 def page(found: Explanation) -> Iterator[Block]:
     """The page for people."""
-    if any(attempt.state == "incomplete" for attempt in found.attempts):
+    states = {attempt.state for attempt in found.attempts}
+    if "removed" in states:
+        yield Note(f"{found.tag} was committed, and its directory was removed since; {found.latest}.", "bad")
+    elif "incomplete" in states:
         yield Note(f"{found.tag} was committed, and is not whole any more; {found.latest}.", "bad")
     elif found.is_checkpoint:
         yield Note(f"{found.tag} is a checkpoint; {found.latest}.", "good")

@@ -14,8 +14,8 @@ from checkpointd.cli.formatting import ABSENT, count, metrics, moment, ratio, ru
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, Table, show_answer
 from checkpointd.errors import DamagedError
 from checkpointd.layout.indexes import Alias
+from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
 from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, ReadBackReport, TensorReport, Totals, inspection
-from checkpointd.report.wholeness import lost_advice, lost_text
 
 VALUE_CHARACTERS = 100
 ROWS_MAX = 10_000

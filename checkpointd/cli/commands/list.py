@@ -13,8 +13,8 @@ from checkpointd.cli.attempts import STATE_MOODS, read_back_cell
 from checkpointd.cli.formatting import count, metrics, moment, number, ratio, shortened, size
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.cli.render import Cell, Table, show, show_json, warn
+from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
 from checkpointd.report.listing import AttemptRow, Listing, listing
-from checkpointd.report.wholeness import lost_advice, lost_text
 
 TAGS_CHARACTERS = 200
 """The most characters of tags in a warning about checkpoints that are not whole for the same reason."""
@@ -67,7 +67,8 @@ def command(places: tuple[str, ...], everything: bool, limit: int | None, as_jso
 
     `raw` is the size of the tensors, `stored` their size on the disk, `decided` the time of the commit, and `read back` whether
     the whole checkpoint was read from the storage since, and found whole. A checkpoint is `incomplete` if objects that it
-    needs are gone. --all shows every attempt, with the bytes of all its objects, and why it is not a checkpoint.
+    needs are gone, and `removed` if somebody removed its directory. --all shows every attempt, with the bytes of all its
+    objects, and why it is not a checkpoint.
     """
     root = only_root(places, "list")
     found = ask(root, lambda store: listing(store, everything=everything, limit=limit), unused=True, read_only=True)
@@ -98,14 +99,14 @@ def table(rows: Sequence[AttemptRow], columns: Sequence[Column]) -> Table:
 
 def _warn_of_damage(found: Listing) -> None:
     for row in found.rows:
-        if row.state in ("damaged", "unreadable"):
+        if row.state in ("damaged", "unreadable", "copied"):
             warn(f"{row.tag}: {row.why}")
         if row.passed_over:
             warn(f"{row.tag}: load() took an older checkpoint, so retention keeps this one: {row.passed_over}")
     causes: dict[tuple[str, ...], list[AttemptRow]] = {}
     for row in found.rows:
         if row.lost:
-            causes.setdefault(tuple(sorted({one.removed or one.key for one in row.lost})), []).append(row)
+            causes.setdefault((row.state, *sorted({one.removed or one.key for one in row.lost})), []).append(row)
     for rows in causes.values():
         _warn_of_loss(found.root, rows)
 
@@ -115,7 +116,7 @@ def _warn_of_loss(root: str, rows: Sequence[AttemptRow]) -> None:
     first = rows[0]
     advice = lost_advice(root, first.tag, first.lost)
     if len(rows) == 1:
-        warn(f"{first.tag} is not whole: {lost_text(first.lost)}; {advice}")
+        warn(f"{first.tag}{' is not whole' if first.state == 'incomplete' else ''}: {lost_text(first.lost)}; {advice}")
         return
     tags = shortened(", ".join(row.tag for row in rows), TAGS_CHARACTERS)
     warn(f"{count(len(rows), 'checkpoint')} are not whole ({tags}); of {first.tag}: {lost_text(first.lost)}; {advice}")

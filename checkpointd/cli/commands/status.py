@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import click
@@ -20,9 +20,9 @@ from checkpointd.commands import command as command_line
 from checkpointd.commit.machine import FENCED
 from checkpointd.errors import FencedError
 from checkpointd.phrases import rank_runs
+from checkpointd.pipeline.root.wholeness import is_removed, lost_advice, lost_text
 from checkpointd.report.changes import changes
-from checkpointd.report.status import AbortedAttempt, Flight, Standing, standing
-from checkpointd.report.wholeness import lost_advice, lost_text
+from checkpointd.report.status import AbortedAttempt, Flight, Incomplete, Standing, standing
 from checkpointd.store.base import Store
 
 INTERVAL_S, SOCKET_INTERVAL_S = 2.0, 0.5
@@ -93,11 +93,17 @@ def page(found: Standing) -> Iterator[Block]:
     for name in found.damaged:
         says = command_line("explain", *at_tag(found.root, name.rpartition("/")[0]))
         yield Note(f"the outcome of {name} is damaged: {says} says more", "bad")
+    for copy in found.copies:
+        yield Note(copy, "doubt")
     for name in found.unreadable:
         says = command_line("explain", *at_tag(found.root, name.rpartition("/")[0]))
         yield Note(f"the outcome of {name} cannot be read now: {says} says more", "doubt")
-    if found.incomplete:
-        yield Note(_incomplete_text(found), "bad")
+    broken = [one for one in found.incomplete if not is_removed(one.lost)]
+    if broken:
+        yield Note(_incomplete_text(found.root, broken), "bad")
+    for one in found.incomplete:
+        if one not in broken:
+            yield Note(f"{one.tag}: {lost_text(one.lost)}; {lost_advice(found.root, one.tag, one.lost)}", "bad")
     for flight in found.flights:
         yield from _flight_blocks(flight)
     if found.failures:
@@ -129,11 +135,11 @@ def _checkpoints_text(found: Standing) -> str:
     return f"{found.checkpoints}, of which {len(found.left_behind)} of branches that were left ({tags})"
 
 
-def _incomplete_text(found: Standing) -> str:
+def _incomplete_text(root: str, broken: Sequence[Incomplete]) -> str:
     """Which checkpoints are not whole, and why the newest of them is not."""
-    first, number = found.incomplete[0], len(found.incomplete)
-    tags = shortened(", ".join(one.tag for one in found.incomplete), TAGS_CHARACTERS)
-    why = f"of {first.tag}: {lost_text(first.lost)}; {lost_advice(found.root, first.tag, first.lost)}"
+    first, number = broken[0], len(broken)
+    tags = shortened(", ".join(one.tag for one in broken), TAGS_CHARACTERS)
+    why = f"of {first.tag}: {lost_text(first.lost)}; {lost_advice(root, first.tag, first.lost)}"
     return f"{count(number, 'checkpoint')} {'is' if number == 1 else 'are'} not whole ({tags}); {why}"
 
 

@@ -13,14 +13,14 @@ from checkpointd.cli.progress import progress_bar
 from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, show_answer, warn
 from checkpointd.errors import DamagedError, StoreError
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
 from checkpointd.report.latest import pointer
 from checkpointd.report.verification import TagVerdict, Verification, tasks, verified
-from checkpointd.report.wholeness import lost_advice, lost_text
 from checkpointd.store.base import Store
 
 TAGS_CHARACTERS = 100
 """The most characters of tags in the warning about results that could not be recorded."""
-MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doubt", "removed": "quiet"}
+MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doubt", "removed": "quiet", "copied": "quiet"}
 
 
 @click.command("verify", short_help="Read checkpoints whole and check every byte.")
@@ -79,9 +79,12 @@ def page(found: Verification) -> Iterator[Block]:
         for one in found.unreadable:
             yield Note(one.message, "doubt")
     for verdict in found.checkpoints:
+        if verdict.copy:
+            yield Note(verdict.copy, "doubt")
         if verdict.lost:
+            is_not = "" if verdict.state == "removed" else " is not whole"
             advice = lost_advice(found.root, verdict.tag, verdict.lost)
-            yield Note(f"{verdict.tag} is not whole: {lost_text(verdict.lost)}; {advice}", "bad")
+            yield Note(f"{verdict.tag}{is_not}: {lost_text(verdict.lost)}; {advice}", "bad")
 
 
 def _cells(verdict: TagVerdict) -> tuple[str | Cell, ...]:

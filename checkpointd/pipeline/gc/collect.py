@@ -46,7 +46,7 @@ from checkpointd.layout.keys import (
     object_takeover,
 )
 from checkpointd.layout.manifest import Deleted
-from checkpointd.pipeline.read.readback import recorded, survivor
+from checkpointd.pipeline.read.readback import is_incomplete, recorded, survivor
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import Checkpoint
@@ -155,6 +155,8 @@ async def _proved(
     staying = [c for c in catalog.commits_of(await catalog.scan(store, known)) if c.prefix not in gone]
     if await recorded(store, staying) is not None:
         return going
+    while staying and await is_incomplete(store, staying[0]):
+        del staying[0]  # the rules did not count it
     found = await survivor(store, staying)
     if found is None:
         log.error("%d older checkpoints stay, since none of the newer ones could be read back whole", len(going))
@@ -276,6 +278,18 @@ async def _forget(store: Store, spent: Sequence[AttemptFacts], known: CatalogLog
 
     await each(forget, spent, SWEEPS)
     await note(store, *(record_of("forgotten", facts.tag, facts.attempt) for facts in forgotten))
+
+
+async def forget_removed(store: Store, known: CatalogLog) -> None:
+    """Remove the records of removed checkpoints of which nothing else is left, and so their directories. The catalog goes on
+    telling why they were removed. Only for a job of one rank that ends: another rank may not have read an outcome yet.
+    """
+    pointer = await catalog.readable_latest(store)
+    views = await catalog.scan(store, known)
+    entries = known.state.entries
+    told = {prefix for prefix, entry in entries.items() if entry.removed and not entry.removing and not entry.kept}
+    spent = [v.prefix for v in views if v.state == "deleted" and v.prefix in told and v.tag != pointer and not v.facts.bulk]
+    await each(partial(remove_records, store), spent, SWEEPS)
 
 
 def _may_forget(facts: AttemptFacts, known: CatalogLog) -> bool:

@@ -7,6 +7,7 @@ that newer checkpoints need stay (`collect.py`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,12 +18,13 @@ from checkpointd.errors import StoreError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
 from checkpointd.pipeline.gc.export_leases import ExportLeases
+from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.latest import move_latest_away
 from checkpointd.pipeline.root.marks import DIRECTORY_REMOVED
-from checkpointd.pipeline.root.tag_directories import abandoned
+from checkpointd.pipeline.root.wholeness import Wholeness, lost_text
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 
@@ -52,9 +54,7 @@ async def retire(
     need (RETENTION-7). `known`: the catalog as this process has read it. `thorough`: see `collect`.
     """
     choice = await chosen_by(store, views, rules, keeps_before=keeps_before, exports=exports)
-    gone = await abandoned(store)
-    deleted = [(v.facts, DIRECTORY_REMOVED) for v in views if gone and v.prefix in gone and v.state == "committed"]
-    going = [dead for dead in choice.going if dead[0].prefix not in gone]
+    going, deleted = choice.going, choice.abandoned
     lost = {facts.prefix for facts, _ in [*going, *deleted]}
     staying = catalog.commits_of(view for view in views if view.read_back == "whole" and view.prefix not in lost)
     found, failed = [view.facts for view in views], list[StoreError]()
@@ -79,6 +79,18 @@ async def retire_tag(store: Store, tag: str, epoch: int) -> None:
         await retire(store, views, Retention(), keeps_before=(epoch, 0), exports=ExportLeases(store))
 
 
+async def prove_newest(store: Store, bytes_max: int | None = None) -> bool:
+    """Read the newest checkpoint back, unless it stores more than `bytes_max`. Returns whether it was read and is whole."""
+    newest = next(iter(await catalog.checkpoints(store)), None)
+    if newest is None or (bytes_max is not None and _stored_bytes(newest.outcome) > bytes_max):
+        return False
+    return (await read_back(store, newest)).whole
+
+
+def _stored_bytes(outcome: Outcome) -> float:
+    return math.inf if outcome.cost is None else outcome.cost.stored_bytes
+
+
 async def chosen_by(
     store: Store,
     views: Sequence[AttemptView],
@@ -86,8 +98,13 @@ async def chosen_by(
     *,
     keeps_before: Order = KEEPS_NONE,
     exports: ExportLeases | None = None,
+    looks: bool = True,
 ) -> RemovalChoice:
-    """Choose the checkpoints among `views` to remove. `exports`: keep those that exports need."""
+    """Choose the checkpoints among `views` to remove. Only those count that can be loaded, by a look at what is there
+    (RETENTION-9). `exports`: keep those that exports need. Without `looks`, nothing counts as missing.
+    """
+    wholeness = Wholeness(store, views)
+    gone = await wholeness.abandoned()
     pointer = await catalog.readable_latest(store)
     of_pointer = (view for view in views if view.tag == pointer and view.order is not None)
     newest = max(of_pointer, key=lambda view: view.order or (0, 0), default=None)
@@ -107,14 +124,28 @@ async def chosen_by(
             metrics=view.outcome.metrics,
         )
         for view in views
-        if view.outcome is not None and view.state == "committed"
+        if view.outcome is not None and view.state == "committed" and view.prefix not in gone
     ]
-    choice = uncollected(lambda: choose(commits, rules, keeps_before=keeps_before))
-    if exports is None or not (choice.going or choice.surplus):
-        return choice
-    exporting = await exports.kept(views)
-    commits = [replace(one, exporting=one.attempt.prefix in exporting) for one in commits]
-    return uncollected(lambda: choose(commits, rules, keeps_before=keeps_before)) if exporting else choice
+    abandoned = tuple((v.facts, DIRECTORY_REMOVED) for v in views if v.prefix in gone and v.state == "committed")
+
+    def chosen() -> RemovalChoice:
+        return uncollected(lambda: choose(commits, rules, keeps_before=keeps_before))
+
+    choice = chosen()
+    if exports is not None and (choice.going or choice.surplus):
+        exporting = await exports.kept(views)
+        commits = [replace(one, exporting=one.attempt.prefix in exporting) for one in commits]
+        choice = chosen() if exporting else choice
+    looked = set[str]()
+    while unsure := [facts for facts in choice.relied_on if looks and facts.prefix not in looked]:
+        looked |= {facts.prefix for facts in unsure}
+        lost = {facts.prefix: await wholeness.lost_now(facts.tag, facts.attempt) for facts in unsure}
+        incomplete = {prefix for prefix in lost if lost[prefix]}
+        for prefix in incomplete:
+            log.warning("%s does not count for retention: %s", prefix, lost_text(lost[prefix]))
+        commits = [replace(one, incomplete=one.incomplete or one.attempt.prefix in incomplete) for one in commits]
+        choice = chosen() if incomplete else choice
+    return replace(choice, abandoned=abandoned)
 
 
 def _age_s(outcome: Outcome) -> float | None:

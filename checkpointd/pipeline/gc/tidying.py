@@ -46,10 +46,10 @@ from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
 from checkpointd.layout.keys import LEASE, vote_name
+from checkpointd.pipeline.gc.collect import forget_removed
 from checkpointd.pipeline.gc.export_leases import ExportLeases
-from checkpointd.pipeline.gc.retire import Retired, chosen_by, retire
+from checkpointd.pipeline.gc.retire import Retired, chosen_by, prove_newest, retire
 from checkpointd.pipeline.pauses import pauses
-from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
@@ -57,8 +57,8 @@ from checkpointd.pipeline.root.identity import user
 from checkpointd.pipeline.root.leases import ANSWER_S, LENGTH_S
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.workers import stopped
-from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
-from checkpointd.store.passing import PassingStore
+from checkpointd.store.base import Store
+from checkpointd.store.passing import InTurn
 from checkpointd.store.showing import plain_files_of
 
 log = logging.getLogger("checkpointd")
@@ -119,24 +119,6 @@ async def decides_nothing(prefixes: Collection[str], timeout_s: float, check: Ca
     """Leave the attempts of older epochs alone."""
 
 
-class _InTurn(PassingStore):
-    """`store` for one look, which makes one call at a time. A file system has few threads, and each call that hangs keeps one
-    (TIDY-4).
-    """
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._turn = asyncio.Lock()
-
-    async def list(self, prefix: str) -> list[Entry]:
-        async with self._turn:
-            return await super().list(prefix)
-
-    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
-        async with self._turn:
-            return await super().get(key, size_max=size_max)
-
-
 class Tidier:
     """The tidier of one rank's writer, on its loop. Only the coordinator's tidier removes.
 
@@ -175,6 +157,8 @@ class Tidier:
         self._changed = asyncio.Event()
         self._asked = self._served = self._served_everywhere = 0
         self._pause_until = 0.0
+        self._resting = 0
+        """How many wait for a removal."""
         self._awaited = asyncio.Event()
         """Set while somebody waits for the next removal, which then begins at once."""
         self._look_again_at = 0.0
@@ -289,8 +273,7 @@ class Tidier:
 
         async def prove() -> None:
             try:
-                newest = next(iter(await catalog.checkpoints(self._store)), None)
-                if newest is not None and (await read_back(self._store, newest)).whole:
+                if await prove_newest(self._store):
                     await self.tidy(info)
             except CheckpointdError as error:
                 log.warning("%s: the newest checkpoint could not be read back to make room: %s", info.prefix, error)
@@ -446,11 +429,30 @@ class Tidier:
     async def rest(self) -> None:
         """Return when the removals that have been asked for are over."""
         mine = self._asked
-        while self._served < mine:
-            self._awaited.set()
-            self._begin_look()
-            assert self._look is not None
-            await asyncio.wait({self._look})
+        self._resting += 1
+        self._awaited.set()
+        try:
+            while self._served < mine:
+                self._begin_look()
+                assert self._look is not None
+                await asyncio.wait({self._look})
+        finally:
+            self._resting -= 1
+            if not self._resting:
+                self._awaited.clear()
+
+    async def finish(self, *, is_alone: bool) -> None:
+        """`rest`, for a writer that closes. If the newest checkpoint is small, it is read back, so that one that stays only
+        until then can go. If the job has no other ranks (`is_alone`), removed checkpoints leave no directories.
+        """
+        await self.rest()
+        surplus = self._left.get(EVERYTHING, _Left()).surplus
+        if surplus and not self._is_over and await prove_newest(self._store, SMALL_BYTES):
+            self._asked += 1
+            await self.rest()
+        if is_alone and self.freed and not self._is_over:
+            await self._check_root(self._epoch)
+            await forget_removed(self._store, self.known)
 
     async def close(self) -> None:
         """Stop removing. The next save at the root removes the rest. Waits at most ANSWER_S for the storage."""
@@ -470,7 +472,6 @@ class Tidier:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._pause_until):
                     await self._awaited.wait()
-            self._awaited.clear()
             began = loop.time()
             await self._look_around()
             self._pause_until = loop.time() + min((loop.time() - began) * (1 / SHARE - 1), PAUSE_S_MAX)
@@ -516,7 +517,7 @@ class Tidier:
         self._led.discard(prefix)
 
     async def _views(self, scope: str) -> list[AttemptView]:
-        store = self._store if self._store.capabilities.at_once > 1 else _InTurn(self._store)
+        store = self._store if self._store.capabilities.at_once > 1 else InTurn(self._store)
         if scope:
             return await catalog.attempts_of(store, scope)
         return await catalog.scan(store, self.known)

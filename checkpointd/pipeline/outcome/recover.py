@@ -33,6 +33,7 @@ from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import OUTCOME, AttemptId
 from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
+from checkpointd.phrases import listed
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.outcome.branches import leave_behind
@@ -45,6 +46,7 @@ from checkpointd.pipeline.root.catalog_mending import mend as mend_catalog
 from checkpointd.pipeline.root.latest import move_latest, move_latest_away
 from checkpointd.pipeline.root.plans import remove_plans
 from checkpointd.pipeline.root.tag_directories import mend
+from checkpointd.pipeline.root.wholeness import Wholeness, lost_advice, lost_text
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store, each
@@ -94,6 +96,7 @@ async def recover(
     views = await catalog.with_newest_looked(store, [view for view, _ in settled])
     checkpoints = catalog.checkpoints_of(views)
     done.checkpoints = len(checkpoints)
+    await _warn_of_losses(store, views, checkpoints)
     newest = next((c for c in checkpoints if c.may_be_latest), None)
     keeps: str | None = None
     """The tag whose records stay, since `latest` goes on naming it."""
@@ -158,6 +161,23 @@ def _say_moved(store: Store, named: str | None, newest: Checkpoint, *, is_gone: 
         named,
         command("rollback", *at_tag(store.url, named)),
     )
+
+
+async def _warn_of_losses(store: Store, views: Collection[AttemptView], checkpoints: Collection[Checkpoint]) -> None:
+    """Log which of `checkpoints` are not whole any more, as far as listings show it."""
+    wholeness, known = Wholeness(store, views), {view.prefix: view for view in views}
+    found = [(checkpoint.tag, await wholeness.lost(known[checkpoint.prefix])) for checkpoint in checkpoints]
+    broken = [(tag, lost) for tag, lost in found if lost]
+    if broken:
+        tag, lost = broken[0]
+        log.warning(
+            "these checkpoints at %s cannot be loaded: %s. Of %s: %s; %s. To remove checkpoints, use the command delete",
+            store.url,
+            listed([tag for tag, _ in broken]),
+            tag,
+            lost_text(lost),
+            lost_advice(store.url, tag, lost),
+        )
 
 
 async def _remove_latest(store: Store, done: Recovery) -> bool:

@@ -21,6 +21,7 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import candidates, find, listed, newest_tag
 from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 
@@ -61,6 +62,7 @@ class CheckpointFinder:
         while True:
             checkpoint = await self._chosen()
             try:
+                await check_whole(self.store, checkpoint, self._patience())
                 return await read_view(self.patient(checkpoint), checkpoint, self.config)
             except (DamagedError, NotFoundError) as error:
                 await self._leave(checkpoint, error)
@@ -157,6 +159,8 @@ class CheckpointFinder:
         found = await candidates(self.store, self._patience(), self._damaged)
         for passed in found.passed_over:
             self._pass_over(str(passed.error))
+        for copy in found.copies:
+            log.warning("%s", copy)
         chosen = next((c for c in found.checkpoints if c.prefix not in self._damaged), None)
         if chosen is not None:
             return chosen

@@ -38,6 +38,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.wholeness import Wholeness
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -67,25 +68,29 @@ async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | 
         return found
     for checkpoint in newest_first:
         view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-        if _is_whole(view) or (
-            view.state == "committed" and view.read_back == "no" and (await read_back(store, checkpoint)).whole
-        ):
+        if view.state != "committed" or await is_incomplete(store, checkpoint):
+            continue
+        if _is_whole(view) or (view.read_back == "no" and (await read_back(store, checkpoint)).whole):
             return checkpoint
     return None
 
 
 async def recorded(store: Store, newest_first: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The first checkpoint that has the record `verified`, no `damaged`, and that no load has passed over. Reads no chunks, and
-    looks only at those that were known to be whole when they were listed, since others may be thousands.
+    """The first checkpoint that has the record `verified`, no `damaged`, that no load has passed over, and of which nothing is
+    missing. Reads no chunks, and looks only at those that were known to be whole when they were listed, since others may be
+    thousands.
     """
     for checkpoint in newest_first:
-        if (
-            checkpoint.read_back == "whole"
-            and not checkpoint.left_behind
-            and _is_whole(await catalog.view(store, checkpoint.tag, checkpoint.attempt))
-        ):
+        if checkpoint.read_back != "whole" or checkpoint.left_behind or await is_incomplete(store, checkpoint):
+            continue
+        if _is_whole(await catalog.view(store, checkpoint.tag, checkpoint.attempt)):
             return checkpoint
     return None
+
+
+async def is_incomplete(store: Store, checkpoint: Checkpoint) -> bool:
+    """Whether something is missing that `checkpoint` needs."""
+    return bool(await Wholeness(store).lost_now(checkpoint.tag, checkpoint.attempt))
 
 
 def _is_whole(view: AttemptView) -> bool:

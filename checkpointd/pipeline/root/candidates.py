@@ -57,6 +57,8 @@ class Candidates:
     known: tuple[Checkpoint, ...]
     passed_over: tuple[Passed, ...]
     other: tuple[DamagedError | UnreadableError, ...]
+    copies: tuple[DamagedError, ...] = ()
+    """Directories of tags that somebody copied or renamed by hand: no checkpoints, and no damage either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,8 @@ async def _look(store: Store, tried: Collection[str] = (), *, everything: bool =
         return await _look(store, tried, everything=True)
     over: list[Passed] = []
     other: list[DamagedError | UnreadableError] = []
-    for attempt in [one for one in attempts if one.entry is None and not one.left_behind]:
+    copies = [DamagedError(one.damage or "", key=f"{one.prefix}/{OUTCOME}") for one in attempts if one.is_copy]
+    for attempt in [one for one in attempts if one.entry is None and not one.left_behind and not one.is_copy]:
         fault = catalog.fault_of(attempt)
         if fault is None:
             continue
@@ -173,7 +176,7 @@ async def _look(store: Store, tried: Collection[str] = (), *, everything: bool =
         other.append(lost)
     elif lost is not None:
         over.append(Passed(lost, None))
-    there = Candidates(found, tuple(known), tuple(over), tuple(other))
+    there = Candidates(found, tuple(known), tuple(over), tuple(other), tuple(copies))
     return _CatalogLook(there, str(lost or ""), None if is_removed else lost)
 
 

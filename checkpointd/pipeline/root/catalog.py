@@ -88,6 +88,8 @@ class AttemptView:
     unreadable: str | None = None
     entry: CatalogEntry | None = None
     is_void: bool = False
+    is_copy: bool = False
+    """Whether its outcome names another tag or attempt: somebody copied or renamed a directory. `damage` says which."""
 
     @property
     def has_objects(self) -> bool:
@@ -294,7 +296,10 @@ async def _decided(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
     """The attempt with its outcome, or with what is wrong with it: an unreadable one must not hide all other checkpoints."""
     seen = AttemptView(tag, attempt, {}, None)
     try:
-        return replace(seen, outcome=await read_outcome(store, tag, attempt))
+        outcome = await _stored_outcome(store, tag, attempt)
+        if outcome.prefix != seen.prefix:
+            return replace(seen, damage=await _copy_text(store, seen, outcome), is_copy=True)
+        return replace(seen, outcome=outcome)
     except NotFoundError:
         return seen
     except DamagedError as error:
@@ -305,11 +310,29 @@ async def _decided(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
 
 async def read_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
     """The outcome of this attempt. Raises NotFoundError if there is none, DamagedError if it belongs to another attempt."""
-    key = f"{attempt_prefix(tag, attempt)}/{OUTCOME}"
-    outcome = decode(await store.get(key), Outcome, key)
+    outcome = await _stored_outcome(store, tag, attempt)
     if (outcome.tag, outcome.attempt) != (tag, str(attempt)):
+        key = f"{attempt_prefix(tag, attempt)}/{OUTCOME}"
         raise DamagedError(f"{key} belongs to {outcome.tag}/{outcome.attempt}; somebody moved it", key=key)
     return outcome
+
+
+async def _stored_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
+    key = f"{attempt_prefix(tag, attempt)}/{OUTCOME}"
+    return decode(await store.get(key), Outcome, key)
+
+
+async def _copy_text(store: Store, seen: AttemptView, outcome: Outcome) -> str:
+    """What somebody has done by hand to the directory of an attempt whose `outcome` names another one."""
+    own, other = (seen.tag, outcome.tag) if seen.tag != outcome.tag else (seen.prefix, outcome.prefix)
+    if await store.stat(f"{outcome.prefix}/{OUTCOME}") is None:
+        return f"{own} at {store.url} is {other} under another name, so it cannot be loaded: rename it back to {other}"
+    export = command("consolidate", *at_tag(store.url, outcome.tag), "OUT")
+    return (
+        f"{own} at {store.url} is a copy of the directory of {other}, and cannot be loaded: a tag's directory may need objects "
+        f"of other tags. {other} itself is as it was. To keep it elsewhere, copy the whole root, or export it ({export}); then "
+        f"remove the directory {own}"
+    )
 
 
 async def read_vote(store: Store, key: str) -> Vote:
@@ -381,6 +404,23 @@ async def _scanned(
     seen = {attempt.prefix for attempt in found if attempt.tag in looked}
     announced = [entry for prefix, entry in entries.items() if not entry.is_decided and prefix not in seen]
     return found + [AttemptView(entry.tag, _attempt(entry), {}, None) for entry in announced]
+
+
+async def vanished(store: Store) -> list[AttemptView]:
+    """The checkpoints of which nothing is left at the root, newest first, as the log describes them: somebody removed their
+    directories, and no start has noticed it yet. Empty if the log cannot be used.
+    """
+    log = CatalogLog(store)
+    await log.refresh()
+    if log.fault:
+        return []
+    there = set(await tags(store, log.state.by_tag))
+    found = [tag for tag in log.state.by_tag if tag not in there]
+    found = [tag for tag in found if not await store.list(tag)]  # a listing of the whole root may be old
+    await log.refresh()  # a checkpoint that was removed meanwhile has a record of that
+    views = [_as_recorded(log.state.entries[prefix]) for tag in found for prefix in log.state.by_tag.get(tag, ())]
+    commits = {checkpoint.prefix for checkpoint in checkpoints_of(views)}
+    return sorted((v for v in views if v.prefix in commits), key=lambda v: v.order or (0, 0), reverse=True)
 
 
 async def may_be_undecided(store: Store, known: CatalogLog | None = None) -> tuple[list[tuple[str, AttemptId]], int]:
@@ -505,7 +545,8 @@ def fault_of(attempt: AttemptView) -> DamagedError | UnreadableError | None:
     """The error that keeps the outcome of `attempt` from being known; None if it is known, or if there is none."""
     if attempt.state == "damaged":
         key = f"{attempt.prefix}/{OUTCOME}"
-        return DamagedError(f"the outcome of {attempt.prefix} is damaged: {attempt.damage}", key=key)
+        damage = attempt.damage or ""
+        return DamagedError(damage if attempt.is_copy else f"the outcome of {attempt.prefix} is damaged: {damage}", key=key)
     if attempt.state == "unreadable":
         return UnreadableError(f"the outcome of {attempt.prefix} cannot be read now: {attempt.unreadable}")
     return None

@@ -30,7 +30,7 @@ async def mend(store: Store, known: CatalogLog, views: Collection[AttemptView]) 
     goes without an attempt whose outcome or mark cannot be made durable.
     """
     if not known.fault:
-        looked = [view for view in views if view.entry is None and view.has_objects and not view.is_void]
+        looked = [view for view in views if view.entry is None and view.has_objects and not (view.is_void or view.is_copy)]
         entries = known.state.entries
         missing = await each(lambda view: _missing(store, view, entries.get(view.prefix)), looked)
         if sum(map(len, missing)) <= ADDED_MAX:
@@ -55,9 +55,17 @@ async def _gone(store: Store, known: CatalogLog, there: Container[str]) -> list[
         except LinkError:
             continue
         if is_gone:
-            log.warning("somebody removed %s: the catalog forgets it", tag)
+            if not all(known.state.entries[prefix].removed for prefix in prefixes):
+                log.warning("somebody removed %s: the catalog forgets it", tag)
             found += [record_of("forgotten", *prefix.rsplit("/", 1)) for prefix in prefixes]
     return found
+
+
+async def forget_gone(store: Store, known: CatalogLog) -> None:
+    """Forget tags that somebody removed by hand, as a start does."""
+    await known.refresh()
+    if not known.fault:
+        await known.append(*await _gone(store, known, set(await catalog.tags(store, known.state.by_tag))))
 
 
 async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
@@ -68,7 +76,7 @@ async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
     # An attempt that was announced may have no objects yet.
     entries = {prefix: entry for prefix, entry in known.state.entries.items() if not entry.is_decided}
     entries |= await known.announced_before(number)
-    views = [view for view in sorted(await catalog.look_everywhere(store), key=_order) if not view.is_void]
+    views = [view for view in sorted(await catalog.look_everywhere(store), key=_order) if not (view.is_void or view.is_copy)]
     await each(partial(_settle, store), views)
     for view, entry in zip(views, await each(partial(_entry, store), views), strict=True):
         entries.pop(view.prefix, None)

@@ -1,6 +1,7 @@
-"""The ballast: disk space kept in reserve at the root, so that a start can write its small objects on a full disk.
+"""What a start lays at a root and no reader needs: the ballast, and a README for people.
 
-Without it, the leftovers of a dead job could fill the disk, and the start that would remove them could not write.
+The ballast is disk space in reserve. Without it, the leftovers of a dead job could fill the disk, and the start that would
+remove them could not write its small objects.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from checkpointd.errors import StoreError, StoreFullError
-from checkpointd.layout.keys import SERVICE
+from checkpointd.layout.keys import LATEST, README, SERVICE
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -18,6 +19,16 @@ T = TypeVar("T")
 
 KEY = f"{SERVICE}/ballast"
 BALLAST_BYTES = 256 << 10
+
+
+README_TEXT = f"""\
+This directory is a root of checkpointd: each directory below it holds what was saved under one tag.
+List what is here:    checkpointd list .
+Remove a checkpoint:  checkpointd delete . TAG       or by rule: checkpointd gc . --keep-last 3
+Never by hand:        rm, mv or cp of single directories. A checkpoint may need objects of other tags.
+To copy, take all of this directory with cp -a, rsync -a or tar, or: checkpointd mirror . TO
+The file {LATEST} names the tag that a restart loads.
+"""
 
 
 async def drop(store: Store) -> None:
@@ -34,6 +45,16 @@ async def take_aboard(store: Store) -> None:
             await store.put_if_absent(KEY, bytes(BALLAST_BYTES))
     except StoreError as error:
         log.warning("no room for %d bytes of ballast at %s: %s", BALLAST_BYTES, store.url, error)
+
+
+async def lay(store: Store) -> None:
+    """Put the ballast and the README if they are missing. A storage that does not take them is not an error."""
+    await take_aboard(store)
+    try:
+        if await store.stat(README) is None:
+            await store.put_if_absent(README, README_TEXT.encode(), durable=False)
+    except StoreError as error:
+        log.info("no %s is put at %s: %s", README, store.url, error)
 
 
 async def on_full_disk(store: Store, work: Callable[[], Awaitable[T]]) -> T:

@@ -396,8 +396,11 @@ async def _is_awaited(store: Store, at: str, record: Shown) -> bool:
     return any(outcome.shown_at == at for outcome in newer)
 
 
-async def abandoned(store: Store) -> set[str]:
-    """The attempts (`<tag>/<attempt>`) whose directory somebody has removed since it was shown (TAGDIR-4)."""
+async def abandoned(store: Store, *, restores: bool = True) -> set[str]:
+    """The attempts (`<tag>/<attempt>`) whose directory somebody has removed since it was shown (TAGDIR-4).
+
+    `restores`: first put back directories whose replacement was interrupted. If not, this writes nothing, and leaves them out.
+    """
     plain = plain_files_of(store)
     if plain is None:
         return set()
@@ -405,9 +408,10 @@ async def abandoned(store: Store) -> set[str]:
     # While a file system is not mounted, everything is gone, this root as well.
     if not away or not await plain.is_there(SERVICE):
         return set()
-    async with _alone(store, plain):
-        await plain.finish()  # puts back a directory whose replacement was interrupted
-        unsettled = await plain.unsettled()
+    if restores:
+        async with _alone(store, plain):
+            await plain.finish()
+    unsettled = await plain.unsettled()
     away = [(at, record) for at, record in away if at not in unsettled]
     gone = await asyncio.gather(*(is_gone(plain, at) for at, _ in away))
     found = {record.prefix for (_, record), missing in zip(away, gone, strict=True) if missing}

@@ -16,6 +16,7 @@ import os
 
 from msgspec import structs
 
+from checkpointd.commands import command
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, StoreError, StoreFullError
 from checkpointd.layout.files import unfinished_folder
@@ -65,7 +66,14 @@ async def _stored(job: PersistJob, plan: OwnPlan) -> StoredShard:
     why = await lost(job.store, stored.index) or await _damaged(job, stored.index)
     if why is None:
         return stored
-    log.warning("%s: rank %d cannot refer to older chunks and writes everything anew: %s", job.info.prefix, job.info.rank, why)
+    log.warning(
+        "%s: rank %d cannot refer to older chunks and writes everything anew: %s. If somebody removed files by hand, other "
+        "checkpoints may have lost theirs: %s shows which",
+        job.info.prefix,
+        job.info.rank,
+        why,
+        command("list", job.store.url),
+    )
     await drop_shard(job.store, job.info)
     job.progress.begin(job.shard.nbytes)
     return await write_shard(job.in_full(), plan)

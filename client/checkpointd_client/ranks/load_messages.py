@@ -75,7 +75,8 @@ class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     `in_memory`: load it from the snapshots of the sidecars. `in_spool`: load it from the spools of the nodes, since it is not
     decided yet. `near`: each rank may read what its node has of it, in memory or in the spool. `passed_over`: the damage of
-    newer checkpoints. `share_reads`: ranks that read the same share the reading, as rank 0 was asked to.
+    newer checkpoints. `share_reads`: ranks that read the same share the reading, as rank 0 was asked to. `is_missing`: rank 0
+    passed over a checkpoint of which something is not there, so a copy of it may be.
     """
 
     in_memory: bool = False
@@ -86,6 +87,7 @@ class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem | None = None
     passed_over: tuple[Problem, ...] = ()
     share_reads: bool = False
+    is_missing: bool = False
 
 
 class Circles(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,7 +165,7 @@ async def begin(store: Store, beginner: Beginner) -> Started:
         if before:
             await _say_who_is_fenced(store, before)
         found = await recover(store, epoch.epoch, epoch.surviving, known=known)
-        await reserve.take_aboard(store)
+        await reserve.lay(store)
         latest = await _latest(store)
     except BaseException:
         await lease.release()

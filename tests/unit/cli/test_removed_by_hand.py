@@ -48,16 +48,16 @@ BASE = "global_step1/00000001-0"
 def test_what_newer_checkpoints_referred_to_was_removed(cli: Cli, three: Path, removed: str) -> None:
     shutil.rmtree(three / removed)
     answer = cli("list", three)
-    assert (answer.code, [line.split()[2] for line in answer.lines[1:]]) == (0, ["incomplete", "incomplete"])
+    gone = ["removed"] if removed == "global_step1" else []
+    assert (answer.code, [line.split()[2] for line in answer.lines[1:]]) == (0, ["incomplete", "incomplete", *gone])
     assert f"it needs {BASE}/00000-0.chunks, which is gone: somebody removed global_step1" in answer.err
     assert f"`checkpointd delete {three} global_step3`" in answer.err
     assert answer.err.count("2 checkpoints are not whole (global_step3, global_step2)") == 1
     assert "latest names global_step3, which is not whole" in answer.err
-    [newest, _] = cli("list", three, "--json").json["rows"]
+    newest = cli("list", three, "--json").json["rows"][0]
     assert newest["latest"]
-    assert newest["lost"] == [
-        {"key": f"{BASE}/00000-0.chunks", "removed": removed.removesuffix("/00000001-0"), "bytes_left": None}
-    ]
+    [lost] = newest["lost"]
+    assert (lost["key"], lost["removed"]) == (f"{BASE}/00000-0.chunks", "global_step1")
 
 
 def test_every_other_command_says_so_as_well(cli: Cli, three: Path) -> None:
@@ -69,13 +69,14 @@ def test_every_other_command_says_so_as_well(cli: Cli, three: Path) -> None:
     status = cli("status", three)
     assert "2 checkpoints are not whole (global_step3, global_step2)" in status.out
     assert any(line.startswith("latest: latest names global_step3, which is not whole") for line in status.lines)
-    assert [one["tag"] for one in cli("status", three, "--json").json["incomplete"]] == ["global_step3", "global_step2"]
+    found = [one["tag"] for one in cli("status", three, "--json").json["incomplete"]]
+    assert found == ["global_step3", "global_step2", "global_step1"]
+    assert "global_step1: somebody removed its directory" in status.out
     explained = cli("explain", three, "global_step3")
     assert explained.lines[0].startswith("global_step3 was committed, and is not whole any more")
     assert why in explained.out
-    assert f"next: Bring global_step1 back from a copy of the root, or remove what is left: `checkpointd delete {three}" in (
-        explained.out
-    )
+    assert "next: Bring global_step1 back from a copy of the root" in explained.out
+    assert f"remove what is left: `checkpointd delete {three}" in explained.out
     assert cli("explain", three, "global_step3", "--json").json["attempts"][0]["state"] == "incomplete"
 
 
@@ -134,7 +135,7 @@ def test_latest_that_names_a_removed_tag_is_said_at_once(cli: Cli, three: Path) 
 def test_what_is_left_can_be_deleted(cli: Cli, three: Path) -> None:
     shutil.rmtree(three / "global_step1")
     assert cli("delete", three, "global_step2", "--yes").code == 0
-    assert states(cli, three) == {"global_step3": "incomplete"}
+    assert states(cli, three) == {"global_step3": "incomplete", "global_step1": "removed"}
 
 
 def test_checkpoints_removed_by_the_command_leave_the_others_whole(cli: Cli, three: Path) -> None:
@@ -142,6 +143,38 @@ def test_checkpoints_removed_by_the_command_leave_the_others_whole(cli: Cli, thr
     answer = cli("list", three)
     assert answer.err == ""
     assert set(states(cli, three).values()) == {"committed"}
+
+
+def test_gc_counts_only_what_can_be_loaded(cli: Cli, three: Path) -> None:
+    objects(three / "global_step3", ".chunks")[0].unlink()
+    assert cli("gc", three, "--keep-last", "1", "--dry-run", "--json").json["retired"] == ["global_step1"]
+    assert cli("gc", three, "--keep-last", "1").code == 0
+    assert states(cli, three) == {"global_step3": "incomplete", "global_step2": "committed"}
+    assert cli("verify", three, "global_step2").code == 0
+
+
+def test_gc_removes_nothing_in_favour_of_what_cannot_be_loaded(cli: Cli, three: Path) -> None:
+    shutil.rmtree(three / "global_step1")
+    assert cli("gc", three, "--keep-last", "1").code == 0
+    assert states(cli, three) == {"global_step3": "incomplete", "global_step2": "incomplete"}
+
+
+def test_what_a_restart_would_load_needs_force(cli: Cli, three: Path) -> None:
+    objects(three / "global_step3", ".chunks")[0].unlink()
+    refused = cli("delete", three, "global_step2", "--yes")
+    assert refused.code == 2
+    assert "global_step2 is the newest checkpoint that can be loaded" in refused.err
+    assert cli("delete", three, "global_step1", "--yes").code == 0
+
+
+def test_gc_forgets_what_was_removed_by_hand(cli: Cli, three: Path) -> None:
+    shutil.rmtree(three / "global_step3")
+    for command in ("list", "status", "verify"):
+        said = cli(command, three)
+        assert "global_step3: somebody removed its directory global_step3" in said.out + said.err, command
+    assert "somebody has removed its directory" in cli("explain", three, "global_step3").err
+    assert cli("gc", three).code == 0
+    assert "global_step3" not in states(cli, three)
 
 
 def test_no_page_tells_anyone_to_remove_files_below_a_root() -> None:
@@ -188,7 +221,7 @@ def test_a_directory_that_cannot_be_listed_again_proves_nothing(cli: Cli, three:
         return await whole(self, prefix)
 
     monkeypatch.setattr(PosixStore, "list", failing)
-    assert set(states(cli, three).values()) == {"committed"}
+    assert states(cli, three) == {"global_step3": "committed", "global_step2": "committed", "global_step1": "removed"}
 
 
 def test_nothing_is_read_of_a_whole_root_but_the_catalog_outcomes_ballots_and_latest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 from checkpointd.admin import gc
+from checkpointd.cli import run as cli
 from checkpointd.daemon.protocol import wire
-from checkpointd.errors import NoProgressError, StoreFullError, UsageError
+from checkpointd.errors import NoProgressError, NotFoundError, StoreFullError, UsageError
+from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.read import readback
 from checkpointd.pipeline.read.readback import BackgroundReadBack
 from checkpointd.pipeline.root.catalog import Checkpoint
@@ -414,3 +417,48 @@ def test_a_deletion_that_fills_the_disk_half_way_is_finished(tmp_path: Path, mon
             ckpt.save(step, {"weight": torch.full((4,), float(step))}).wait()
         ckpt.delete("global_step1", force=True)
         assert (ckpt.latest(), full) == ("global_step0", [])
+
+
+def test_close_leaves_what_the_rules_keep_and_no_empty_directories(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpointer(tmp_path, retention=3) as ckpt:
+        for step in range(6):
+            ckpt.save(step, state(step)).wait()
+    there = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("global_step"))
+    assert there == ["global_step3", "global_step4", "global_step5"]
+    assert cli(["explain", str(tmp_path), "global_step0"]) == NotFoundError.exit_code
+    assert "global_step0 was a checkpoint" in (said := capsys.readouterr().err)
+    assert "retention keeps the last 3" in said
+    with Checkpointer(tmp_path) as ckpt:
+        assert tags(ckpt) == ["global_step5", "global_step4", "global_step3"]
+    assert "removed" not in caplog.text
+
+
+def test_close_does_not_wait_for_the_pause_between_removals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run would end with a warning that checkpoints are left."""
+    monkeypatch.setattr(tidying, "PAUSE_S_MAX", 1e6)
+    monkeypatch.setattr(tidying, "SHARE", 1e-9)
+    with Checkpointer(tmp_path, retention=1) as ckpt:
+        for step in range(4):
+            ckpt.save(step, state(step)).wait()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("global_step")] == ["global_step3"]
+
+
+def test_a_save_that_misses_what_it_would_refer_to_names_the_command_that_shows_the_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    frozen = torch.randn(100, 1000)
+    with Checkpointer(tmp_path) as ckpt:
+        for step in range(2):
+            ckpt.save(step, {"frozen": frozen, "w": torch.full((9,), float(step))}).wait()
+        shutil.rmtree(tmp_path / "global_step0")
+        ckpt.save(2, {"frozen": frozen, "w": torch.full((9,), 2.0)}).wait()
+    assert "writes everything anew" in caplog.text
+    assert f"`checkpointd list {tmp_path}` shows which" in caplog.text
+    with Checkpointer(tmp_path) as ckpt:
+        assert "these checkpoints" in caplog.text
+        assert "global_step1: it needs" in caplog.text
+        loaded = ckpt.load({"frozen": torch.empty(100, 1000), "w": torch.empty(9)})
+        assert loaded is not None
+        assert loaded.tag == "global_step2"

@@ -320,3 +320,28 @@ def test_retention_8_one_tag_of_two_branches_stays_twice() -> None:
     assert gone(choose(both, Retention())) == [(1, 0)]
     back = [commit("best", 1, 0), commit("best", 1, 1), commit("best", 2, 0, left_behind=True)]
     assert gone(choose(back, Retention())) == [(1, 0)]
+
+
+def test_a_checkpoint_of_which_something_is_missing_counts_for_no_rule_and_stays() -> None:
+    """RETENTION-9."""
+    known = [checkpoint(1), checkpoint(2), checkpoint(3, incomplete=True), checkpoint(4, incomplete=True, verified=True)]
+    assert left(known, Retention(keep_last=1)) == [2, 3, 4]
+    assert left([checkpoint(1), checkpoint(2, incomplete=True)], Retention(keep_last=1)) == [1, 2]
+    assert left([checkpoint(1, incomplete=True)], Retention(every_steps=7)) == [1]
+    best = [checkpoint(1, metrics={"loss": 2.0}), checkpoint(2, metrics={"loss": 1.0}, incomplete=True), checkpoint(3)]
+    assert left(best, Retention(best=1, metric="loss", keep_last=1)) == [1, 2, 3]
+
+
+def test_an_incomplete_commit_replaces_no_older_one_of_its_tag() -> None:
+    """RETENTION-9."""
+    again = [commit("same", 1, 0), commit("same", 1, 1, incomplete=True)]
+    assert gone(choose(again, Retention())) == []
+
+
+def test_others_go_in_favour_of_what_the_rules_count() -> None:
+    """If one of these cannot be loaded, the choice is another (RETENTION-9)."""
+    choice = choose(TEN, Retention(keep_last=2, every_steps=40))
+    assert {facts.order for facts in choice.relied_on} == {(1, 8), (1, 9)}
+    assert choose(TEN, Retention()).relied_on == ()
+    again = [commit("same", 1, 0), commit("same", 1, 1), commit("other", 1, 2)]
+    assert {facts.order for facts in choose(again, Retention()).relied_on} == {(1, 1), (1, 2)}

@@ -182,8 +182,10 @@ class DcpSession:
         try:
             for tidier in list(self._tidiers):
                 self.writer.call(tidier.rest(), LEAVE_S)
-        except CheckpointdError:
-            log.warning("what was replaced at %s was not all removed; the next save there removes it", self.store.url)
+        except CheckpointdError as error:
+            log.warning(
+                "some replaced checkpoints at %s are still there (%s); the next save removes them", self.store.url, error
+            )
         end(self.writer, self._started)
         try:
             self.writer.call(self.store.close(), LEAVE_S)

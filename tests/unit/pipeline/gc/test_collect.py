@@ -36,10 +36,10 @@ from checkpointd.pipeline.root import catalog, epochs
 from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
 from checkpointd.pipeline.root.marks import condemn, references, standing_mark
 from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.pipeline.root.wholeness import Wholeness
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.write.dedup import Base, Bases
 from checkpointd.report.votes import votes_of
-from checkpointd.report.wholeness import Wholeness
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore

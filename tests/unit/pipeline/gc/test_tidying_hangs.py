@@ -15,6 +15,7 @@ from checkpointd.config import CommitConfig
 from checkpointd.errors import ClosedError, StoreError
 from checkpointd.layout.keys import AttemptId, attempt_prefix, object_key, vote_name
 from checkpointd.pipeline.attempt import WriterState
+from checkpointd.pipeline.gc import retire as retirement
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.gc.retire import Retired
 from checkpointd.pipeline.read.readback import read_back
@@ -187,7 +188,7 @@ def test_tidy_4_a_proof_that_takes_longer_than_a_save_waits_ends_all_the_same(mo
         assert (proofs["begun"], proofs["ended"]) == (1, 1)
         await tidier.close()
 
-    monkeypatch.setattr(tidying, "read_back", slowly)
+    monkeypatch.setattr(retirement, "read_back", slowly)
     run(0, main)
 
 
