@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from checkpointd import arguments
 from checkpointd.bucket_urls import directory_of
@@ -49,7 +50,7 @@ from checkpointd_client.export.state_dict import StateDict
 from checkpointd_client.lifetime import check_no_tag
 from checkpointd_client.loaded import Loaded
 from checkpointd_client.loader import LOOK_S, loaded_of, what_is_awaited
-from checkpointd_client.ranks.board import group_ranks
+from checkpointd_client.ranks.board import check_group, group_ranks
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.answers import HandedOutStates
 from checkpointd_client.restore.content import RankContent, part_of, parts_of
@@ -73,6 +74,7 @@ def open_checkpoint(
     pickle_client_state: bool = False,
     pinned_bytes: int = PINNED_BYTES,
     tensor_classes: Iterable[type] = (),
+    process_group: ProcessGroup | None = None,
 ) -> OpenCheckpoint:
     """Open the newest whole checkpoint below `root`, or `tag`, for reading. A job that saves there is not disturbed.
 
@@ -86,6 +88,7 @@ def open_checkpoint(
     `pickle_client_state`: load values that were stored as pickles; their code runs. Otherwise they are refused by name.
     `pinned_bytes`: the most host memory that one load to devices pins; 0 pins none.
     `tensor_classes`: your own classes of tensors that a load may make, as Checkpointer has them.
+    `process_group`: the ranks that load, if not all ranks of the job do. They get the values of the ranks of that group.
 
     Raises NotFoundError if there is no checkpoint, no such tag or no root, UsageError, DamagedError, StoreError.
     """
@@ -99,6 +102,7 @@ def open_checkpoint(
         pickle_client_state=pickle_client_state,
         pinned_bytes=pinned_bytes,
         tensor_classes=tensor_classes,
+        process_group=process_group,
     )
 
 
@@ -121,12 +125,16 @@ class OpenCheckpoint:
         pickle_client_state: bool,
         pinned_bytes: int,
         tensor_classes: Iterable[type] = (),
+        process_group: ProcessGroup | None = None,
     ) -> None:
         arguments.path("root", root)
         arguments.seconds("timeout_s", timeout_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         arguments.seconds("absence_s", absence_s, most=arguments.TIMEOUT_S_MAX, zero=True)
         arguments.flag("pickle_client_state", pickle_client_state)
         self._classes = TensorClasses.of(tensor_classes)
+        self._group = process_group
+        if process_group is not None:
+            check_group(process_group)
         self._store = open_store(root, read_only=True)
         if directory_of(self._store.url) is not None:
             _check_directory(self._store.url)
@@ -304,7 +312,7 @@ class OpenCheckpoint:
         if state is not into:
             into.update(state)
         warning = restoration.left_out(self.tag)
-        if warning and _ranks().rank == 0:
+        if warning and self._ranks().rank == 0:
             log.warning("%s", warning)
         return loaded_of(self._source(), restoration, client_state, self.passed_over)
 
@@ -356,7 +364,7 @@ class OpenCheckpoint:
     def _check_named(self, restoration: Restoration) -> None:
         """UsageError if ranks load parts of one tensor and each may have found another newest checkpoint (OPEN-2)."""
         part = next((target.fqn for target in restoration.targets if target.held is not None), None)
-        if part is not None and self._reading.tag in (None, LATEST) and _ranks().world_size > 1:
+        if part is not None and self._reading.tag in (None, LATEST) and self._ranks().world_size > 1:
             raise UsageError(
                 f"{part} is sharded over ranks, and each might find another newest checkpoint: open it by its tag, the same on "
                 "all of them. One rank can open the newest, and broadcast its .tag"
@@ -384,6 +392,10 @@ class OpenCheckpoint:
                 self._told = True
                 return found
 
+    def _ranks(self) -> Ranks:
+        """This process's place in its process group; without a group it counts as the only rank, whatever a launcher says."""
+        return group_ranks(self._group) or Ranks()
+
     def _source(self) -> StoredSource:
         self._check_open()
         checkpoint = self._world.checkpoint
@@ -392,7 +404,7 @@ class OpenCheckpoint:
             self._writer,
             self._config,
             self._timeout_s,
-            _ranks(),
+            self._ranks(),
             checkpoint,
             on_absence=lambda: self._reading.check_there(checkpoint),
             known=self._world,
@@ -462,11 +474,6 @@ def _chosen(into: MutableMapping[str, Any], names: Sequence[str]) -> dict[str, A
             f"only={', '.join(map(repr, strange))} names no part of the objects to load into: {', '.join(map(repr, into))}"
         )
     return {name: into[name] for name in names if name in into}
-
-
-def _ranks() -> Ranks:
-    """This process's place in its process group; without a group it counts as the only rank, whatever a launcher says."""
-    return group_ranks() or Ranks()
 
 
 def _check_wants(wants: object) -> None:

@@ -65,6 +65,11 @@ def main(folder: Path) -> None:
                 loaded = ckpt.load(other.state())
             assert loaded is not None
             assert all(map(torch.equal, other.values(), trained.values()))
+        with notes.case("is read in the group"):
+            other = Training(group, meshes[own], seed=5)
+            with open_checkpoint(root, "global_step1", process_group=group) as opened:
+                assert opened.load(other.state()).per_rank_left == ()
+            assert all(map(torch.equal, other.values(), trained.values()))
         with notes.case("is read by others"), open_checkpoint(root) as opened:
             assert {"own.of_rank_2"} & set(opened.tensors()) == ({"own.of_rank_2"} if rank == 2 else set())
     notes.finish()
