@@ -142,7 +142,8 @@ class Core:
         self._load_rounds = LoadRounds(
             self._board, self._ranks, commit.timeout_s, options.load.retry_s + options.load.absence_s
         )
-        self._step_hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self.step_begins(optimizer))
+        self.step_begins = self._saver.step_begins  # to call where an optimizer steps without torch's knowing
+        self._step_hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._saver.step_begins(optimizer))
         self._closed = False
         at_exit(self._leave)
 
@@ -261,10 +262,6 @@ class Core:
         On a GPU the current stream waits for the copies, not the host.
         """
         self._saver.fence()
-
-    def step_begins(self, optimizer: object) -> None:
-        """A step of an optimizer begins: wait as `fence`, and measure the step before. Torch's optimizers call this by a hook."""
-        self._saver.step_begins(optimizer)
 
     # --- loading ---------------------------------------------------------------------------------------------
 

@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 2 examples/demo/deepspeed_finetune.py --output_dir runs/ds --save_checkpoint
     torchrun --standalone --nproc-per-node 3 examples/demo/deepspeed_finetune.py --output_dir runs/ds --save_checkpoint --resume
 
-It runs on GPUs or CPUs as it is. The lines that matter are marked with (1) to (4). With `--layout deepspeed` the checkpoints are
-DeepSpeed's own files, which resume on the same number of ranks. `--offload superoffload` and `--offload zenflow` step the
-optimizer on the host, in a process of its own, and need an NVIDIA GPU. `--tokenizer NAME` takes one of transformers' instead of the
-small one that is made on the spot, and `--wandb` logs to Weights & Biases.
+It runs on GPUs or CPUs as it is. The lines that matter are marked with (1) to (4). With `--layout deepspeed` the checkpoints
+are DeepSpeed's own files, which resume on the same number of ranks. `--offload superoffload` and `--offload zenflow` step the
+optimizer on the host, in a process of its own, and need an NVIDIA GPU. `--tokenizer NAME` takes one of transformers' instead of
+the small one that is made on the spot, and `--wandb` logs to Weights & Biases.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSpeed engines whose optimizer steps in a process of its own, on a machine without a GPU: SuperOffload and ZenFlow.
 
-DeepSpeed's classes are the real ones, with their processes and their compiled CPUAdam. Two things stand in for CUDA: SuperOffload
-is not asked whether there is one, and ZenFlow's tensors for "cuda" at stage 3 are made on the CPU.
+DeepSpeed's classes are the real ones, with their processes and their compiled CPUAdam. Two things stand in for CUDA:
+SuperOffload does not ask whether it is there, and ZenFlow's tensors for "cuda" at stage 3 are made on the CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.superoffload import superoffload_stage3
 from deepspeed.runtime.zenflow import engine_stage3
-
 from torch import nn
 
 from tests.e2e.deepspeed_engines import Kind
@@ -47,7 +46,9 @@ def superoffload(dtype: str = "bfloat16", *, clipped: bool = False) -> Kind:
 
 
 def zenflow(stage: int, dtype: str = "bfloat16", *, overlap: bool, interval: int = 2) -> Kind:
-    """With `overlap`, another process steps what was not selected. At stage 3, ZenFlow can select only once on several ranks."""
+    """With `overlap`, another process steps what was not selected. At stage 3, ZenFlow can select only once if there are
+    several ranks.
+    """
     select = 4 if stage < 3 else 1000
     settings = {"topk_ratio": 0.2, "select_strategy": "step", "select_interval": select, "update_interval": interval}
     settings |= {"full_warm_up_rounds": 2, "overlap_step": overlap, "pt_reserved_cores_perc": 0.5}
@@ -78,6 +79,7 @@ def make(kind: Kind, seed: int = 0) -> Any:
         "train_micro_batch_size_per_gpu": 2,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
         "bf16": {"enabled": kind.dtype == "bfloat16"},
+        "zero_optimization": {"stage": kind.stage},
         **kind.settings,
     }
     groups = [

@@ -9,8 +9,8 @@ from tests.e2e import deepspeed_offload_engines  # noqa: F401  # stands in for C
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "demo"))
 
-import deepspeed_finetune as script  # noqa: E402
+import deepspeed_finetune as script
 
 if __name__ == "__main__":
-    script.check_offload = lambda offload: None
+    script.check_offload = lambda _: None
     script.train(script.parse_args())

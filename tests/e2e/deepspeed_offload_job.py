@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=1 deepspeed_offload_job.py FOLDER KIND LAYOUT PHASE
 
-PHASE `save`: take three steps and save. `resume`: load, take three steps and print their losses. All others: load, go on, and end
-with SIGKILL in that phase. LAYOUT `stock`: DeepSpeed saves and loads by itself.
+PHASE `save`: take steps and save. `resume`: load, take steps and print their losses. All others: load, go on, and end with
+SIGKILL in that phase. LAYOUT `stock`: DeepSpeed saves and loads by itself.
 """
 
 from __future__ import annotations

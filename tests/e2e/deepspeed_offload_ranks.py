@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from checkpointd.errors import CheckpointdError, StateError
-from checkpointd_client.integrations.deepspeed import Adapter, attach
+from checkpointd_client.integrations.deepspeed import attach
 from checkpointd_client.integrations.deepspeed.zero_optimizer import bundles_of
 from checkpointd_client.staging import stager
-from tests.e2e.deepspeed_engines import Findings, train
+from tests.e2e.deepspeed_engines import Findings, Kind, train
 from tests.e2e.deepspeed_offload_engines import end, make, process, superoffload, zenflow
 from tests.e2e.deepspeed_ranks import same
 from tests.e2e.rank_cases import leave_process_group
@@ -98,7 +98,9 @@ class Rank(Findings):
                 self.check(all(map(torch.equal, found[0], saved)), "the loaded weights are not those that were saved")
             if layout == "deepspeed" or not name.startswith("zenflow 3"):  # whose own load takes the weights from the masters
                 self.check(all(map(torch.equal, found[0], expected[0])), f"{layout}: other weights than DeepSpeed's load gives")
-                self.check(found[1] == expected[1], f"{layout}: other losses than after DeepSpeed's load: {found[1]} {expected[1]}")
+                self.check(
+                    found[1] == expected[1], f"{layout}: other losses than after DeepSpeed's load: {found[1]} {expected[1]}"
+                )
 
     def resumed(self, name: str, root: Path, layout: Any) -> tuple[list[torch.Tensor], list[float]]:
         """The loaded weights, and the losses of the next steps, in a new engine."""
@@ -195,6 +197,24 @@ class Rank(Findings):
         self.check(torch.equal(stale, bundles_of(engine)[0].tensor), "the next step puts the loaded weights in place")
         end(engine)
 
+    def takes_over_from_zero_3(self) -> None:
+        """Layout checkpointd: the weights and masters, and not the moments, for which there is no place."""
+        root = str(self.folder / "zero-3")
+        plain = make(Kind(3, "bfloat16", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}))
+        attach(plain, layout="checkpointd")
+        train(plain, 0, 3)
+        plain.save_checkpoint(root)
+        saved = weights(plain)
+        end(plain)
+        engine = make(superoffload(), seed=1)
+        attach(engine, layout="checkpointd")
+        engine.load_checkpoint(root)
+        together = [torch.cat([one.flatten().float() for one in some]) for some in (weights(engine), saved)]
+        self.check(torch.equal(*together), "other weights or masters than the saved ones")
+        self.check(not engine.optimizer.optimizer.state, "moments that nothing uses")
+        train(engine, 3, 5)
+        end(engine)
+
     def says_that_it_came_too_late(self) -> None:
         """ZenFlow's steps are counted from the first one."""
         engine = make(zenflow(1, overlap=True))
@@ -226,6 +246,8 @@ def main() -> None:
             ):
                 with rank.case(f"{case.__name__.replace('_', ' ')}, in layout {layout}"):
                     case(layout)
+        with rank.case("takes over from ZeRO 3"):
+            rank.takes_over_from_zero_3()
         with rank.case("says that it came too late"):
             rank.says_that_it_came_too_late()
     rank.finish()

@@ -180,7 +180,9 @@ class EngineTargets:
         stored_state = parts["state"]
         if keeps_moments(self.engine.optimizer):
             if stored_state:
-                log.warning("the moments in the checkpoint are not loaded: DeepSpeed cannot hand them to the optimizer's process")
+                log.warning(
+                    "the moments in the checkpoint are not loaded: DeepSpeed cannot hand them to the optimizer's process"
+                )
             stored_state = {}
         for number, bundle in enumerate(self._bundles):
             self._fresh[number] = self._fill(bundle, stored_state)

@@ -2,7 +2,7 @@
 
 Torch does not report their steps. What changes when, and what DeepSpeed's own checkpoint has of it:
 
-    SuperOffload  Each backward pass queues a step per sub-group. The process writes the fp32 masters, and `step()` waits for it.
+    SuperOffload  Each backward pass queues a step per sub-group. The process writes the fp32 masters, and `step()` waits.
                   The moments and step counts of Adam exist only in the process; no checkpoint has them.
     ZenFlow       The training process steps the selected columns, from the backward pass on. With `overlap_step`, another
                   process steps everything else: `step()` gives it a step, and a later `step()` waits for the end of that one.
@@ -29,13 +29,13 @@ log = logging.getLogger("checkpointd")
 
 _POLL_S = 1.0
 _KEPT = (
-    "keeps the moments of the steps before this load, since DeepSpeed cannot reset them: load in a new process, before the first "
-    "step, to begin with new ones"
+    "keeps the moments of the steps before this load, since DeepSpeed cannot reset them: load in a new process, before the "
+    "first step, to begin with new ones"
 )
 
 
 class OptimizerProcess:
-    """The process of an engine's optimizer. This one is for all other optimizers: there is none, and torch reports the steps."""
+    """The process of an engine's optimizer. This class is for optimizers that have none, and whose steps torch reports."""
 
     def __init__(self, engine: Any) -> None:
         self._optimizer = engine.optimizer
@@ -100,8 +100,8 @@ class _SuperOffload(OptimizerProcess):
 
     def connect(self, fence: Callable[[], None], step_begins: Callable[[object], None]) -> None:
         self._warn(
-            "SuperOffload: DeepSpeed saves the weights and their fp32 masters, and not the moments and step counts of Adam, which "
-            "only the optimizer's process has. Training that is resumed begins with new ones, as it does without checkpointd"
+            "SuperOffload: DeepSpeed saves the weights and their fp32 masters, but not the moments and step counts of Adam, "
+            "which only the optimizer's process has. A resumed training begins with new ones, as it does without checkpointd"
         )
         offloaded = self._optimizer.superoffload_cpu_optimizer
         self._before(offloaded, "async_step", self._steps)
@@ -136,8 +136,8 @@ class _ZenFlow(OptimizerProcess):
             )
         moments = ", and the moments of the optimizer's process" if keeps_moments(optimizer) else ""
         self._warn(
-            "ZenFlow: DeepSpeed saves the weights and their fp32 masters, and not the selected columns with their moments, the "
-            f"gradients that wait for the next update{moments}. Training that is resumed begins with new ones, as it does without "
+            "ZenFlow: DeepSpeed saves the weights and their fp32 masters, but not the selected columns with their moments, the "
+            f"gradients that wait for the next update{moments}. A resumed training begins with new ones, as it does without "
             "checkpointd"
         )
         self._before(optimizer, "backward_prologue", fence)

@@ -126,7 +126,7 @@ def parameter_held(engine: Any, parameter: Any, copies: ReplicaGroup) -> LocalSh
 
 
 def _partitioned(optimizer: Any, parameter: Any) -> tuple[tuple[int, ...], bool]:
-    """The shape of a parameter of stage 3, and whether its elements lie column by column. ZenFlow transposes matrices for good."""
+    """The shape of a parameter of stage 3, and whether its elements lie column by column: ZenFlow transposes all matrices."""
     shape = tuple(parameter.ds_shape)
     by_columns = is_zenflow(optimizer) and len(shape) == 2
     return (shape[::-1] if by_columns else shape), by_columns

@@ -189,9 +189,9 @@ def _check_masters(directory: str, optim: LoadedZeroFile) -> None:
     zero = settings.get("zero_optimization") if isinstance(settings, Mapping) else None
     if isinstance(zero, Mapping) and zero.get("zenflow"):
         raise UsageError(
-            f"{directory} was saved with ZenFlow: its fp32 masters lack what the selected columns have learnt, and many of them are "
-            "transposed. For the weights, use engine.save_16bit_model; for another kind of training, load it with an engine, "
-            "attach that with layout='checkpointd', and save"
+            f"{directory} was saved with ZenFlow: its fp32 masters lack what the selected columns have learnt, and some "
+            "are transposed. For the weights, use engine.save_16bit_model. To train without ZenFlow, load it with an engine that is "
+            "attached with layout='checkpointd', and save"
         )
 
 

@@ -236,7 +236,9 @@ def test_what_deepspeed_does_not_save_is_said_once_per_job(
         monkeypatch.setattr(OffloadedEngine, "global_rank", rank)
         with attached(optimizer()):
             pass
-    assert [record for record in caplog.messages if "DeepSpeed saves the weights" in record and "moments" in record] == caplog.messages
+    assert [
+        record for record in caplog.messages if "DeepSpeed saves the weights" in record and "moments" in record
+    ] == caplog.messages
     assert len(caplog.messages) == 1
 
 
