@@ -190,8 +190,8 @@ def _check_masters(directory: str, optim: LoadedZeroFile) -> None:
     if isinstance(zero, Mapping) and zero.get("zenflow"):
         raise UsageError(
             f"{directory} was saved with ZenFlow: its fp32 masters lack what the selected columns have learnt, and some "
-            "are transposed. For the weights, use engine.save_16bit_model. To train without ZenFlow, load it with an engine that "
-            "is attached with layout='checkpointd', and save"
+            "are transposed. For the weights, use engine.save_16bit_model. To train without ZenFlow, load it with an engine "
+            "that is attached with layout='checkpointd', and save"
         )
 
 
