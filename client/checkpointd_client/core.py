@@ -142,6 +142,7 @@ class Core:
         self._load_rounds = LoadRounds(
             self._board, self._ranks, commit.timeout_s, options.load.retry_s + options.load.absence_s
         )
+        self.step_begins = self._saver.step_begins  # for steps that torch does not report
         self._step_hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._saver.step_begins(optimizer))
         self._closed = False
         at_exit(self._leave)
@@ -256,9 +257,8 @@ class Core:
         return self._meetings.meet(said, doing)
 
     def fence(self) -> None:
-        """Wait until the snapshots in flight are copied. Call it before you change parameters outside an optimizer step.
-
-        On a GPU the current stream waits for the copies, not the host.
+        """Wait until the snapshots in flight are copied; on a GPU the current stream waits, not the host. Call it before you
+        change parameters outside an optimizer step.
         """
         self._saver.fence()
 

@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 2 examples/demo/deepspeed_finetune.py --output_dir runs/ds --save_checkpoint
     torchrun --standalone --nproc-per-node 3 examples/demo/deepspeed_finetune.py --output_dir runs/ds --save_checkpoint --resume
 
-It runs on CPU as it is. The lines that matter are marked with (1) to (4). With `--layout deepspeed` the checkpoints are
-DeepSpeed's own files, which resume on the same number of ranks. `--tokenizer NAME` takes one of transformers' instead of the
-small one that is made on the spot, and `--wandb` logs to Weights & Biases.
+It runs on GPUs or CPUs as it is. The lines that matter are marked with (1) to (4). With `--layout deepspeed` the checkpoints
+are DeepSpeed's own files, which resume on the same number of ranks. `--offload superoffload` and `--offload zenflow` step the
+optimizer on the host, in a process of its own, and need an NVIDIA GPU. `--tokenizer NAME` takes one of transformers' instead of
+the small one that is made on the spot, and `--wandb` logs to Weights & Biases.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # set it to cuda where there are GPUs
+import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 import deepspeed
 import deepspeed.comm.comm
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -38,6 +40,7 @@ if os.environ["DS_ACCELERATOR"] == "cpu":
 
 
 def train(args: argparse.Namespace) -> None:
+    check_offload(args.offload)
     deepspeed.init_distributed(dist_backend="gloo" if os.environ["DS_ACCELERATOR"] == "cpu" else None)
     world = dist.get_world_size()
     if args.batch % world:
@@ -110,16 +113,36 @@ def finish(engine: Any, run: Any) -> None:
 # --- training ---------------------------------------------------------------------------------------------------
 
 
+OFFLOAD: dict[str, dict[str, Any]] = {
+    "none": {},
+    "superoffload": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}},
+    "zenflow": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+        "overlap_comm": True,
+        "zenflow": {"select_strategy": "step", "select_interval": 4, "update_interval": 2, "overlap_step": True}
+        | {"full_warm_up_rounds": 2},
+    },
+}
+"""What the ways to offload add to `zero_optimization`."""
+
+
+def check_offload(offload: str) -> None:
+    if offload != "none" and os.environ["DS_ACCELERATOR"] != "cuda":
+        raise SystemExit(f"--offload {offload} needs an NVIDIA GPU: DeepSpeed takes no other device for it")
+
+
 def settings(args: argparse.Namespace, world: int) -> dict[str, Any]:
     """What would be in ds_config.json."""
+    on_host = args.offload != "none"
     return {
         "train_batch_size": args.batch,
         "train_micro_batch_size_per_gpu": args.batch // world,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "torch_adam": not on_host}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": args.lr}},
-        "bf16": {"enabled": args.bf16},
-        "zero_optimization": {"stage": args.zero_stage},
+        "bf16": {"enabled": args.bf16 or on_host},
+        "zero_optimization": {"stage": args.zero_stage, **OFFLOAD[args.offload]},
         "checkpoint": {"checkpointd": {"layout": args.layout}},
     }
 
@@ -176,6 +199,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layout", choices=["checkpointd", "deepspeed"], default="checkpointd")
     parser.add_argument("--zero_stage", type=int, choices=[0, 1, 2, 3], default=2)
+    parser.add_argument("--offload", choices=list(OFFLOAD), default="none", help="sets the stage, and trains in bf16")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--batch", type=int, default=12, help="windows per step, of all ranks together")
     parser.add_argument("--length", type=int, default=32, help="tokens of one window")

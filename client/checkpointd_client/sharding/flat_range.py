@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from checkpointd.layout.boxes import boxes_of_range
+from checkpointd.layout.boxes import Box, boxes_of_range
 from checkpointd_client.sharding.dtensor import ALONE, LocalBox, LocalShard, ReplicaGroup, replicated
 
 
@@ -44,16 +44,28 @@ class MultiTarget:
 
 @dataclass(frozen=True, slots=True)
 class FlatPart(LocalBox):
-    """A box whose elements are contiguous in a one-dimensional local tensor, from the index in `at` on."""
+    """A box whose elements are contiguous in a one-dimensional local tensor, from the index in `at` on; column by column with
+    `by_columns`.
+    """
+
+    by_columns: bool = False
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        return local[self.at[0] : self.at[0] + self.box.numel()].view(self.box.sizes)
+        elements = local[self.at[0] : self.at[0] + self.box.numel()]
+        return elements.view(self.box.sizes[::-1]).t() if self.by_columns else elements.view(self.box.sizes)
 
 
 def flat(
-    shape: tuple[int, ...], start: int, elements: torch.Tensor, *, optimizer_only: bool = False, trained: bool = False
+    shape: tuple[int, ...],
+    start: int,
+    elements: torch.Tensor,
+    *,
+    optimizer_only: bool = False,
+    trained: bool = False,
+    by_columns: bool = False,
 ) -> LocalShardTensor:
-    """A range of the row-major elements of a tensor of `shape`: the one-dimensional `elements`, from element `start` on.
+    """A range of the row-major elements of a tensor of `shape`: the one-dimensional `elements`, from element `start` on. With
+    `by_columns`, the elements of a matrix are counted column by column.
 
     Ranks with other ranges of the tensor use the same FQN. A rank without elements passes an empty tensor. ValueError if the
     range does not lie inside the tensor.
@@ -62,8 +74,9 @@ def flat(
     if elements.dim() != 1:
         raise ValueError(f"a flat range has one dimension, not the shape {list(elements.shape)}")
     if start == 0 and count == math.prod(shape):
-        return LocalShardTensor(elements.view(shape), replicated(shape, ALONE), optimizer_only, trained)
-    return LocalShardTensor(elements, flat_held(shape, start, count), optimizer_only, trained)
+        whole = elements.view(shape[::-1]).t() if by_columns else elements.view(shape)
+        return LocalShardTensor(whole, replicated(shape, ALONE), optimizer_only, trained)
+    return LocalShardTensor(elements, flat_held(shape, start, count, by_columns=by_columns), optimizer_only, trained)
 
 
 def same(
@@ -79,11 +92,12 @@ def same(
 
 
 @lru_cache(maxsize=1 << 16)
-def flat_held(shape: tuple[int, ...], start: int, count: int) -> LocalShard:
+def flat_held(shape: tuple[int, ...], start: int, count: int, *, by_columns: bool = False) -> LocalShard:
     """The range as boxes, each with its place in the range. Cached, because every save asks for the same ranges."""
     parts: list[LocalBox] = []
     at = 0
-    for box in boxes_of_range(shape, start, start + count):
-        parts.append(FlatPart(shape, box, (at,)))
+    for box in boxes_of_range(shape[::-1] if by_columns else shape, start, start + count):
+        own = Box(box.offsets[::-1], box.sizes[::-1]) if by_columns else box
+        parts.append(FlatPart(shape, own, (at,), by_columns=by_columns))
         at += box.numel()
     return LocalShard(shape, tuple(parts))

@@ -25,11 +25,13 @@ from checkpointd.errors import (
     CheckpointdError,
     ClosedError,
     StagingError,
+    StateError,
     UsageError,
 )
 from checkpointd.layout.keys import SERVICE
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.checkpoint_engine import CheckpointdEngine
+from checkpointd_client.integrations.deepspeed.optimizer_process import OptimizerProcess
 from checkpointd_client.integrations.directories.agreement import agreed
 from checkpointd_client.integrations.directories.opening import Opened, Said, opened, said_of
 from checkpointd_client.integrations.directories.roots import OpenRoots
@@ -82,6 +84,7 @@ class Adapter(ABC):
         arguments.seconds("commit_timeout_s", self._timeout_s, most=arguments.TIMEOUT_S_MAX)
         self._roots = OpenRoots(self._store_of, settings)
         self._engine = CheckpointdEngine(self.settle)
+        self._process = OptimizerProcess.of(engine)
         self.is_attached = False
         self.filled: Filled | None = None
         """The unfinished directory that the next save_checkpoint completes, if another library fills one."""
@@ -89,6 +92,7 @@ class Adapter(ABC):
     def connect(self) -> None:
         """Replace the engine's own methods."""
         engine = self.engine
+        self._process.connect(self._roots.fence, self._roots.step_begins)
         self._save, self._load, self._destroy = engine.save_checkpoint, engine.load_checkpoint, engine.destroy
         self._stock = engine.checkpoint_engine
         engine.checkpoint_engine = self._engine
@@ -161,6 +165,12 @@ class Adapter(ABC):
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_checkpoint, for committed and undamaged checkpoints. Call it on every rank."""
 
+    def _loaded_by_deepspeed(self, load_dir: str, tag: str | None, *args: Any, **kwargs: Any) -> Any:
+        found = self._load(load_dir, tag, *args, **kwargs)
+        if found[0] is not None:
+            self._process.loaded()
+        return found
+
     def detach(self) -> None:
         """Close, and give the engine its own methods back, even if close() raises."""
         try:
@@ -170,6 +180,7 @@ class Adapter(ABC):
 
     def _disconnect(self) -> None:
         engine = self.engine
+        self._process.disconnect()
         engine.checkpoint_engine = self._stock
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
         engine._copy_recovery_script = self._copy
@@ -251,8 +262,14 @@ class Adapter(ABC):
         return store_of(root)
 
     def _meet(self, doing: str, said: Mapping[str, object], own: Any) -> list[Any]:
-        """Let all ranks meet, each with the same `said` (ADAPTER-1); returns the `own` of each rank."""
-        return agreed(doing, said, own, self._timeout_s)
+        """Let all ranks meet, each with the same `said` (ADAPTER-1); returns the `own` of each rank. StateError on every rank
+        if the optimizer's process of one of them stands in the way.
+        """
+        met = agreed(doing, said, (own, self._process.fault(self._timeout_s / 2)), self._timeout_s)
+        for rank, (_, fault) in enumerate(met):
+            if fault is not None:
+                raise StateError(f"{doing} on rank {rank}: {fault}. Nothing was saved or loaded")
+        return [one for one, _ in met]
 
     def _one_of(self, tags: list[str]) -> str:
         """The tag of rank 0. TagError if the tags differ and DeepSpeed's `tag_validation` is "Fail"."""

@@ -122,11 +122,6 @@ def _is_host(map_location: Any) -> bool:
     return callable(map_location) or (isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu")
 
 
-def steps_elsewhere(optimizer: Any) -> bool:
-    """Whether another process changes the optimizer's state already during the backward pass, which no hook reports."""
-    return hasattr(optimizer, "superoffload_cpu_optimizer") or bool(getattr(optimizer, "zenflow", False))
-
-
 def write_whole(content: Any, path: str) -> None:
     """torch.save, durable; replaces an existing file in one step."""
     directory = os.path.dirname(os.path.abspath(path))

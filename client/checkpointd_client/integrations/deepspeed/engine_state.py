@@ -23,6 +23,7 @@ from checkpointd.errors import StateError
 from checkpointd_client.capture import objects
 from checkpointd_client.capture.optimizers import of_no_parameter
 from checkpointd_client.capture.state_dicts import HandedOut
+from checkpointd_client.integrations.deepspeed.optimizer_process import keeps_moments
 from checkpointd_client.integrations.deepspeed.zero_optimizer import (
     Bundle,
     Range,
@@ -90,7 +91,7 @@ def _model(engine: Any, *, exclude_frozen_parameters: bool) -> tuple[dict[str, A
                 left_out.append(name)
                 continue
             # Tied weights are one HeldTensor, and so stored once.
-            found[name] = made[id(value)] = made.get(id(value)) or parameter_held(value, copies)
+            found[name] = made[id(value)] = made.get(id(value)) or parameter_held(engine, value, copies)
         elif isinstance(value, torch.Tensor):
             # Every rank has its own buffers; those of the first rank are stored, as in DeepSpeed's files.
             found[name] = made[id(value)] = made.get(id(value)) or same(value.detach(), copies, first_writes=True)
@@ -115,6 +116,8 @@ def stored_name(name: str) -> str:
 
 def _optimizer_state(engine: Any, bundles: list[Bundle]) -> dict[Hashable, Any]:
     base = base_optimizer(engine)
+    if keeps_moments(engine.optimizer):
+        return {}
     found: dict[Hashable, Any] = of_no_parameter(base)
     for bundle in bundles:
         entry = base.state.get(bundle.tensor, {})

@@ -16,7 +16,6 @@ from checkpointd.layout.keys import check_tag
 from checkpointd_client.capture.torch_files import check_saveable
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, SaveCall
-from checkpointd_client.integrations.deepspeed.checkpoint_engine import steps_elsewhere
 from checkpointd_client.integrations.deepspeed.files_choice import FilesChoice
 from checkpointd_client.integrations.deepspeed.offline.file_names import STATES_END, missing_fault
 from checkpointd_client.integrations.deepspeed.reading import FileReads
@@ -77,7 +76,7 @@ class FilesAdapter(Adapter):
         seen = self._is_own(load_dir), None if is_universal else missing_fault(load_dir, tag), self._said_of(load_dir)
         is_ours, missing, how = self._meet("load_checkpoint()", said, seen)[0]
         if is_universal:  # converted by DeepSpeed's own tool
-            found = self._load(load_dir, tag, *args, **kwargs)
+            found = self._loaded_by_deepspeed(load_dir, tag, *args, **kwargs)
             with suppress(UsageError):  # outside the root there is no checkpoint of ours
                 self._roots.went_on_from = SaveTarget.root_of(load_dir, self._root)
             return found
@@ -85,7 +84,7 @@ class FilesAdapter(Adapter):
         if not is_ours:
             if missing is not None:
                 raise NotFoundError(missing)
-            return self._load(load_dir, tag, *args, **kwargs)
+            return self._loaded_by_deepspeed(load_dir, tag, *args, **kwargs)
         folder = os.path.dirname(SaveTarget.of(load_dir, "any", self._root).at)
         asked = None if tag is None else check_tag(str(tag))
         reading_of = functools.partial(FileReads, self.engine, args, kwargs)
@@ -93,7 +92,7 @@ class FilesAdapter(Adapter):
             choice = FilesChoice(self.engine, source, load_dir, folder, asked, self._store_of(root), reading_of)
             chosen, contents = choice.chosen()
             with self._engine.holding(contents):
-                found = self._load(load_dir, chosen, *args, **kwargs)
+                found = self._loaded_by_deepspeed(load_dir, chosen, *args, **kwargs)
             source.take_up()
         return found
 
@@ -102,13 +101,13 @@ class FilesAdapter(Adapter):
         average that the user computes.
         """
         engine = self.engine
-        if steps_elsewhere(engine.optimizer):
-            return set()
         trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
         found = {parameter.untyped_storage().data_ptr() for parameter in trained}
         base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        masters = list(getattr(engine.optimizer, "fp32_partitioned_groups_flat", ()))  # stage 3 keeps them out of the groups
         for group in getattr(base, "param_groups", ()):
-            found |= {parameter.untyped_storage().data_ptr() for parameter in group["params"]}
+            masters += group["params"]
+        found |= {parameter.untyped_storage().data_ptr() for parameter in masters}
         for state in getattr(base, "state", {}).values():
             found |= {value.untyped_storage().data_ptr() for value in state.values() if isinstance(value, torch.Tensor)}
         return found

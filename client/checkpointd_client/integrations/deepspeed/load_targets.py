@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
@@ -28,6 +29,7 @@ from checkpointd_client.integrations.deepspeed.engine_state import (
     stored_name,
 )
 from checkpointd_client.integrations.deepspeed.offline.zero_map import latest
+from checkpointd_client.integrations.deepspeed.optimizer_process import keeps_moments
 from checkpointd_client.integrations.deepspeed.zero_optimizer import (
     Bundle,
     base_optimizer,
@@ -38,6 +40,8 @@ from checkpointd_client.integrations.deepspeed.zero_optimizer import (
 )
 from checkpointd_client.restore.target_chooser import Described, LoadTargets, StoredTensor
 from checkpointd_client.sharding.flat_range import LocalShardTensor, MultiTarget, same
+
+log = logging.getLogger("checkpointd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,7 @@ class EngineTargets:
             if stored_as is None:
                 self._note_missing(name, value)
             elif isinstance(value, nn.Parameter):
-                held = parameter_held(value, self._copies)
+                held = parameter_held(self.engine, value, self._copies)
                 source = self._source(held.tensor, stored[stored_as], stored_as in masters)
                 targets[source][stored_as].append(held)
                 for master in own.get(names[id(value)], ()):
@@ -173,11 +177,18 @@ class EngineTargets:
                 f"{OPTIMIZER}: no optimizer's state is stored; load_optimizer_states=False loads the parameters alone"
             )
             return
+        stored_state = parts["state"]
+        if keeps_moments(self.engine.optimizer):
+            if stored_state:
+                log.warning(
+                    "the moments in the checkpoint are not loaded: DeepSpeed cannot hand them to the optimizer's process"
+                )
+            stored_state = {}
         for number, bundle in enumerate(self._bundles):
-            self._fresh[number] = self._fill(bundle, parts["state"])
+            self._fresh[number] = self._fill(bundle, stored_state)
         self._group_numbers(parts["param_groups"])
         named = {name for group in parts["param_groups"] for name in group["params"]}
-        self._of_no_parameter = [key for key in parts["state"] if key not in named]
+        self._of_no_parameter = [key for key in stored_state if key not in named]
         self._entries.update(dict.fromkeys(self._of_no_parameter))
         self._places.state[OPTIMIZER] = {"state": self._entries, "param_groups": None}
 

@@ -95,6 +95,7 @@ class TensorAdapter(Adapter):
         loaded = _first_whole(root, places, tags)
         if loaded is not None:
             places.settle()
+            self._process.loaded()
         elif engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
         return loaded
@@ -111,7 +112,7 @@ class TensorAdapter(Adapter):
     def _load_stock(self, load_dir: str, tag: str | None, choices: tuple[Any, ...]) -> tuple[str | None, dict[str, Any] | None]:
         log.info("DeepSpeed loads a checkpoint of its own from %s, which needs the ranks and the stage that saved it", load_dir)
         self.settle()
-        found: tuple[str | None, dict[str, Any] | None] = self._load(load_dir, tag, *choices)
+        found: tuple[str | None, dict[str, Any] | None] = self._loaded_by_deepspeed(load_dir, tag, *choices)
         return found
 
     def _chosen(self, root: Opened, load_dir: str, tag: str | None) -> tuple[list[str | None], str | None]:

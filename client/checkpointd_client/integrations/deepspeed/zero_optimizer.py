@@ -22,6 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from checkpointd.errors import StateError, UsageError
+from checkpointd_client.integrations.deepspeed.optimizer_process import is_zenflow
 from checkpointd_client.sharding.dtensor import ReplicaGroup, group_of
 from checkpointd_client.sharding.flat_range import LocalShardTensor, flat, same
 from checkpointd_client.sharding.wrappers import Names
@@ -29,13 +30,16 @@ from checkpointd_client.sharding.wrappers import Names
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements `[start, start + count)` of the parameter called `name`, which lie in a flat tensor from element `at` on."""
+    """Elements `[start, start + count)` of the parameter called `name`, which lie in a flat tensor from element `at` on. With
+    `by_columns` they are counted column by column.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     count: int
     at: int
+    by_columns: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +58,7 @@ class Bundle:
         elements = like.detach().view(-1)[one.at : one.at + one.count]
         if self.copies is not None:
             return same(elements.view(one.shape), self.copies, optimizer_only=True)
-        return flat(one.shape, one.start, elements, optimizer_only=True)
+        return flat(one.shape, one.start, elements, optimizer_only=True, by_columns=one.by_columns)
 
 
 def check_supported(engine: Any) -> None:
@@ -74,10 +78,6 @@ def _refusal(engine: Any) -> str | None:
         return "its data sampler or its random-LTD scheduler has a state of its own, which this layout does not store"
     if group_of(engine.seq_data_parallel_group).replicas != torch.distributed.get_world_size():
         return "its module is model-parallel, so that ranks have different tensors of one name"
-    if getattr(optimizer, "zenflow", False):
-        return "ZenFlow keeps a part of the optimizer in a process of its own"
-    if hasattr(optimizer, "superoffload_cpu_optimizer"):
-        return "SuperOffload steps in a process of its own, which no snapshot can wait for"
     if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
         return "its tensors are swapped to NVMe"
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -110,19 +110,26 @@ def names_of(engine: Any) -> dict[int, str]:
     return found
 
 
-def parameter_held(parameter: Any, copies: ReplicaGroup) -> LocalShardTensor:
+def parameter_held(engine: Any, parameter: Any, copies: ReplicaGroup) -> LocalShardTensor:
     """This rank's part of a parameter of the module, at any stage. StateError if DeepSpeed has moved its elements away."""
     trained = bool(parameter.requires_grad)
     if not hasattr(parameter, "ds_id"):  # at stage 3 the elements lie in `ds_tensor`
         return same(parameter.detach(), copies, optimizer_only=trained, trained=trained)
-    part, shape = parameter.ds_tensor, tuple(parameter.ds_shape)
+    part, (shape, by_columns) = parameter.ds_tensor, _partitioned(engine.optimizer, parameter)
     if part.numel() and not part.untyped_storage().nbytes():
         raise StateError(
             f"a parameter of the shape {list(shape)} was moved away by DeepSpeed: reload the engine's states first"
         )
     start = min(copies.replica * part.numel(), math.prod(shape))
     count = min(part.numel(), math.prod(shape) - start)
-    return flat(shape, start, part.detach()[:count], optimizer_only=trained, trained=trained)
+    return flat(shape, start, part.detach()[:count], optimizer_only=trained, trained=trained, by_columns=by_columns)
+
+
+def _partitioned(optimizer: Any, parameter: Any) -> tuple[tuple[int, ...], bool]:
+    """The shape of a parameter of stage 3, and whether its elements lie column by column: ZenFlow transposes all matrices."""
+    shape = tuple(parameter.ds_shape)
+    by_columns = is_zenflow(optimizer) and len(shape) == 2
+    return (shape[::-1] if by_columns else shape), by_columns
 
 
 def gather_persistent(engine: Any) -> None:
@@ -191,7 +198,9 @@ def _cut(parameters: Sequence[Any], offsets: Iterable[int], names: dict[int, str
         begin = min(max(first, offset), offset + parameter.numel())
         end = max(min(first + size, offset + parameter.numel()), begin)
         at = begin - first if end > begin else 0
-        found.append(Range(names[id(parameter)], tuple(parameter.shape), begin - offset, end - begin, at))
+        # ZenFlow lays matrices out column by column; releases that view them row by row again (0.19.8) rearrange the weights.
+        by_columns = parameter.dim() == 2 and not parameter.is_contiguous() and parameter.t().is_contiguous()
+        found.append(Range(names[id(parameter)], tuple(parameter.shape), begin - offset, end - begin, at, by_columns))
     return tuple(found)
 
 
@@ -203,7 +212,7 @@ def _stage_3(optimizer: Any, names: dict[int, str], copies: ReplicaGroup) -> Ite
         ranges, at = [], 0
         for parameter in parameters:
             size, total = parameter.partition_numel(), parameter.ds_numel
-            start = min(copies.replica * size, total)
-            ranges.append(Range(names[id(parameter)], tuple(parameter.ds_shape), start, min(size, total - start), at))
+            start, (shape, by_columns) = min(copies.replica * size, total), _partitioned(optimizer, parameter)
+            ranges.append(Range(names[id(parameter)], shape, start, min(size, total - start), at, by_columns))
             at += size
         yield Bundle(flat_master, optimizer.sub_group_to_group_id[number], tuple(ranges), None)

@@ -129,6 +129,16 @@ class OpenRoots:
         except CheckpointdError as error:  # a save failed, whose handle reports it
             log.error("closing the root %s failed: %s", root, error)
 
+    def fence(self) -> None:
+        """Wait until the snapshots in flight are copied."""
+        for checkpointer in self.checkpointers.values():
+            checkpointer.fence()
+
+    def step_begins(self, optimizer: object) -> None:
+        """A step begins that torch does not report."""
+        for checkpointer in self.checkpointers.values():
+            checkpointer.step_begins(optimizer)
+
     def wait(self, timeout: float | None) -> None:
         """Wait until no save is in flight; raises their errors."""
         for checkpointer in self.checkpointers.values():

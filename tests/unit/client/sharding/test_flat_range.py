@@ -29,12 +29,13 @@ def numbered(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torc
     return torch.arange(math.prod(shape)).to(dtype).view(shape)
 
 
-def cut(full: torch.Tensor, ranks: int) -> list[LocalShardTensor]:
+def cut(full: torch.Tensor, ranks: int, *, by_columns: bool = False) -> list[LocalShardTensor]:
     """As ZeRO 3 does: equal parts, padded, and what pads them left out."""
     size = -(-full.numel() // ranks)
     starts = [min(rank * size, full.numel()) for rank in range(ranks)]
-    flattened = full.reshape(-1)
-    return [flat(tuple(full.shape), start, flattened[start : start + size].clone()) for start in starts]
+    flattened = (full.t() if by_columns else full).reshape(-1)
+    parts = [flattened[start : start + size].clone() for start in starts]
+    return [flat(tuple(full.shape), start, part, by_columns=by_columns) for start, part in zip(starts, parts, strict=True)]
 
 
 def captured(states: list[dict[str, Any]]) -> list[Captured]:
@@ -84,6 +85,21 @@ def test_a_tensor_in_flat_ranges_of_n_ranks_loads_into_those_of_m(shape: tuple[i
     for target in targets:
         fill(prepare({"w": target}, content, LoadOptions()), made)
     assert torch.cat([target.tensor.reshape(-1) for target in targets]).equal(full.reshape(-1))
+
+
+@given(st.tuples(st.integers(1, 5), st.integers(1, 5)), st.integers(1, 6), st.integers(1, 6), st.booleans(), st.booleans())
+def test_a_matrix_by_columns_has_the_same_elements(shape: tuple[int, int], n: int, m: int, saved: bool, loaded: bool) -> None:
+    full = numbered(shape)
+    ranks = captured([{"w": part} for part in cut(full, n, by_columns=saved)])
+    assert fault_of(ranks) is None
+    content, made = content_of(ranks)
+    assert made["w"].equal(full)
+    memory = torch.zeros(full.numel())
+    size = -(-full.numel() // m)
+    for start in range(0, full.numel(), size):
+        target = flat(shape, start, memory[start : start + size], by_columns=loaded)
+        fill(prepare({"w": target}, content, LoadOptions()), made)
+    assert memory.equal((full.t() if loaded else full).reshape(-1))
 
 
 @given(SHAPES.filter(bool), st.integers(1, 6))

@@ -119,7 +119,7 @@ def open_files(directory: str) -> ZeroFiles:
     """Open the files in `directory`, which is the directory of a tag.
 
     NotFoundError if files are missing; DamagedError if they cannot be read or do not belong together; UsageError if several
-    model-parallel ranks, pipeline stages or experts saved them.
+    model-parallel ranks, pipeline stages or experts saved them, or ZenFlow.
     """
     names = sorted(os.listdir(directory))
     models = _by_rank(directory, [name for name in names if name.endswith(MODEL_END)], MODEL)
@@ -134,6 +134,7 @@ def open_files(directory: str) -> ZeroFiles:
     loaded = [LoadedZeroFile(path, read(path)) for _, path in sorted(optims.items())]
     stage = _stage(loaded[0])
     _check_count(directory, loaded, sorted(optims))
+    _check_masters(directory, loaded[0])
     return ZeroFiles(directory, stage, _models(directory, stage, models, len(loaded)), tuple(loaded))
 
 
@@ -181,6 +182,17 @@ def _stage(optim: LoadedZeroFile) -> int:
         said = value if type(value) is int else f"a {type(value).__name__}"
         raise DamagedError(f"{optim.path} says that its zero_stage is {said}; 1, 2 and 3 are known", key=optim.path)
     return int(value)
+
+
+def _check_masters(directory: str, optim: LoadedZeroFile) -> None:
+    settings = optim.content.get("ds_config")
+    zero = settings.get("zero_optimization") if isinstance(settings, Mapping) else None
+    if isinstance(zero, Mapping) and zero.get("zenflow"):
+        raise UsageError(
+            f"{directory} was saved with ZenFlow: its fp32 masters lack what the selected columns have learnt, and some "
+            "are transposed. For the weights, use engine.save_16bit_model. To train without ZenFlow, load it with an engine "
+            "that is attached with layout='checkpointd', and save"
+        )
 
 
 def _check_count(directory: str, optims: Sequence[LoadedZeroFile], ranks: Sequence[int]) -> None:

@@ -99,6 +99,19 @@ def test_a_model_is_filled(tmp_path: Path) -> None:
         load_state_dict_from_zero_checkpoint(model, tmp_path)
 
 
+@pytest.mark.parametrize(("zenflow", "refused"), [({"topk_ratio": 0.1}, True), (None, False)])
+def test_masters_that_zenflow_left_behind_are_not_taken_for_the_weights(tmp_path: Path, zenflow: Any, refused: bool) -> None:
+    made = make(tmp_path / "step5", 3, 2)
+    for path in made.directory.glob("*_optim_states.pt"):
+        settings = {"zero_optimization": {"stage": 3, "zenflow": zenflow}}
+        torch.save({**torch.load(path, weights_only=False), "ds_config": settings}, path)
+    if refused:
+        with pytest.raises(UsageError, match=r"with ZenFlow: its fp32 masters lack .* use engine.save_16bit_model"):
+            get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    else:
+        assert_same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), expected(made))
+
+
 class Evil:
     """Makes a directory where it is unpickled."""
 
