@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from checkpointd_client.checkpointer import Checkpointer
     from checkpointd_client.export.consolidate import consolidate
     from checkpointd_client.export.state_dict import StateDict
-    from checkpointd_client.going_back import rollback
-    from checkpointd_client.listing import list_checkpoints
     from checkpointd_client.loaded import Loaded
     from checkpointd_client.reader import OpenCheckpoint, open_checkpoint
+    from checkpointd_client.roots import list_checkpoints, rollback
     from checkpointd_client.saves.handle import SaveHandle, Timings
     from checkpointd_client.saves.status import AttemptStatus, CheckpointInfo, Status
 
@@ -63,9 +62,9 @@ _HOMES = {
     "StoredMember": "capture.plain.classes",
     "Timings": "saves.handle",
     "consolidate": "export.consolidate",
-    "list_checkpoints": "listing",
+    "list_checkpoints": "roots",
     "open_checkpoint": "reader",
-    "rollback": "going_back",
+    "rollback": "roots",
 }
 
 if not TYPE_CHECKING:  # a type checker that saw it would take every name for an export

@@ -33,7 +33,7 @@ def evaluate(model: torch.nn.Module) -> dict[str, float]:
         opened.load({"model": model, "epoch": 0}, only=["model", "epoch"])
         assert loaded.step == opened.step
         bias: torch.Tensor = opened.tensor("model.bias", rank=0)
-        seconds: float = opened.committed_at.timestamp() + bias.numel() + opened.world_size
+        seconds: float = (opened.committed_at or 0.0) + bias.numel() + opened.world_size
         tokens: object = opened.client_state["tokens"]
         assert tokens
         return {**opened.metrics, opened.tag: seconds}

@@ -470,8 +470,7 @@ def _has_bulk(entry: CatalogEntry) -> bool:
 
 async def with_newest_looked(store: Store, attempts: list[AttemptView], tried: Collection[str] = ()) -> list[AttemptView]:
     """`attempts`, of which the newest checkpoint that asked for `latest` has been looked at, for those who take it (CATALOG-5).
-
-    `tried`: attempts (`<tag>/<attempt>`) that nobody takes.
+    `tried`: those (`<tag>/<attempt>`) that nobody takes.
     """
     attempts = [*attempts]
     for _, place in _newest_first(attempts):
@@ -594,9 +593,7 @@ async def _pointer(store: Store) -> bytes | None:
 
 
 async def is_of_another_program(store: Store, pointer: str) -> bool:
-    """Whether another program, such as DeepSpeed, wrote `pointer`, the content of `latest`: it does not end in a newline, and
-    the directory that it names holds files. The directory of a tag of checkpointd holds only the directories of attempts.
+    """Whether another program, such as DeepSpeed, wrote `pointer`, the content of `latest`: it does not end in a newline, as
+    those of checkpointd do, and the directory that it names holds files. The directory of a tag of checkpointd holds only the directories of attempts.
     """
-    if not is_tag(pointer):  # a pointer of checkpointd ends in a newline, so it is not a tag
-        return False
-    return any(not entry.is_prefix and not entry.name.startswith(".") for entry in await store.list(pointer))
+    return is_tag(pointer) and any(not one.is_prefix and not one.name.startswith(".") for one in await store.list(pointer))

@@ -31,14 +31,14 @@ _IS_ENCRYPTED, _HAS_DESCRIPTOR, _IS_UTF8 = 0x1, 0x8, 0x800
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ArchiveEntry:
     """The bytes of one entry: `size` bytes from byte `offset` of the archive."""
 
     offset: int
     size: int
 
 
-def entries_of(file: IO[bytes]) -> dict[str, Entry]:
+def entries_of(file: IO[bytes]) -> dict[str, ArchiveEntry]:
     """The entries of the archive that `file` is, by name without the folder that torch.save puts them in.
 
     PickleFault if torch.save did not write it: if anything in it is compressed, or a name comes twice, or bytes belong to no
@@ -90,7 +90,7 @@ def _long(file: IO[bytes], at: int, said_at: int, short: list[int]) -> list[int]
     return found
 
 
-def _apart(file: IO[bytes], infos: Sequence[zipfile.ZipInfo], end: int) -> Iterator[tuple[str, Entry]]:
+def _apart(file: IO[bytes], infos: Sequence[zipfile.ZipInfo], end: int) -> Iterator[tuple[str, ArchiveEntry]]:
     """The entries in the order of the file. PickleFault unless they fill it up to byte `end` without a gap or an overlap."""
     if not infos:
         raise PickleFault("it holds no entries")
@@ -107,12 +107,12 @@ def _apart(file: IO[bytes], infos: Sequence[zipfile.ZipInfo], end: int) -> Itera
             stop = following
         if info.header_offset != at or signature != b"PK\x03\x04" or local_name != name or stop != following:
             raise PickleFault(f"{name:.99} overlaps another entry, or bytes beside it belong to none")
-        yield name, Entry(start, info.file_size)
+        yield name, ArchiveEntry(start, info.file_size)
         at = stop
 
 
-def _in_folder(entries: Sequence[tuple[str, Entry]]) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+def _in_folder(entries: Sequence[tuple[str, ArchiveEntry]]) -> dict[str, ArchiveEntry]:
+    found: dict[str, ArchiveEntry] = {}
     folder = entries[0][0].partition("/")[0] if entries else ""
     for name, entry in entries:
         own, _, rest = name.partition("/")

@@ -18,7 +18,7 @@ import torch
 from torch._utils import set_tensor_metadata
 
 from checkpointd_client.unpickling import unpickler
-from checkpointd_client.unpickling.archive import Entry, entries_of
+from checkpointd_client.unpickling.archive import ArchiveEntry, entries_of
 from checkpointd_client.unpickling.records import PickleFault, PickleLimit, Record
 
 PICKLE_BYTES_MAX = 256 << 20
@@ -29,7 +29,7 @@ DIMENSIONS_MAX = 64
 
 
 def mapped(file: IO[bytes]) -> Callable[[], mmap.mmap]:
-    """The memory of a whole file on the disk, for TorchFile. Writing to it changes no file."""
+    """The memory of a whole file on the disk, for UntrustedTorchFile. Writing to it changes no file."""
     return lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
@@ -42,7 +42,7 @@ def opened(path: str) -> IO[bytes]:
     return file
 
 
-class TorchFile:
+class UntrustedTorchFile:
     """A file of torch.save. `memory` gives its bytes when the first tensor needs them; the tensors write to a copy of these."""
 
     def __init__(self, file: IO[bytes], memory: Callable[[], Any]) -> None:
@@ -98,9 +98,9 @@ class TorchFile:
             raise PickleFault(f"it does not hold the {numel} elements of its storage {key:.99}")
         if key not in self._storages:
             self._storages[key] = self._filled(entry)
-        return _Stored(self._storages[key], dtype)
+        return _TypedStorage(self._storages[key], dtype)
 
-    def _filled(self, entry: Entry) -> torch.UntypedStorage:
+    def _filled(self, entry: ArchiveEntry) -> torch.UntypedStorage:
         if not entry.size:
             return torch.UntypedStorage(0)
         if self._buffer is None:
@@ -126,7 +126,7 @@ class TorchFile:
         """A view of a storage, or a Record if that is one. `metadata`: whether the stored values are conjugated or negated."""
         if type(stored) is Record:
             return Record(stored.name, ())
-        if type(stored) is not _Stored or not _is_view(*view):
+        if type(stored) is not _TypedStorage or not _is_view(*view):
             raise PickleFault("a tensor without a valid storage or sizes")
         offset, size, stride = view
         made = torch.empty(0, dtype=dtype or stored.dtype)
@@ -149,7 +149,7 @@ class TorchFile:
         return Record(kind.name if type(kind) is Record else "a tensor", args if type(args) is tuple else ())
 
 
-class _Stored:
+class _TypedStorage:
     """A storage, and the dtype of its elements."""
 
     __slots__ = ("dtype", "storage")

@@ -16,7 +16,7 @@ from checkpointd.layout import tree
 from checkpointd_client.capture.flatten import Flattener
 from checkpointd_client.integrations.conversion.paths import is_leaf
 from checkpointd_client.unpickling.records import PickleFault
-from checkpointd_client.unpickling.torch_file import TorchFile
+from checkpointd_client.unpickling.torch_file import UntrustedTorchFile
 
 OPT_IN = "weights_only=False"
 """The argument of a reader that lets pickled code run."""
@@ -35,7 +35,7 @@ def node_of(data: bytes, fqn: str) -> tree.Node:
     """The value in `data` as a node that is a leaf for DCP, too. NotPlain if it is not a plain value."""
     walk = Flattener(exclude_frozen_parameters=False)
     try:
-        node = walk.node(TorchFile(io.BytesIO(data), lambda: bytearray(data)).value(), fqn)
+        node = walk.node(UntrustedTorchFile(io.BytesIO(data), lambda: bytearray(data)).value(), fqn)
     except (CheckpointdError, PickleFault) as error:
         raise NotPlain(str(error)) from error
     if not is_leaf(node) or walk.tensors:

@@ -28,7 +28,7 @@ from checkpointd.pipeline.shard import Bytes
 from checkpointd.system_errors import in_words
 from checkpointd_client.capture.dtypes import NAMES
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange
-from checkpointd_client.unpickling.torch_file import TorchFile
+from checkpointd_client.unpickling.torch_file import UntrustedTorchFile
 
 _LOOK_BYTES = 4096
 OBJECT_BYTES_MAX = 1 << 28
@@ -170,7 +170,7 @@ def _looked_at(file: io.BufferedReader, fqn: str, place: DcpFileRange) -> Elemen
     """Describe the file of torch.save at `place` without reading its elements."""
     view = io.BufferedReader(_FileSection(file.fileno(), place), _LOOK_BYTES)
     try:
-        content = TorchFile(view, lambda: _section(file, place.offset, place.length))
+        content = UntrustedTorchFile(view, lambda: _section(file, place.offset, place.length))
         tensor = content.value()
     except Exception as error:  # bytes of unknown origin: any error means that they cannot be read
         raise FormatError(f"{fqn}: {place.file} has no tensor of torch.save at byte {place.offset}: {error!r}") from error

@@ -14,7 +14,7 @@ from checkpointd_client.capture import pickled
 from checkpointd_client.integrations.conversion.objects import NotPlain, node_of
 from checkpointd_client.integrations.deepspeed.offline import safe_unpickle
 from checkpointd_client.unpickling import archive
-from checkpointd_client.unpickling.archive import Entry, entries_of
+from checkpointd_client.unpickling.archive import ArchiveEntry, entries_of
 from checkpointd_client.unpickling.records import PickleFault, PickleLimit
 from tests.unit.client.unpickling import zips
 
@@ -34,7 +34,7 @@ def test_entries_of_torch_save() -> None:
 
 def test_archives_that_others_write_again() -> None:
     data = zips.zipped(zips.members(saved()))
-    assert entries_of(io.BytesIO(data))["data.pkl"] == Entry(46, len(zips.members(data)["archive/data.pkl"]))
+    assert entries_of(io.BytesIO(data))["data.pkl"] == ArchiveEntry(46, len(zips.members(data)["archive/data.pkl"]))
 
 
 @pytest.mark.parametrize("change", zips.AMBIGUOUS, ids=lambda change: change.__name__)

@@ -16,7 +16,7 @@ from checkpointd.errors import DamagedError, UnreadableError, UsageError
 from checkpointd_client.integrations.deepspeed.offline import safe_unpickle
 from checkpointd_client.unpickling import torch_file
 from checkpointd_client.unpickling.records import PickleFault, Record
-from checkpointd_client.unpickling.torch_file import TorchFile
+from checkpointd_client.unpickling.torch_file import UntrustedTorchFile
 from tests.unit.client.unpickling import zips
 
 
@@ -136,7 +136,7 @@ def saved(value: object) -> bytes:
 
 
 def read(data: bytes) -> Any:
-    return TorchFile(io.BytesIO(data), lambda: bytearray(data)).value()
+    return UntrustedTorchFile(io.BytesIO(data), lambda: bytearray(data)).value()
 
 
 def with_pickle(pickled: bytes, **others: bytes) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd_client.unpickling.records import PickleFault, PickleLimit
-from checkpointd_client.unpickling.torch_file import TorchFile, mapped, opened
+from checkpointd_client.unpickling.torch_file import UntrustedTorchFile, mapped, opened
 
 
 def read(path: str) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def read(path: str) -> dict[str, Any]:
     """
     try:
         with opened(path) as file:
-            found = TorchFile(file, mapped(file)).value()
+            found = UntrustedTorchFile(file, mapped(file)).value()
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} does not exist: it was removed, or links to a removed file. Load another tag") from error
     except OSError as error:

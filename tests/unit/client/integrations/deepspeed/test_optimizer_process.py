@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install checkpointd[deepspeed]")
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 from checkpointd.errors import StateError, UsageError
 from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter

@@ -78,4 +78,4 @@ def test_what_has_no_name_for_all_it_keeps_is_refused_with_the_reason(parts: dic
 @pytest.mark.parametrize("layout", ["deepspeed", "checkpointd"])
 def test_an_optimizer_on_nvme_is_refused_by_both_layouts(layout: Any) -> None:
     with pytest.raises(UsageError, match="copies NVMe-offloaded optimizer states by itself"):
-        attach(engine(zero_nvme_offload_optimizer=lambda: True), layout=layout)
+        attach(engine(zero_nvme_offload_optimizer=lambda: True, save_checkpoint=None, checkpoint_engine=None), layout=layout)
