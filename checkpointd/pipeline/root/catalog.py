@@ -594,6 +594,6 @@ async def _pointer(store: Store) -> bytes | None:
 
 async def is_of_another_program(store: Store, pointer: str) -> bool:
     """Whether another program, such as DeepSpeed, wrote `pointer`, the content of `latest`: it does not end in a newline, as
-    those of checkpointd do, and the directory that it names holds files. The directory of a tag of checkpointd holds only the directories of attempts.
+    those of checkpointd do, and the directory that it names holds files; that of a tag of checkpointd holds only directories.
     """
     return is_tag(pointer) and any(not one.is_prefix and not one.name.startswith(".") for one in await store.list(pointer))
