@@ -104,7 +104,7 @@ class Stage:
         # The size of one slot is the bound of all: sessions come to it all the time.
         self.hub = Hub(ServeConfig(socket="/fuzz.sock", roots=(ROOT,), user_bytes_max=3 << 15, memory_bytes_max=1 << 17))
         self.store = MemoryStore()
-        self.hub.roots = mock.Mock(wraps=self.hub.roots)
+        self.hub.roots = mock.Mock(wraps=self.hub.roots, serves=self.hub.roots.serves)
         self.hub.roots.checked = mock.AsyncMock(side_effect=self.hub.roots.check)
         self.hub.roots.opened = mock.AsyncMock(return_value=self.store)
         self.slots = [slot_of(SHARD, mark=mark) for mark in (0, 1, 2)]

@@ -25,6 +25,7 @@ from checkpointd.layout.manifest import (
     ErrorReport,
     IndexRef,
     Lease,
+    LeftBehind,
     Mirrored,
     Outcome,
     PassedOver,
@@ -170,6 +171,7 @@ def every_object() -> list[SmallObject]:
         PassedOver(why="its index is damaged", writer=WRITER),
         ReadBack(rank=1, nbytes=5, writer=WRITER),
         Damaged(faults=("a chunk is damaged",), writer=WRITER),
+        LeftBehind(by="global_step4/00000002-0", user="alice (1000)", writer=WRITER),
         Shown(tag="runs--a", attempt="00000001-0", order=(1, 0), save_latest=True, files=("a_states.pt",)),
         Mirrored(origin="/mnt/a", starts=((1, "ab" * 16),), reached=(1, 7), writer=WRITER),
     ]

@@ -395,7 +395,7 @@ async def test_commit_2_a_plan_named_by_no_digest_aborts(name: str) -> None:
             {"scope": "global", "box": Box((0, 0), (32, 48))},
             "1536 of 3072 elements are written by no rank: pass the same objects to save() on every rank",
         ),
-        ({"shape": (1,) * 2000}, "a tensor cannot have 2000 dimensions"),
+        ({"shape": (1,) * 2000}, "is damaged: Expected `array` of length <= 1000"),
     ],
 )
 async def test_commit_2_plans_that_are_not_whole_abort_with_the_tensor_and_ranks(

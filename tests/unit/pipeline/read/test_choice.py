@@ -75,17 +75,17 @@ async def test_one_that_goes_between_the_listing_and_the_look_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = await committed(tmp_path, 1, 2)
-    read = catalog.read_outcome
+    read = catalog._stored_outcome
 
     async def late(reads: Store, tag: str, attempt: catalog.AttemptId) -> Outcome:
         """The directory was listed just before it went."""
         if tag == "global_step2":
-            monkeypatch.setattr(catalog, "read_outcome", read)
+            monkeypatch.setattr(catalog, "_stored_outcome", read)
             await delete(store, tag)
             raise NotFoundError("it is gone")
         return await read(reads, tag, attempt)
 
-    monkeypatch.setattr(catalog, "read_outcome", late)
+    monkeypatch.setattr(catalog, "_stored_outcome", late)
     reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
     assert (await reader.begin()).checkpoint.tag == "global_step1"
     assert reader.passed_over == []

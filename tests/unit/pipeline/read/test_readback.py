@@ -196,8 +196,11 @@ async def test_readback_3_the_newest_whole_one_stands_for_the_others() -> None:
     assert record.uncached
     assert record.nbytes > 2 * 800_000
     assert not {VERIFIED, DAMAGED} & await names(store, checkpoints[0])
-    await store.delete(f"{found.prefix}/00000-0.chunks")
+    chunks = f"{found.prefix}/00000-0.chunks"
+    await store.put(chunks, bytes(len(await store.get(chunks))))
     assert await survivor(store, checkpoints) == found  # what is recorded is not read again
+    await store.delete(chunks)
+    assert await survivor(store, checkpoints) == checkpoints[1]  # but what is gone is noticed
     assert await survivor(store, checkpoints[:2]) == checkpoints[1]
     assert await survivor(store, []) is None
 
@@ -217,7 +220,7 @@ async def test_only_checkpoints_that_were_listed_as_whole_are_looked_at_again(mo
     monkeypatch.setattr(catalog, "view", noted)
     found = await recorded(store, listed)
     assert found is not None
-    assert [found.tag] == looked == ["global_step2"]
+    assert {found.tag} == set(looked) == {"global_step2"}
 
 
 async def test_readback_2_a_storage_that_fails_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
