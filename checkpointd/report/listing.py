@@ -88,7 +88,8 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
         for a in attempts
         if everything or current.get(a.tag) == a.attempt or a.is_left_checkpoint or a.state in ("damaged", "unreadable")
     ]
-    found += vanished
+    gone = await catalog.vanished(store, removed=True) if everything else []
+    found += vanished + gone
     shown = sorted(found, key=newest_last, reverse=True)[:limit]
     named = await pointer(store, checkpoints, wholeness)
     rows: dict[int, AttemptRow] = {}
@@ -104,7 +105,10 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     works = []
     for place, attempt in enumerate(shown):
         is_current = current.get(attempt.tag) == attempt.attempt
-        if attempt in vanished:
+        if attempt in gone and attempt.entry is not None:
+            row = _row(attempt, {}, (), is_current=False, is_latest=False)
+            rows[place] = msgspec.structs.replace(row, why=attempt.entry.removed)
+        elif attempt in vanished:
             rows[place] = _row(attempt, {}, (directory_of(attempt.tag),), is_current=True, is_latest=False)
         elif _is_told(attempt) and attempt.prefix not in removed:
             rows[place] = _row(attempt, {}, (), is_current, is_current and attempt.tag == named.tag)

@@ -406,9 +406,9 @@ async def _scanned(
     return found + [AttemptView(entry.tag, _attempt(entry), {}, None) for entry in announced]
 
 
-async def vanished(store: Store) -> list[AttemptView]:
+async def vanished(store: Store, *, removed: bool = False) -> list[AttemptView]:
     """The checkpoints of which nothing is left at the root, newest first, as the log describes them: somebody removed their
-    directories, and no start has noticed it yet. Empty if the log cannot be used.
+    directories, and no start has noticed it yet; with `removed` those that were removed as they should. Empty without a log.
     """
     log = CatalogLog(store)
     await log.refresh()
@@ -419,8 +419,9 @@ async def vanished(store: Store) -> list[AttemptView]:
     found = [tag for tag in found if not await store.list(tag)]  # a listing of the whole root may be old
     await log.refresh()  # a checkpoint that was removed meanwhile has a record of that
     views = [_as_recorded(log.state.entries[prefix]) for tag in found for prefix in log.state.by_tag.get(tag, ())]
-    commits = {checkpoint.prefix for checkpoint in checkpoints_of(views)}
-    return sorted((v for v in views if v.prefix in commits), key=lambda v: v.order or (0, 0), reverse=True)
+    gone = [v for v in views if v.entry is not None and v.entry.removed and v.entry.digest]
+    wanted = {one.prefix for one in (gone if removed else checkpoints_of(views))}
+    return sorted((v for v in views if v.prefix in wanted), key=lambda v: v.order or (0, 0), reverse=True)
 
 
 async def may_be_undecided(store: Store, known: CatalogLog | None = None) -> tuple[list[tuple[str, AttemptId]], int]:

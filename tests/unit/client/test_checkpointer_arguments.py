@@ -70,6 +70,7 @@ NO_CHOICES = ["", "other", None, True, 3, ["lazy"]]
         ("max_overhead", [0, 0.0, 11, *[value for value in NO_NUMBERS if value is not None]]),
         ("export", [3, True, "/models/run1", {}, []]),
         ("tensor_classes", [3, True, None, "MyTensor", torch.Tensor]),
+        ("create", NO_FLAGS),
         ("process_group", ["learners", 3, b"group"]),
     ],
 )
