@@ -7,6 +7,7 @@ the model is filled. Their state_dict() only reads attributes, so it can be call
 Invariants
   SCHEDULERS-1  A value that a scheduler keeps for each param group goes to the group here that gets the settings of the group
       for which it was stored. A group of which nothing is stored keeps its own value.
+  SCHEDULERS-2  A scheduler that another one keeps as an attribute, as a warm-up does, is loaded itself, and stays that object.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkpointd.layout import tree
+from checkpointd_client.capture import objects
 from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.restore import building
 from checkpointd_client.restore.building import Build
-from checkpointd_client.restore.matching.context import Context, Groups
+from checkpointd_client.restore.matching.context import Context, Groups, StepOrder
 from checkpointd_client.restore.stored import Stored
 
 _WITHIN = "_schedulers"
@@ -47,13 +49,35 @@ def regrouped(match: Context, live: object, node: tree.Node, fqn: str) -> Build 
     optimizer = optimizer_of(live)
     groups = None if optimizer is None else match.groups.get(id(optimizer))
     if optimizer is None or groups is None:
-        return match.fresh(node)
+        return _as_stored(match, live, node, fqn)
     now = len(optimizer.param_groups)
     if groups.of is None and groups.stored != now:
         were = f"it was saved for {groups.stored} param groups, and its optimizer, which does not fit either, has {now} now"
         match.mismatched.append(f"{fqn}: {were}")
         return None
     return _Regrouping(match, groups, now, fqn).of(live, node)
+
+
+def _as_stored(match: Context, live: object, node: tree.Node, fqn: str) -> Build:
+    """The stored state of a scheduler, as it is."""
+    kept = (
+        {key: one for key, one in vars(live).items() if isinstance(one, LRScheduler)} if isinstance(live, LRScheduler) else {}
+    )
+    if not kept or not isinstance(node, tree.Dict):
+        return match.fresh(node)
+    parts = {
+        key: _kept(match, kept[str(key)], child, f"{fqn}.{key}") if str(key) in kept else match.fresh(child)
+        for key, child in match.stored.children(node)
+    }
+    return match.dict_of(node, parts)
+
+
+def _kept(match: Context, live: LRScheduler, node: tree.Node, fqn: str) -> Build:
+    """The scheduler itself, which is loaded from `node` (SCHEDULERS-2)."""
+    build = regrouped(match, live, node, fqn)
+    if build is not None:
+        match.do(StepOrder.OTHERS, build, objects.loading(live, fqn, live.load_state_dict))
+    return building.given(live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +91,7 @@ class _Regrouping:
 
     def of(self, live: object, node: tree.Node) -> Build:
         if not isinstance(node, tree.Dict) or self.groups.are_as_stored:
-            return self.match.fresh(node)
+            return _as_stored(self.match, live, node, self.fqn)
         own = vars(live)
         if isinstance(live, LRScheduler) and _is_torchs(type(live).state_dict):
             own = {**live.state_dict(), _WITHIN: getattr(live, _WITHIN, None)}
@@ -77,6 +101,8 @@ class _Regrouping:
         )
 
     def _value(self, key: str, live: object, node: tree.Node, holder: object) -> Build:
+        if isinstance(live, LRScheduler):
+            return _kept(self.match, live, node, f"{self.fqn}.{key}")
         if not isinstance(node, tree.Sequence) or not isinstance(live, list | tuple):
             return self.match.fresh(node)
         if key == _WITHIN and len(live) == len(node.items):

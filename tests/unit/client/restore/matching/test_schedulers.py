@@ -309,3 +309,35 @@ def test_values_that_may_be_of_groups_in_another_order_are_named(rates: list[flo
         return
     with pytest.raises(MismatchError, match=r"param groups in another order .* 'peaks' may hold a value for each of them"):
         save(trained).load(mine)
+
+
+class WarmUp(lrs.LRScheduler):
+    """As the well-known one: it keeps the scheduler that follows as an attribute, so torch's state_dict() holds the object."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.after = lrs.ExponentialLR(optimizer, 0.5)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]  # torch's may be tensors
+        if self.last_epoch > 2:
+            return [float(rate) for rate in self.after.get_last_lr()]
+        return [float(base) * (self.last_epoch + 1) / 4 for base in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch >= 2:
+            self.after.step()
+        super().step()
+
+
+@pytest.mark.parametrize("split", [[[0, 1, 2]], [[0], [1, 2]]])
+def test_schedulers_2_a_scheduler_inside_another_is_loaded_itself(split: list[list[int]]) -> None:
+    trained = in_groups(WarmUp, [[0, 1, 2]], [0.5], steps=5)
+    mine = in_groups(WarmUp, split, [0.5] * len(split))
+    inner = mine["s"].after
+    save(trained).load(mine)
+    assert mine["s"].after is inner
+    assert inner.optimizer is mine["o"]
+    for _ in range(3):
+        go_on(trained)
+        go_on(mine)
+        assert rates_of(mine) == rates_of(trained)
