@@ -38,6 +38,7 @@ from checkpointd.pipeline.outcome import publish, recover
 from checkpointd.pipeline.root import catalog, catalog_log, epochs, latest, leases, plans
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.root.wholeness import Lost, Votes, Wholeness
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist, vote, write_objects
 from checkpointd.store.base import Store
@@ -255,7 +256,11 @@ def aborted_counts(patch: Patch) -> None:
     def state(self: catalog.AttemptView) -> str:
         return "committed" if self.outcome else "in-doubt"
 
+    async def whole(self: Wholeness, attempt: catalog.AttemptView, votes: Votes) -> tuple[Lost, ...]:
+        return ()  # what an aborted attempt has lost cannot be told without a ballot
+
     patch.setattr(catalog.AttemptView, "state", property(state))
+    patch.setattr(Wholeness, "_lost_of", whole)
 
 
 def epoch_begun_twice(patch: Patch) -> None:
