@@ -15,11 +15,11 @@ from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
 from checkpointd.phrases import byte_count
+from checkpointd.store.patient import ABSENCE_S as ABSENCE_S
 from checkpointd.system_errors import in_words
 from checkpointd.windows import DailyWindows
 
 MIB = 1 << 20
-ABSENCE_S = 3.0
 PINNED_BYTES = 256 * MIB
 EXPORT_BYTES_MIN = 16 * MIB
 """The least memory of an export."""

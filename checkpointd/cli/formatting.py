@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from checkpointd import phrases
-from checkpointd.phrases import byte_size, run_text
-from checkpointd.pipeline.root.identity import utc
+from checkpointd.phrases import byte_size, run_text, utc
 
 ABSENT = "-"
 

@@ -143,8 +143,8 @@ def corrected(old: str, *new: str) -> str:
 
 
 def suggestion(path: str, given: str) -> str:
-    """What `path`, which is not a root, is instead, or commands with the roots near it in place of `given`."""
-    if (other := of_others(path)) is not None:
+    """Commands with the roots near `path`, which is not a root, in place of `given`; if none lies in it, what it is instead."""
+    if not _roots_in(path, _directories(path)) and (other := of_others(path)) is not None:
         return other
     found = roots_near(path)
     if not found:

@@ -18,8 +18,7 @@ import msgspec
 
 from checkpointd.daemon.status.model import RankStatus, RootStatus, RootVerdict, State
 from checkpointd.daemon.status.save_groups import SaveGroup, attempts_of, uncommitted
-from checkpointd.phrases import lasting, rank_runs
-from checkpointd.pipeline.root.identity import utc
+from checkpointd.phrases import lasting, rank_runs, utc
 
 INTERVALS = 8
 """The number of last intervals between saves that tell when the next save is due."""

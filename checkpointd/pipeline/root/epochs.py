@@ -22,7 +22,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
-from checkpointd.store.patient import Patience, PatientStore
+from checkpointd.store.patient import ABSENCE_S, Patience, PatientStore
 from checkpointd.store.writers import new_writer
 
 log = logging.getLogger("checkpointd")
@@ -121,8 +121,6 @@ async def read(store: Store, number: int) -> Epoch:
 
 async def is_of_root(store: Store, number: int, nonce: str) -> bool:
     """Whether epoch `number` with `nonce` began at this root, and not at a root that was removed since. True if unknown."""
-    from checkpointd.config import ABSENCE_S  # brings in numpy, which no listing needs
-
     patient = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
     try:
         return (await read(patient, number)).nonce == nonce

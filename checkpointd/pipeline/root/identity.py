@@ -11,11 +11,6 @@ from datetime import UTC, datetime
 from checkpointd.layout.manifest import WriterIdentity
 
 
-def utc(seconds: float) -> str:
-    """A time in seconds since 1970 as every part of checkpointd shows it: `2026-11-28T09:30:11Z`."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def seconds_of(time: str) -> float | None:
     """An ISO 8601 time as seconds since 1970; None for any other text."""
     try:

@@ -29,10 +29,10 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from checkpointd.config import ABSENCE_S
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.files import (
     WHOLE,
@@ -63,12 +63,14 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import votes_of
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Entry, Store
-from checkpointd.store.patient import Patience
+from checkpointd.store.patient import ABSENCE_S, Patience
 from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.posix.unfinished import GOING
 from checkpointd.store.showing import plain_files_of
+
+if TYPE_CHECKING:  # it brings in numpy, which no listing needs
+    from checkpointd.pipeline.shard import AttemptInfo
 
 log = logging.getLogger("checkpointd")
 
