@@ -15,7 +15,7 @@ from tests.builders import break_file, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
 
 LOOKS_AT_A_ROOT = [command for command in COMMANDS if command not in ("serve", "doctor", "import", "completion", "mirror")]
-TAKE_A_TAG = ("inspect", "explain", "consolidate", "delete", "export")
+TAKE_A_TAG = ("inspect", "explain", "consolidate", "delete", "export", "rollback")
 
 
 @pytest.mark.parametrize("command", LOOKS_AT_A_ROOT)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+import checkpointd
 from checkpointd.config import ServeConfig
 from checkpointd.daemon import query
 from checkpointd.daemon import service as service_module
@@ -295,7 +296,9 @@ def test_the_exports_are_all_there_and_nothing_else_is() -> None:
     import checkpointd_client
 
     assert set(checkpointd_client.__all__) <= set(dir(checkpointd_client))
-    assert all(getattr(checkpointd_client, name).__name__ == name for name in checkpointd_client.__all__)
+    assert checkpointd_client.__version__ == checkpointd.__version__
+    named = [name for name in checkpointd_client.__all__ if name != "__version__"]
+    assert all(getattr(checkpointd_client, name).__name__ == name for name in named)
     with pytest.raises(AttributeError, match="has no attribute 'Chekpointer'"):
         checkpointd_client.Chekpointer  # type: ignore[attr-defined]  # noqa: B018  # the misspelling is the test
 

@@ -303,7 +303,7 @@ async def test_a_daemon_that_runs_out_of_descriptors(tmp_path: Path, store: Posi
     _, log = await process.communicate()
     said = log.decode()
     assert process.returncode == 0, said
-    assert "no connection can be taken: Too many open files" in said
+    assert "no connection can be taken: [EMFILE] Too many open files: " in said
     assert said.count("no connection can be taken") == 1, "it does not fill the disk with it"
     assert "Traceback" not in said, said
 

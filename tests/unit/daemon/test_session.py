@@ -115,7 +115,9 @@ async def test_the_log_names_root_tag_rank_bytes_and_seconds(
         sum(map(len, expected().values())),
     )
     assert {"seconds", "stored_bytes", "phase_seconds"} <= done.keys()
-    assert re.search(r"global_step1/00000001-0: committed: [\d.]+ [KM]iB, stored as .* in [\d.]+ s \(staging", done["message"])
+    assert re.search(
+        r"global_step1/00000001-0: committed: [\d.]+ [KM]iB, stored as .* in [\d.]+ m?s \(staging", done["message"]
+    )
     [failed] = [record for record in found if record.get("event") == "failed"]
     assert (failed["root"], failed["tag"], failed["rank"], failed["level"]) == (str(root), "global_step2", 0, "error")
 

@@ -82,7 +82,7 @@ def config(**settings: Any) -> ServeConfig:
 @pytest.mark.parametrize("settings", [{"niceness": 5}, {"io_class": "idle"}], ids=["niceness", "io class"])
 def test_without_psutil_asking_for_it_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
-    with pytest.raises(UsageError, match=r"checkpointd\[serve\]"):
+    with pytest.raises(UsageError, match=r"pip install '\.\[serve\]' in a clone"):
         priority.apply(config(**settings))
 
 
