@@ -358,8 +358,10 @@ class Service:
 
 
 async def _safe(job: SaveJob) -> None:
-    """Return when the shard of `job` is in the spool, or the job has ended."""
+    """Return when the shard of `job` is in the spool, or the job has ended and its task with it."""
     await job.safe.wait()
+    if not job.is_in_spool:
+        await asyncio.wait({job.task})  # it may still remove its lease
 
 
 def _resolved(root: str) -> str:
