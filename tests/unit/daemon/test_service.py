@@ -27,6 +27,7 @@ from checkpointd.daemon.protocol.channel import Channel
 from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.status.model import DaemonStatus
 from checkpointd.errors import UsageError
+from checkpointd.pipeline.root.leases import HeldLease
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import HeldPersist
 from tests.unit.daemon.conftest import (
@@ -408,6 +409,32 @@ async def test_what_is_in_flight_is_finished_and_its_client_told(
         assert (await client.outcome(1)).phase == "committed"
         await client.ended()
         assert not exists(daemon.path)
+
+
+async def test_a_save_that_has_committed_and_still_removes_its_lease_is_waited_for(
+    root: Path, store: PosixStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SERVICE-2"""
+    removing, go, release = asyncio.Event(), asyncio.Event(), HeldLease.release
+
+    async def slow(lease: HeldLease) -> None:
+        if lease.key.startswith("global_step1/"):
+            removing.set()
+            await go.wait()
+        await release(lease)
+
+    monkeypatch.setattr(HeldLease, "release", slow)
+    async with serving(root.parent, grace_s=60.0) as daemon:
+        client = await daemon.client()
+        await client.ready(root, SHARD)
+        await client.whole_save(1, SHARD)
+        assert (await client.outcome(1)).phase == "committed"
+        await removing.wait()
+        daemon.service.leave()
+        asyncio.get_running_loop().call_later(0.2, go.set)
+        await daemon.left()
+    assert go.is_set()
+    assert "left in flight" not in caplog.text
 
 
 async def test_after_the_grace_it_leaves_and_the_save_stays_undecided(
