@@ -75,6 +75,7 @@ class Forger:
         self.chunks.write_bytes(stored)
         objects = [{"name": self.chunks.name, "size": len(stored)}]
         self.edit_index(**{"objects": objects, "tensors": tensors, "aliases": [], **changes})
+        self.edit_vote(objects=objects)
 
     def put_vote(self, data: bytes) -> None:
         (self.folder / "00000.vote").write_bytes(data)
@@ -85,6 +86,11 @@ class Forger:
         table = b"".join(xxhash.xxh3_128_digest(data) + size.to_bytes(8, "little") for data, size in votes)
         (self.folder / "ballot").write_bytes(table + tail)
         self.edit_outcome(ballot={"digest": digest(table), "size": len(table) + len(tail)})
+
+    def fill_ballot(self, size: int) -> None:
+        """A ballot of `size` bytes, all of them 0, which the outcome names with another digest."""
+        self.sparse("ballot", size)
+        self.edit_outcome(ballot={"digest": "0" * 32, "size": size})
 
     def edit_vote(self, **changes: Any) -> None:
         self.put_vote(edited((self.folder / "00000.vote").read_bytes(), **changes))

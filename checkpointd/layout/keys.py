@@ -154,6 +154,21 @@ def holder_of(key: str) -> str:
     return f"{tag}/{attempt}"
 
 
+def is_attempt(prefix: str) -> bool:
+    """Whether `prefix` is that of an attempt: `<tag>/<attempt>`."""
+    tag, _, attempt = prefix.partition("/")
+    return is_tag(tag) and AttemptId.parse(attempt) is not None
+
+
+def refers_to_bytes(key: str) -> bool:
+    """Whether `key` can be that of an object of an attempt that holds the bytes of tensors."""
+    folder, _, name = key.rpartition("/")
+    if object_rank(name) is None or not holds_bytes(name):
+        return False
+    prefix = folder.removesuffix(f"/{group_of(name)}")
+    return is_attempt(prefix) and object_key(prefix, name) == key
+
+
 def chunks_name(rank: int, part: int, takeover: int = 0) -> str:
     """The chunks object `part` (0 or 1) that takeover `takeover` of a rank writes. Two writers never write one object."""
     return f"{rank:05d}-{PARTS_PER_TAKEOVER * takeover + part}.chunks"

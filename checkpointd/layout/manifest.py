@@ -15,7 +15,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, FormatError, StagingError
-from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank, object_key
+from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank, is_attempt, object_key, refers_to_bytes
 from checkpointd.layout.save_timings import Cost, PhaseSeconds
 
 VERSION = 2
@@ -512,12 +512,16 @@ def _vote_fault(vote: Vote) -> str | None:
     ref = vote.index
     if ref is not None and (index_rank(ref.name) != vote.rank or not 0 <= ref.size <= LISTING_BYTES_MAX):
         return f"names an index {ref.name!r} of {ref.size} bytes, which cannot be rank {vote.rank}'s"
-    return None
+    foreign = next((key for key in vote.refers if not refers_to_bytes(key)), None)
+    return None if foreign is None else f"refers to {foreign!r}, which cannot hold bytes of a checkpoint"
 
 
 def outcome_fault(outcome: Outcome) -> str | None:
     if not 0 <= outcome.world_size <= WORLD_SIZE_MAX:
         return f"speaks of {outcome.world_size} ranks, which cannot be"
+    foreign = next((holder for holder in outcome.holders if not is_attempt(holder)), None)
+    if foreign is not None:
+        return f"refers to {foreign!r}, which is no attempt"
     if outcome.outcome == "commit" and (outcome.ballot is None or not 0 < outcome.ballot.size <= BALLOT_BYTES_MAX):
         return f"is a commit of {outcome.world_size} ranks, and does not name a ballot that can have the vote of each"
     return None

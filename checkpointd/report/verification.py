@@ -162,7 +162,7 @@ def _without_outcome(view: AttemptView) -> TagVerdict:
         return TagVerdict(tag=view.tag, attempt=str(view.attempt), state="copied", bytes_read=0, copy=view.damage or "")
     key = f"{view.prefix}/{OUTCOME}"
     damage = (Damage(code=DamagedError.__name__, message=view.damage, key=key),) if view.damage else ()
-    unreadable = (Damage(code=UnreadableError.__name__, message=view.unreadable, key=key),) if view.unreadable else ()
+    unreadable = (Damage(code=UnreadableError.__name__, message=str(view.unreadable), key=key),) if view.unreadable else ()
     state: Literal["damaged", "unreadable"] = "damaged" if damage else "unreadable"
     return TagVerdict(tag=view.tag, attempt=str(view.attempt), state=state, bytes_read=0, damage=damage, unreadable=unreadable)
 

@@ -12,7 +12,7 @@ from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.outcome import branches
 from checkpointd.store.base import Store
-from checkpointd.store.patient import Patience, PatientStore
+from checkpointd.store.patient import Patience
 from checkpointd_client.restore.candidate import Candidate
 
 log = logging.getLogger("checkpointd")
@@ -62,7 +62,7 @@ def left_after(
         return ()
     tag, attempt = taken.tag, taken.attempt
     try:
-        return look(lambda patience: branches.after(PatientStore(store, patience), tag, attempt, begins))
+        return look(lambda patience: branches.after(store, patience, tag, attempt, begins))
     except CheckpointdError as error:  # the objects are filled
         log.error("%s is loaded, but whether newer ones are left behind cannot be told: %s", tag, error)
         return ()

@@ -174,13 +174,15 @@ def damage_what_is_read(root: Path, kind: str, fault: str, caplog: pytest.LogCap
         assert f"global_step2 cannot be loaded: {loaded.fell_back_from[0]}" in errors(caplog)
         for options in ({"tag": "global_step2"}, {"fallback": False}):
             training = new_training()
-            with pytest.raises(PartlyLoadedError if kind == "chunks" else DamagedError, match=re.escape(key)):
+            unseen = kind == "chunks" and fault == "flip"  # no look at names and sizes shows it
+            with pytest.raises(PartlyLoadedError if unseen else DamagedError, match=re.escape(key)):
                 ckpt.load(training.state, **options)
+            assert unseen or training.wrong(99) == [], "the objects were touched"
             training = new_training()
             with pytest.raises(DamagedError, match=r"rank 0") as caught:
                 ckpt.load(training.state, **options, verify_first=True)
             assert (caught.value.key, caught.value.rank) == (key, 0)
-            assert bool(caught.value.fqn) is (kind == "chunks")
+            assert bool(caught.value.fqn) is unseen
             assert caught.value.fqn in str(caught.value)
             assert training.wrong(99) == [], "the objects were touched"
         must_save_and_load(ckpt, 3, 2)

@@ -41,7 +41,8 @@ KINDS = {
     "the attempt's listing": rf"/{NEWEST}$",
 }
 LISTINGS = [kind for kind in KINDS if "listing" in kind]
-NUMBERS = [errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.EIO, errno.EACCES]
+NUMBERS = [errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.EIO]
+"""What may pass by itself."""
 
 
 @pytest.fixture
@@ -133,7 +134,24 @@ def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
             with pytest.raises(UnreadableError) as caught:
                 ckpt.load(training.state, **options, verify_first=True)  # type: ignore[arg-type]  # options of load(), named by the test
             assert (caught.value.exit_code, caught.value.retryable) == (6, True)
-        assert fault.failed > 1
+        assert fault.failed > (0 if number == errno.EACCES else 1)
+        assert training.wrong(99) == []
+        failing_reads.faults.clear()
+        assert must_load(ckpt, 3) == ()
+        assert objects_of(root) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_permission_is_raised_at_once_and_nothing_falls_back(
+    root: Path, failing_reads: FailingReads, kind: str
+) -> None:
+    """The deadline is one that no test lives to see."""
+    with Checkpointer(root, commit_timeout_s=3600.0) as ckpt:
+        before = objects_of(root)
+        failing_reads.add(Fault(KINDS[kind], errno.EACCES, fails=FOR_EVER))
+        training = new_training()
+        with pytest.raises(UnreadableError, match=r"\[EACCES\]"):
+            ckpt.load(training.state, verify_first=True)
         assert training.wrong(99) == []
         failing_reads.faults.clear()
         assert must_load(ckpt, 3) == ()
@@ -158,6 +176,21 @@ def test_an_older_outcome_that_cannot_be_read_keeps_nobody_waiting(root: Path, f
     with Checkpointer(root, commit_timeout_s=3600.0) as ckpt:
         failing_reads.add(Fault(r"global_step2/00000001-0/outcome$", errno.EIO, fails=FOR_EVER))
         assert must_load(ckpt, 3) == ()
+
+
+def test_an_outcome_between_that_cannot_be_read_is_awaited(
+    root: Path, soon: None, failing_reads: FailingReads, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may tell that the checkpoint that was named is of an older branch."""
+    with Checkpointer(root) as ckpt:
+        between = "global_step2/00000001-0/outcome"
+        (root / "global_step3" / "00000001-0" / "outcome").rename(root / "kept")
+        fault = failing_reads.add(Fault(rf"{between}$", errno.EIO, fails=3))
+        loaded = ckpt.load(new_training().state, tag="global_step1")
+        (root / "kept").rename(root / "global_step3" / "00000001-0" / "outcome")
+    assert loaded is not None
+    assert "whether newer ones are left behind cannot be told" not in caplog.text
+    assert fault.failed == 3
 
 
 @pytest.mark.parametrize("kind", ["ballot", "index", "chunks"])

@@ -125,9 +125,7 @@ NESTED = b"\x93\xa1L\xa4list\x91"
 
 INDEX = {
     "a tensor of 2**40 elements": Case("needs 4398046511104 bytes", entry(shape=(1 << 40,), box=[[0], [1 << 40]])),
-    "more dimensions than can be": Case(
-        "1000 are the limit", entry(shape=(1 << 62,) * 5000, box=[(0,) * 5000, (1 << 62,) * 5000])
-    ),
+    "more dimensions than can be": Case("length <= 1000", entry(shape=(1 << 62,) * 5000, box=[(0,) * 5000, (1 << 62,) * 5000])),
     "a negative shape": Case("does not lie inside", entry(shape=(-64, -48), box=[(0, 0), (-64, -48)])),
     "a box outside its tensor": Case("does not lie inside", entry(box=[(1, 0), (64, 48)])),
     "a part of a tensor": Case("stored only a part of model.weight", entry(shape=(128, 48)), verify=False),
@@ -227,6 +225,10 @@ VOTES = {
     "a vote of rank 5": Case("which cannot be", vote(rank=5)),
     "a vote of another version": Case("format version 3", vote(version=3)),
     "a no in a commit": Case("names no index", vote(vote="no", index=None)),
+    **{
+        f"a vote that refers to {key}": Case("which cannot hold bytes of a checkpoint", vote(refers=[key]))
+        for key in ("passwd", "../../etc/passwd", "global_step1/../00000-0.chunks", "global_step1/00000001-0/outcome")
+    },
     "a vote nested 100,000 deep": Case("recursion", deep_json("00000.vote", 100_000)),
 }
 
@@ -234,8 +236,8 @@ BALLOTS = {
     "a vote that declares 1 GiB": Case("its votes do not take", lambda f: f.put_ballot([(b"", GIB)], b"")),
     "a vote that declares 2**63 bytes": Case("its votes do not take", lambda f: f.put_ballot([(b"", 1 << 63)], b"")),
     "votes that end elsewhere than the ballot": Case("its votes do not take", lambda f: f.put_ballot([(b"x", 9)], b"x")),
-    "a ballot that is cut": Case("ends before byte", lambda f: f.sparse("ballot", 23)),
-    "a ballot of nothing but zeros": Case("its table is not the one", lambda f: f.sparse("ballot", 1000)),
+    "a ballot that is cut": Case("ends before byte", lambda f: f.fill_ballot(23)),
+    "a ballot of nothing but zeros": Case("its table is not the one", lambda f: f.fill_ballot(1000)),
     "the vote of another attempt": Case("has the vote of rank 0 of global_step1/", vote(tag="global_step1")),
 }
 
@@ -245,9 +247,15 @@ OUTCOMES = {
     "a commit without a ballot": Case("does not name a ballot", outcome(ballot=None)),
     "a ballot of nothing": Case("does not name a ballot", outcome(ballot={"digest": "0" * 32, "size": 0})),
     "a ballot of 1 TiB": Case("does not name a ballot", outcome(ballot={"digest": "0" * 32, "size": 1 << 40})),
-    "a ballot of more ranks": Case("its table is not the one that the outcome names|ends before", outcome(world_size=5)),
+    "a ballot of more ranks": Case(
+        "its table is not the one that the outcome names|00001.index and 3 other objects", outcome(world_size=5)
+    ),
+    **{
+        f"an outcome that refers to {prefix!r}": Case("which is no attempt", outcome(holders=[prefix]))
+        for prefix in ("", "passwd", "../../etc", "global_step1/00000001-0/..")
+    },
     "an outcome of another version": Case("format version 3", outcome(version=3)),
-    "an outcome of another tag": Case("somebody moved it", outcome(tag="global_step1")),
+    "an outcome of another tag": Case("is a copy of the directory of global_step1", outcome(tag="global_step1")),
     "an outcome of a path": Case("somebody moved it", outcome(attempt="../../global_step1")),
     "an outcome nested 100,000 deep": Case("recursion", deep_json("outcome", 100_000)),
     "an outcome of 1 GiB": Case("larger than", lambda f: f.sparse("outcome", GIB)),

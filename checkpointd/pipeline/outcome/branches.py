@@ -19,14 +19,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from checkpointd.commit.facts import Order
-from checkpointd.errors import CheckpointdError, NotFoundError
+from checkpointd.errors import CheckpointdError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import LEFT_BEHIND, AttemptId
 from checkpointd.layout.manifest import Branches, LeftBehind, Outcome, encode
 from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root.candidates import order_at_most
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
 from checkpointd.pipeline.root.identity import user, writer
 from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience, PatientStore
 
 log = logging.getLogger("checkpointd")
 
@@ -105,12 +107,31 @@ async def leave_by_commit(store: Store, head: Outcome) -> None:
         )
 
 
-async def after(store: Store, tag: str, attempt: AttemptId, begins: Order) -> Branches:
-    """`Outcome.left` of the saves that go on from this checkpoint. `begins`: the order of the first of them."""
-    view = await catalog.view(store, tag, attempt)
-    if view.outcome is None or view.outcome.outcome != "commit":
+async def after(store: Store, patience: Patience, tag: str, attempt: AttemptId, begins: Order) -> Branches:
+    """`Outcome.left` of the saves that go on from this checkpoint. `begins`: the order of the first of them. Waits for an
+    outcome that cannot be read only if it may be of a newer checkpoint, and the answer depends on it.
+    """
+    own = (await catalog.view(PatientStore(store, patience), tag, attempt)).outcome
+    if own is None or own.outcome != "commit":
         return ()  # it lies in memory or in a spool, and is the newest
-    own = view.outcome
-    commits = catalog.commits_of(await catalog.scan(store))
-    is_back = any(c.outcome.save_latest and own.order < c.outcome.order < begins for c in commits)
-    return (*own.left, (own.order, begins)) if is_back else own.left
+    with patience.looks() as looks:
+        while True:
+            try:
+                is_back = await _is_any_between(store, own.order, begins)
+                return (*own.left, (own.order, begins)) if is_back else own.left
+            except UnreadableError as error:
+                await looks.unreadable(error)
+
+
+async def _is_any_between(store: Store, since: Order, until: Order) -> bool:
+    """Whether a checkpoint that asked for `latest` lies between these orders. Raises UnreadableError if that depends on an
+    outcome that cannot be read now.
+    """
+    views = await catalog.scan(store)
+    if any(c.outcome.save_latest and since < c.outcome.order < until for c in catalog.commits_of(views)):
+        return True
+    for view in views:
+        fault = catalog.fault_of(view)
+        if isinstance(fault, UnreadableError) and await order_at_most(store, view) > since:
+            raise fault
+    return False

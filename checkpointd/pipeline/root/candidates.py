@@ -160,7 +160,7 @@ async def _look(store: Store, tried: Collection[str] = (), *, everything: bool =
         fault = catalog.fault_of(attempt)
         if fault is None:
             continue
-        older = found and await _order_at_most(store, attempt) < found[0].outcome.order
+        older = found and await order_at_most(store, attempt) < found[0].outcome.order
         if older:
             other.append(fault)
         elif isinstance(fault, DamagedError):
@@ -197,7 +197,7 @@ def _is_replaced(named: Sequence[AttemptView], newest_first: Sequence[Checkpoint
     return last.outcome.order < newest_first[0].outcome.order
 
 
-async def _order_at_most(store: Store, attempt: AttemptView) -> Order:
+async def order_at_most(store: Store, attempt: AttemptView) -> Order:
     """The order of an attempt whose outcome is unknown, from rank 0's vote; without the vote, the last order of its epoch."""
     try:
         vote = await catalog.read_vote(store, f"{attempt.prefix}/{vote_name(0)}")
@@ -209,7 +209,7 @@ async def _order_at_most(store: Store, attempt: AttemptView) -> Order:
 async def _missing(store: Store, tag: str, attempts: Sequence[AttemptView]) -> DamagedError | None:
     """The error that the checkpoint `tag`, which `latest` names, is not there; None if its damage is reported already."""
     named = [attempt for attempt in attempts if attempt.tag == tag]
-    if any(attempt.state == "damaged" for attempt in named):
+    if any(attempt.state == "damaged" and not attempt.is_copy for attempt in named):
         return None
     why = f"it is gone: somebody removed {tag}, or the storage has lost it, or latest is damaged"
     if not named:

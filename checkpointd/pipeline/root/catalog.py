@@ -85,7 +85,7 @@ class AttemptView:
     sizes: Mapping[str, int]
     outcome: Outcome | None
     damage: str | None = None
-    unreadable: str | None = None
+    unreadable: UnreadableError | None = None
     entry: CatalogEntry | None = None
     is_void: bool = False
     is_copy: bool = False
@@ -270,7 +270,7 @@ async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
         if seen.state != "in-doubt":
             is_commit = seen.outcome is not None and seen.outcome.outcome == "commit"
             return replace(seen, is_void=is_commit and sizes.keys() <= {OUTCOME, BALLOT, JOINT_PLAN})
-        seen = replace(seen, unreadable=f"{prefix}/{OUTCOME} is listed and is not there")
+        seen = replace(seen, unreadable=UnreadableError(f"{prefix}/{OUTCOME} is listed and is not there"))
     return seen
 
 
@@ -305,7 +305,7 @@ async def _decided(store: Store, tag: str, attempt: AttemptId) -> AttemptView:
     except DamagedError as error:
         return replace(seen, damage=str(error))
     except UnreadableError as error:
-        return replace(seen, unreadable=str(error))
+        return replace(seen, unreadable=error)
 
 
 async def read_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome:
@@ -324,6 +324,8 @@ async def _stored_outcome(store: Store, tag: str, attempt: AttemptId) -> Outcome
 
 async def _copy_text(store: Store, seen: AttemptView, outcome: Outcome) -> str:
     """What somebody has done by hand to the directory of an attempt whose `outcome` names another one."""
+    if not is_tag(outcome.tag) or AttemptId.parse(outcome.attempt) is None:
+        raise DamagedError(f"{seen.prefix}/{OUTCOME} belongs to {outcome.prefix!r}, which is no attempt; somebody moved it")
     own, other = (seen.tag, outcome.tag) if seen.tag != outcome.tag else (seen.prefix, outcome.prefix)
     if await store.stat(f"{outcome.prefix}/{OUTCOME}") is None:
         return f"{own} at {store.url} is {other} under another name, so it cannot be loaded: rename it back to {other}"
@@ -395,7 +397,7 @@ async def _scanned(
     # A copy: another task may refresh the log while this one looks, and an entry may be forgotten.
     entries, named = dict(log.state.entries), dict(log.state.by_tag)
     there = await tags(store, named)
-    looked = {tag for tag in there if tag not in named} | _undecided(entries.values())
+    looked = {tag for tag in there if tag not in named} | {entry.tag for entry in entries.values() if entry.is_open}
     looked |= _newest(reversed(entries.values()), newest)  # the log has them in the order of their announcements
     told = [entries[prefix] for tag in there if tag not in looked for prefix in named[tag]]
     found = uncollected(lambda: list(map(_as_recorded, filter(wanted, told) if wanted is not None else told)))
@@ -437,10 +439,6 @@ async def may_be_undecided(store: Store, known: CatalogLog | None = None) -> tup
     attempts = {entry.attempt: entry for entry in entries.values()}  # names repeat
     epochs = {_attempt(entry).epoch for entry in attempts.values()} | {attempt.epoch for _, attempt in found}
     return found, max(epochs, default=0)
-
-
-def _undecided(entries: Iterable[CatalogEntry]) -> set[str]:
-    return {entry.tag for entry in entries if entry.is_open}
 
 
 def _newest(newest_first: Iterable[CatalogEntry], count: int) -> set[str]:
@@ -548,7 +546,9 @@ def fault_of(attempt: AttemptView) -> DamagedError | UnreadableError | None:
         damage = attempt.damage or ""
         return DamagedError(damage if attempt.is_copy else f"the outcome of {attempt.prefix} is damaged: {damage}", key=key)
     if attempt.state == "unreadable":
-        return UnreadableError(f"the outcome of {attempt.prefix} cannot be read now: {attempt.unreadable}")
+        error = UnreadableError(f"the outcome of {attempt.prefix} cannot be read now: {attempt.unreadable}")
+        error.__cause__ = attempt.unreadable  # tells whether waiting can help
+        return error
     return None
 
 

@@ -21,13 +21,24 @@ import msgspec
 
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, UnreadableError
-from checkpointd.layout.keys import BALLOT, SERVICE, AttemptId, holder_of, holds_bytes, index_name, index_rank, object_key
+from checkpointd.layout.keys import (
+    BALLOT,
+    SERVICE,
+    AttemptId,
+    holder_of,
+    holds_bytes,
+    index_name,
+    index_rank,
+    object_key,
+    object_rank,
+)
 from checkpointd.layout.manifest import Outcome, Vote
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root import ballots, catalog
 from checkpointd.pipeline.root.ballots import ballot_ref
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned, files_of, is_gone
+from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.showing import plain_files_of
@@ -49,6 +60,12 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     bytes_left: int | None = None
     is_directory: bool = False
     """Whether it is the checkpoint's own directory, or the one that showed its files. Then the checkpoint counts as removed."""
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that wrote the object; None if that is not one object."""
+        name = self.key.rpartition("/")[2]
+        return COORDINATOR if name == BALLOT else object_rank(name)
 
 
 def directory_of(at: str) -> Lost:
@@ -198,7 +215,8 @@ async def check_whole(store: Store, checkpoint: Checkpoint, patience: Patience) 
                 return
             if await looks.is_lost(lost[0].key):
                 advice = lost_advice(store.url, checkpoint.tag, lost)
-                raise DamagedError(f"{checkpoint.tag} is not whole: {lost_text(lost)}; {advice}", key=lost[0].key)
+                message = f"{checkpoint.tag} is not whole: {lost_text(lost)}{_of_ranks(lost)}; {advice}"
+                raise DamagedError(message, key=lost[0].key, rank=lost[0].rank)
 
 
 # --- in words ------------------------------------------------------------------------------------------------------
@@ -216,6 +234,13 @@ def lost_text(lost: Sequence[Lost]) -> str:
         return f"it needs {lost[0].key}{more}, whose size was changed to {lost[0].bytes_left} bytes"
     are = "which are gone" if more else "which is gone"
     return f"it needs {lost[0].key}{more}, {are}: somebody removed {'it' if removed == [lost[0].key] else listed(removed, 4)}"
+
+
+def _of_ranks(lost: Sequence[Lost]) -> str:
+    """` (rank 3 wrote it)`; empty if what is lost are no objects of ranks."""
+    ranks = sorted({one.rank for one in lost if one.rank is not None})
+    what = "it" if len(lost) == 1 else "them"
+    return f" (rank{'s' if len(ranks) > 1 else ''} {listed(list(map(str, ranks)), 4)} wrote {what})" if ranks else ""
 
 
 def is_removed(lost: Sequence[Lost]) -> bool:

@@ -82,7 +82,7 @@ async def counts(store: Store, held: RetainedSnapshot) -> bool:
         return False
     view = await catalog.view(store, held.tag, attempt)
     if view.unreadable:
-        raise UnreadableError(f"cannot read now whether {view.prefix} is a checkpoint: {view.unreadable}")
+        raise UnreadableError(f"cannot read now whether {view.prefix} is a checkpoint: {view.unreadable}") from view.unreadable
     if view.state == "in-doubt":
         return held.phase not in FINAL
     if view.state != "committed":

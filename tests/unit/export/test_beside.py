@@ -42,7 +42,7 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(NotFoundError, match=r"there is no directory .*/none"):
         read_beside(tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot be read: Not a directory"):
+    with pytest.raises(StoreError, match=r"cannot be read: \[ENOTDIR\] Not a directory"):
         read_beside(tmp_path / "file")
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UsageError, match=r"config.json is not a JSON object"):

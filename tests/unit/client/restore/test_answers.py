@@ -18,6 +18,7 @@ from checkpointd.config import LoadConfig, Ranks
 from checkpointd.errors import CheckpointdError, DamagedError, StateError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.patient import Patience
 from checkpointd_client.capture.dtypes import copy_bits
 from checkpointd_client.loaded import Loaded
 from checkpointd_client.loader import Candidate, Loader
@@ -103,6 +104,9 @@ class Simulated(Loader):
 
     def _choose(self, number: int, tag: str | None) -> CandidateChoice:
         return CandidateChoice(tag="x", attempt=str(AttemptId(1, number)))
+
+    async def _check_whole(self, candidate: Candidate, patience: Patience) -> None:
+        pass
 
     def _stored_source(self, candidate: Candidate) -> CandidateSource:  # type: ignore[override]  # of no store
         return self.sources.pop(0)
