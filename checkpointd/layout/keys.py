@@ -45,6 +45,8 @@ _EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _GROUP = re.compile(r"[1-9]\d{0,3}\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
+COORDINATOR = 0
+"""The rank of the coordinator."""
 EPOCH_MAX = 10**12 - 1
 STEP_MAX = 2**64 - 1
 """The largest step that the objects of a checkpoint can hold."""

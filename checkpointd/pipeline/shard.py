@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from checkpointd.errors import UsageError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias, Plan, PlanTensor, Scope
+from checkpointd.layout.keys import COORDINATOR as COORDINATOR
 from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix, object_key
 from checkpointd.layout.manifest import Branches, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
@@ -23,8 +24,6 @@ from checkpointd.pipeline.pace import Pace
 
 Bytes = NDArray[np.uint8]
 
-COORDINATOR = 0
-"""The rank of the coordinator."""
 TENSOR_ALIGNMENT = 64
 PAGE = 4096
 

@@ -23,6 +23,7 @@ from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.keys import (
     BALLOT,
+    COORDINATOR,
     SERVICE,
     AttemptId,
     holder_of,
@@ -38,7 +39,6 @@ from checkpointd.pipeline.root import ballots, catalog
 from checkpointd.pipeline.root.ballots import ballot_ref
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned, files_of, is_gone
-from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.showing import plain_files_of
