@@ -15,8 +15,8 @@ from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import UsageError
 from checkpointd.phrases import byte_count
-from checkpointd.store.patient import ABSENCE_S as ABSENCE_S
 from checkpointd.system_errors import in_words
+from checkpointd.waits import ABSENCE_S as ABSENCE_S
 from checkpointd.windows import DailyWindows
 
 MIB = 1 << 20

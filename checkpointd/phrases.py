@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 
 from checkpointd.errors import UsageError
 
@@ -27,11 +26,6 @@ def lasting(seconds: float) -> str:
     if seconds < 0.9995:
         return f"{max(0.0, seconds) * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-
-
-def utc(seconds: float) -> str:
-    """A time in seconds since 1970 as every part of checkpointd shows it: `2026-11-28T09:30:11Z`."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def byte_count(size: int | str, what: str) -> int:

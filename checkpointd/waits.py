@@ -22,6 +22,8 @@ log = logging.getLogger("checkpointd.waits")
 """Of its own, since commands show it and nothing else of the log."""
 T = TypeVar("T")
 
+ABSENCE_S = 3.0
+"""How long an object must be missing unless a caller says otherwise: see PATIENT-2."""
 FIRST_REPORT_S = 10.0
 
 

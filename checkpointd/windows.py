@@ -1,15 +1,20 @@
-"""Times of day in which something may run, such as `22:00-06:00`. Nothing here has effects."""
+"""Times in words, and times of day in which something may run, such as `22:00-06:00`. Nothing here has effects."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from checkpointd.errors import UsageError
 
 _SPAN = re.compile(r"(\d\d):(\d\d)-(\d\d):(\d\d)\Z", re.ASCII)
 _DAY_MIN = 24 * 60
+
+
+def utc(seconds: float) -> str:
+    """A time in seconds since 1970 as every part of checkpointd shows it: `2026-11-28T09:30:11Z`."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass(frozen=True, slots=True)

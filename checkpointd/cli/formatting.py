@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from checkpointd import phrases
-from checkpointd.phrases import byte_size, run_text, utc
+from checkpointd.phrases import byte_size, run_text
+from checkpointd.windows import utc
 
 ABSENT = "-"
 

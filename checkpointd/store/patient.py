@@ -28,8 +28,6 @@ from checkpointd.system_errors import lasts
 
 T = TypeVar("T")
 
-ABSENCE_S = 3.0
-"""How long an object must be missing unless a caller says otherwise: see PATIENT-2."""
 LOOKS_MIN: Final = 4
 PAUSE_S_MIN: Final = 0.05
 PAUSE_S_MAX: Final = 2.0

@@ -22,8 +22,9 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
-from checkpointd.store.patient import ABSENCE_S, Patience, PatientStore
+from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.store.writers import new_writer
+from checkpointd.waits import ABSENCE_S
 
 log = logging.getLogger("checkpointd")
 

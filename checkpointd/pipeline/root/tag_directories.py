@@ -64,10 +64,11 @@ from checkpointd.pipeline.root.ballots import votes_of
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.store.base import Entry, Store
-from checkpointd.store.patient import ABSENCE_S, Patience
+from checkpointd.store.patient import Patience
 from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.posix.unfinished import GOING
 from checkpointd.store.showing import plain_files_of
+from checkpointd.waits import ABSENCE_S
 
 if TYPE_CHECKING:  # it brings in numpy, which no listing needs
     from checkpointd.pipeline.shard import AttemptInfo
