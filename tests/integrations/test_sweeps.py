@@ -16,9 +16,8 @@ from tests.integrations.sweep import FIRST, KINDS, RUNS
 NEEDED = {"trainer": "transformers", "pruned": "transformers"}
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(one, marks=() if one in ("plain", "dcp") else pytest.mark.nightly) for one in KINDS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
 def test_trainings_one_after_the_other_keep_no_memory_threads_or_descriptors(tmp_path: Path, kind: str) -> None:
     needed = NEEDED.get(kind, kind)
     if kind not in ("plain", "dcp") and importlib.util.find_spec(needed) is None:
