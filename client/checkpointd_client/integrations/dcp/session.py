@@ -103,7 +103,7 @@ class DcpSession:
     @property
     def is_idle(self) -> bool:
         """Whether it has neither writers nor running attempts."""
-        return not self.writers and not self._running
+        return not self.writers and all(running.done() for running in list(self._running))
 
     @property
     def begun(self) -> Begun | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -39,6 +40,7 @@ from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention, open_checkpoint
 from checkpointd_client.errors import UnsafeObjectError
 from checkpointd_client.integrations.dcp import CheckpointdReader, CheckpointdWriter, export_dcp, import_dcp
+from checkpointd_client.integrations.dcp.session import _sessions
 from checkpointd_client.integrations.dcp.writer import PlanRequest
 from tests.job_elsewhere import ELSEWHERE, live_job
 
@@ -307,6 +309,7 @@ def test_dcpsession_2_a_session_that_nobody_uses_ends_and_its_root_stays_fenced(
         return sum(thread.name.startswith("checkpointd") for thread in threading.enumerate())
 
     dcp.save({"x": 1}, storage_writer=CheckpointdWriter(one, "step1"), **ALONE)
+    wait(set(_sessions[os.getpid(), str(one)]._running))  # a save returns at its outcome, before the rest of its attempt
     at_first = threads()
     dcp.save({"x": 1}, storage_writer=CheckpointdWriter(other, "step1"), **ALONE)
     assert threads() <= at_first
