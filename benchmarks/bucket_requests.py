@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks import roots
 from checkpointd.bucket_urls import parse
 from checkpointd.layout.keys import default_tag
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.store import open_store
 from checkpointd.store.requests import Requests, requests_of
 from checkpointd_client import Checkpointer
@@ -133,8 +133,8 @@ def jobs(root: str, shard_bytes: int, folder: Path) -> list[Row]:
 async def commit(root: str, ranks: int) -> Row:
     """Rank 0's second save of so many ranks, whose votes are there when it looks first."""
     async with open_store(root) as store:
-        epoch = (await epochs.take(store, ranks)).epoch
-        saver = roots.Saver(store=store, epoch=epoch, world_size=ranks).as_job(store)
+        start = (await starts.take(store, ranks)).start
+        saver = roots.Saver(store=store, start=start, world_size=ranks).as_job(store)
         state = saver.writer()
         for number in (0, 1):
             await saver.votes(number, float(number))

@@ -38,7 +38,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.daemon.roots.root_scan import RootScanner
 from checkpointd.layout.keys import default_tag
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.candidates import candidates
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.report.listing import listing
@@ -80,8 +80,8 @@ async def chooses(_root: Root, store: Store, meter: Meter) -> None:
     assert found.checkpoints
 
 
-async def starts(root: Root, store: Store, meter: Meter) -> None:
-    """A job starts: it takes the epoch and decides what was left in doubt."""
+async def job_starts(root: Root, store: Store, meter: Meter) -> None:
+    """A job starts: it takes the start and decides what was left in doubt."""
     with meter:
         started = await startup.begin(store, Beginner(world_size=root.ranks, job="benchmark"))
     await started.lease.release()
@@ -120,8 +120,8 @@ async def removes(root: Root, store: Store, meter: Meter) -> None:
     """
     known = await catalog.checkpoints(store)
     newest, oldest = known[0].outcome.step, known[-1].outcome.step
-    epoch = (await epochs.take(store, root.ranks)).epoch
-    plain = Saver(store=store, epoch=epoch, world_size=root.ranks).as_job(store)
+    start = (await starts.take(store, root.ranks)).start
+    plain = Saver(store=store, start=start, world_size=root.ranks).as_job(store)
     removing = replace(plain, retention=Retention(keep_last=len(known)))
     state = removing.writer()
     async with roots.counted(root.path, durable=False) as (quick, _):
@@ -153,7 +153,7 @@ Operation = Callable[[Root, Store, Meter], Coroutine[Any, Any, None]]
 OPERATIONS: dict[str, Operation] = {
     "list": lists,
     "choose at load": chooses,
-    "start": starts,
+    "start": job_starts,
     "one removal": removes,
     "status": stands,
     "monitor, first look": looks_first,

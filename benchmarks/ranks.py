@@ -33,7 +33,7 @@ from benchmarks.roots import Saver
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import default_tag
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.bind import Target
@@ -67,8 +67,8 @@ class Measured:
 async def coordinating(path: Path, ranks: int) -> tuple[Reading, Reading]:
     """Rank 0's own save and its commit of `ranks` votes that are there: with plans that it does not know, then known ones."""
     async with roots.counted(path, durable=False) as (quick, _):
-        epoch = (await epochs.take(quick, ranks)).epoch
-        voters = Saver(store=quick, epoch=epoch, world_size=ranks)
+        start = (await starts.take(quick, ranks)).start
+        voters = Saver(store=quick, start=start, world_size=ranks)
         for number in (0, 1):
             await voters.votes(number, float(number))
     os.sync()
@@ -95,7 +95,7 @@ def coordinator(directory: Path, ranks: int) -> list[Cost]:
 async def saved(path: Path, ranks: int, tensors: int) -> Saver:
     """A root with one checkpoint of that many ranks and tensors."""
     async with roots.counted(path, durable=False) as (store, _):
-        saver = Saver(store=store, epoch=(await epochs.take(store, ranks)).epoch, world_size=ranks, tensors=tensors)
+        saver = Saver(store=store, start=(await starts.take(store, ranks)).start, world_size=ranks, tensors=tensors)
         await saver.save(saver.writer(), 1)
     return saver
 

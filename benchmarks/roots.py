@@ -27,7 +27,7 @@ from checkpointd.layout.keys import AttemptId, default_tag
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress, ShardTensor, aligned
 from checkpointd.pipeline.write.dedup import Bases
@@ -146,12 +146,12 @@ async def counted(path: Path, *, durable: bool = True) -> AsyncIterator[tuple[St
 
 @dataclass(frozen=True, kw_only=True)
 class Saver:
-    """Saves of `world_size` ranks in one epoch, with `tensors` float32 tensors that the ranks hold together by rows, each rank
+    """Saves of `world_size` ranks in one start, with `tensors` float32 tensors that the ranks hold together by rows, each rank
     `row` elements of each. All values are `value`, so two saves of one value are equal.
     """
 
     store: Store
-    epoch: int
+    start: int
     world_size: int = 1
     tensors: int = 4
     row: int = 16
@@ -186,10 +186,10 @@ class Saver:
         )
 
     def info(self, number: int, rank: int = 0) -> AttemptInfo:
-        """Save `number` of the epoch, at the tag of step `number`."""
+        """Save `number` of the start, at the tag of step `number`."""
         return AttemptInfo(
             tag=default_tag(number),
-            attempt=AttemptId(self.epoch, 0),
+            attempt=AttemptId(self.start, 0),
             rank=rank,
             world_size=self.world_size,
             step=number,
@@ -270,8 +270,8 @@ async def _ready(shard: Shard) -> Shard:
 async def history(path: Path, tags: int, ranks: int = 1) -> None:
     """Make a root with `tags` checkpoints of `ranks` ranks each; the newest was read back."""
     async with counted(path, durable=False) as (store, _):
-        epoch = (await epochs.take(store, ranks)).epoch
-        saver = Saver(store=store, epoch=epoch, world_size=ranks)
+        start = (await starts.take(store, ranks)).start
+        saver = Saver(store=store, start=start, world_size=ranks)
         state = saver.writer()
         for number in range(tags):
             await saver.save(state, number)
@@ -281,8 +281,8 @@ async def history(path: Path, tags: int, ranks: int = 1) -> None:
 async def most_pending(path: Path, keep: int, saves: int) -> int:
     """The most attempts that had committed and were not over, of `saves` saves back to back whose retention keeps `keep`."""
     async with counted(path) as (store, _):
-        epoch = (await epochs.take(store, 1)).epoch
-        saver = Saver(store=store, epoch=epoch, retention=Retention(keep_last=keep)).as_job(store)
+        start = (await starts.take(store, 1)).start
+        saver = Saver(store=store, start=start, retention=Retention(keep_last=keep)).as_job(store)
         state, most, running = saver.writer(), 0, set[asyncio.Task[None]]()
         first = (await catalog.checkpoints(store))[0].outcome.step + 1
         for number in range(first, first + saves):

@@ -36,8 +36,8 @@ from checkpointd.daemon.protocol import wire  # noqa: E402
 from checkpointd.daemon.protocol.decoder import Decoder  # noqa: E402
 from checkpointd.daemon.protocol.parts import contents_parts, layout_parts  # noqa: E402
 from checkpointd.layout.boxes import Box  # noqa: E402
-from checkpointd.layout.keys import epoch_key  # noqa: E402
-from checkpointd.layout.manifest import Epoch, encode  # noqa: E402
+from checkpointd.layout.keys import start_key  # noqa: E402
+from checkpointd.layout.manifest import Start, encode  # noqa: E402
 from checkpointd.pipeline.root.identity import writer  # noqa: E402
 from checkpointd.store.posix.store import PosixStore  # noqa: E402
 from checkpointd.store.writers import new_writer  # noqa: E402
@@ -87,7 +87,7 @@ class Raw:
 
     def begin(self) -> None:
         asked = wire.Begin(
-            epoch=1, nonce="n", compression="none", chunk_bytes=4 * MIB, budget_bytes=64 * MIB, commit_timeout_s=600.0
+            start=1, nonce="n", compression="none", chunk_bytes=4 * MIB, budget_bytes=64 * MIB, commit_timeout_s=600.0
         )
         self.say(asked)
 
@@ -267,11 +267,11 @@ def daemon(folder: Path) -> Iterator[tuple[str, int]]:
         process.wait()
 
 
-async def put_epoch(root: str) -> None:
-    """Begin the epoch that the attackers name; without its record the daemon takes no save."""
+async def put_start(root: str) -> None:
+    """Begin the start that the attackers name; without its record the daemon takes no save."""
     async with PosixStore(root) as store:
-        epoch = Epoch(epoch=1, nonce="n", world_size=64, process=new_writer(), writer=writer())
-        await store.put(epoch_key(1), encode(epoch))
+        start = Start(start=1, nonce="n", world_size=64, process=new_writer(), writer=writer())
+        await store.put(start_key(1), encode(start))
 
 
 def rss_mib(pid: int) -> float:
@@ -281,7 +281,7 @@ def rss_mib(pid: int) -> float:
 def trial(name: str, seconds: float, base: str | None) -> Seen:
     seen = Seen(name)
     with tempfile.TemporaryDirectory(prefix="checkpointd-bounds-", dir=base) as folder, daemon(Path(folder)) as (path, pid):
-        asyncio.run(put_epoch(f"{folder}/job"))
+        asyncio.run(put_start(f"{folder}/job"))
         neighbour, over = Raw(path), threading.Event()
         neighbour.join(f"{folder}/neighbour", 0, 1)
 

@@ -35,7 +35,7 @@ def recognised(path: str | os.PathLike[str], root: str = "ROOT") -> str | None:
 def of_others(path: str | os.PathLike[str], root: str = "ROOT") -> str | None:
     """The same, but None for a root of checkpointd and what lies in it."""
     above = os.path.dirname(os.path.abspath(path))
-    if any(os.path.isdir(os.path.join(place, SERVICE, "epochs")) for place in (path, above)):
+    if any(os.path.isdir(os.path.join(place, SERVICE, "starts")) for place in (path, above)):
         return None
     return recognised(path, root)
 
@@ -62,10 +62,10 @@ def _directory(path: str, root: str) -> str | None:
 
 
 def _ours(it: _Directory) -> str | None:
-    if os.path.isdir(os.path.join(it.path, SERVICE, "epochs")):
+    if os.path.isdir(os.path.join(it.path, SERVICE, "starts")):
         return f"is a root of checkpointd, and needs no import: {command('list', it.path)} shows its checkpoints"
     above, tag = os.path.split(it.path)
-    if any(map(AttemptId.parse, it.folders)) and is_tag(tag) and os.path.isdir(os.path.join(above, SERVICE, "epochs")):
+    if any(map(AttemptId.parse, it.folders)) and is_tag(tag) and os.path.isdir(os.path.join(above, SERVICE, "starts")):
         shown = command("inspect", *at_tag(above, tag))
         return f"is the tag {tag} of the root {above}, and needs no import: {shown} shows it"
     return None

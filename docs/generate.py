@@ -23,7 +23,7 @@ HEAD = """# One rank's side of an attempt
 This page shows the phases of an attempt on one rank, and the events that lead from one to the next. It is generated from
 `checkpointd/commit/machine.py` by `make generate`; do not edit it.
 
-Users see `failing` and `skipping` as `failed` and `skipped`, and an attempt that a newer epoch has ended as `fenced`. The
+Users see `failing` and `skipping` as `failed` and `skipped`, and an attempt that a newer start has ended as `fenced`. The
 coordinator decides with a plain function of the votes (`commit/decide.py`): it commits when every rank has a valid yes vote and
 the plans are whole together, and aborts at the first no or invalid vote, or at the deadline.
 

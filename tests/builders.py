@@ -31,7 +31,7 @@ from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Shard, ShardProgress, ShardTensor, finite
 from checkpointd.pipeline.write.dedup import Bases
 from checkpointd.pipeline.write.job import PersistJob
@@ -120,7 +120,7 @@ class Save:
     tag: str = "global_step1"
     step: int = 1
     world_size: int = 2
-    epoch: int
+    start: int
     k: int = 0
     n: int = 0
     save_latest: bool = True
@@ -152,7 +152,7 @@ class Save:
     def info(self, rank: int) -> AttemptInfo:
         return AttemptInfo(
             tag=self.tag,
-            attempt=AttemptId(self.epoch, self.k),
+            attempt=AttemptId(self.start, self.k),
             rank=rank,
             world_size=self.world_size,
             step=self.step,
@@ -234,9 +234,9 @@ class Save:
         await persist(job)
 
 
-async def begin_epoch(store: Store, world_size: int = 2) -> int:
-    """Take the next epoch, as rank 0 of a starting job does."""
-    return (await epochs.take(store, world_size)).epoch
+async def begin_start(store: Store, world_size: int = 2) -> int:
+    """Take the next start, as rank 0 of a starting job does."""
+    return (await starts.take(store, world_size)).start
 
 
 async def plan_save(
@@ -245,7 +245,7 @@ async def plan_save(
     tag: str = "global_step1",
     step: int | None = None,
     world_size: int = 2,
-    epoch: int | None = None,
+    start: int | None = None,
     tensors: Callable[[int], Arrays] = rank_arrays,
     pieces: Callable[[int], Sequence[Piece]] = lambda _: (),
     values: Values = NO_VALUES,
@@ -253,10 +253,10 @@ async def plan_save(
     excluded: tuple[str, ...] = (),
     **others: object,
 ) -> Save:
-    """A Save in `epoch` (the newest by default, begun where there is none); `step` is read from a tag like global_step5."""
-    current = epoch or await epochs.newest(store) or await begin_epoch(store, world_size)
-    while await epochs.newest(store) < current:
-        await begin_epoch(store, world_size)
+    """A Save in `start` (the newest by default, begun where there is none); `step` is read from a tag like global_step5."""
+    current = start or await starts.newest(store) or await begin_start(store, world_size)
+    while await starts.newest(store) < current:
+        await begin_start(store, world_size)
     digits = tag.removeprefix("global_step")
     step = step if step is not None else int(digits) if digits.isdecimal() else 0
     save = Save(
@@ -264,7 +264,7 @@ async def plan_save(
         tag=tag,
         step=step,
         world_size=world_size,
-        epoch=current,
+        start=current,
         n=step,
         shard_of=lambda rank: make_shard(tensors(rank), values, aliases=aliases, excluded=excluded, pieces=pieces(rank)),
     )

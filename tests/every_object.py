@@ -66,7 +66,7 @@ KINDS = {
     "damaged": rf"{_ATTEMPT}damaged",
     "passed-over": rf"{_ATTEMPT}passed-over",
     "lease of an attempt": rf"{_ATTEMPT}lease",
-    "epoch": r"\.checkpointd/epochs/\d{8}",
+    "start": r"\.checkpointd/starts/\d{8}",
     "lease of a job": r"\.checkpointd/leases/\d{8}",
     "plan": r"\.checkpointd/plans/\d{8}/0/[0-9a-f]{32}",
     "records of the catalog": r"\.checkpointd/catalog/\d{12}\.records",

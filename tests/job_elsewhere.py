@@ -20,7 +20,7 @@ RENEWALS = 300
 
 @contextmanager
 def live_job(root: Path, job: str = "") -> Iterator[None]:
-    """It has begun the next epoch at `root` and renews its lease until the end."""
+    """It has begun the next start at `root` and renews its lease until the end."""
     over, begun = threading.Event(), threading.Event()
 
     async def live() -> None:

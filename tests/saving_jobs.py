@@ -68,11 +68,11 @@ class Disk(MemoryStore):
 
 @dataclass
 class Job:
-    """Ranks that save one after another as fast as two snapshots at once allow, in one epoch."""
+    """Ranks that save one after another as fast as two snapshots at once allow, in one start."""
 
     disk: Disk
     rng: random.Random
-    epoch: int
+    start: int
     world_size: int = 1
     rules: Retention = field(default_factory=Retention)
     keeps_before: tuple[int, int] = (0, 0)
@@ -114,7 +114,7 @@ class Job:
     async def _save(self, rank: int, n: int, tag: str | None, begins: asyncio.Event, on_free: Callable[[], None]) -> None:
         info = AttemptInfo(
             tag=tag or default_tag(n),
-            attempt=AttemptId(self.epoch, n if tag else 0),
+            attempt=AttemptId(self.start, n if tag else 0),
             rank=rank,
             world_size=self.world_size,
             step=n,
@@ -131,7 +131,7 @@ class Job:
         await asyncio.sleep(self.slowness.get(rank, 0.0) * self.rng.random())
         if self.failing(rank, n):
             raise StagingError("the snapshot was torn")
-        random_bytes = np.frombuffer(random.Random(f"{self.epoch} {rank} {n}").randbytes(8192), np.float32)
+        random_bytes = np.frombuffer(random.Random(f"{self.start} {rank} {n}").randbytes(8192), np.float32)
         return make_shard({"weight": random_bytes})
 
     def phases(self) -> Counter[Phase]:

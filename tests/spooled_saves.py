@@ -19,7 +19,7 @@ from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
@@ -192,7 +192,7 @@ class Node:
     rank: int = 0
     world_size: int = 1
     place: MemoryPlace = field(default_factory=MemoryPlace)
-    epoch: int = 1
+    start: int = 1
     nonce: str = ""
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=600.0, read_back=False))
     persist: PersistConfig = field(default_factory=lambda: PersistConfig(compression="none", chunk_bytes=4096))
@@ -235,7 +235,7 @@ class Node:
         return self.run(
             AttemptInfo(
                 tag=f"global_step{step}",
-                attempt=AttemptId(self.epoch, 0),
+                attempt=AttemptId(self.start, 0),
                 rank=self.rank,
                 world_size=self.world_size,
                 step=step,
@@ -282,7 +282,7 @@ class Node:
             self.rank,
             self.world_size,
             self.place,
-            self.epoch,
+            self.start,
             self.nonce,
             self.commit,
             self.persist,
@@ -303,8 +303,8 @@ async def until(there: Callable[[], bool], step_s: float = 0.05) -> None:
 
 
 async def begun_root(root: Store, world_size: int = 1) -> str:
-    """Begin epoch 1 at a root; returns its nonce."""
-    return (await epochs.take(root, world_size)).nonce
+    """Begin start 1 at a root; returns its nonce."""
+    return (await starts.take(root, world_size)).nonce
 
 
 @contextmanager

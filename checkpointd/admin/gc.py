@@ -16,7 +16,7 @@ from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import chosen_by
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.read.readback import survivor
-from checkpointd.pipeline.root import catalog, epochs, reserve
+from checkpointd.pipeline.root import catalog, reserve, starts
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.catalog_mending import forget_gone
@@ -69,13 +69,15 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
 
 
 async def _forget_old(store: Store) -> None:
-    """Remove what a start would: records of old epochs, and those of the catalog. A damaged newest epoch is left to a start."""
-    known, newest = CatalogLog(store), await epochs.newest(store)
+    """Remove what a start would: records of old starts, and those of the catalog. If the newest start's record is damaged, the
+    next start sees to it.
+    """
+    known, newest = CatalogLog(store), await starts.newest(store)
     await forget_gone(store, known)
     await known.refresh()
     await known.compact()
     try:
-        await epochs.remove_older(store, newest, (await epochs.read(store, newest)).surviving, most=sys.maxsize)
+        await starts.remove_older(store, newest, (await starts.read(store, newest)).surviving, most=sys.maxsize)
     except (DamagedError, NotFoundError):
         return
 

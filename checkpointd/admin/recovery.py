@@ -15,7 +15,7 @@ from checkpointd.commit.garbage import dead_weight
 from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.outcome.recover import judge, lost, recover
-from checkpointd.pipeline.root import catalog, epochs, leases, reserve
+from checkpointd.pipeline.root import catalog, leases, reserve, starts
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.report.holder import Holder, newest_holder
@@ -26,7 +26,7 @@ from checkpointd.store.conditions import check_conditions_of
 log = logging.getLogger("checkpointd")
 
 NO_RANKS = 0
-"""The world size of an epoch without a job. The epoch fences older ones, and the next start takes the number after it."""
+"""The world size of a start without a job. It fences older starts, and the next one takes the number after it."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,11 +39,11 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The actions of a recovery, real or with `dry_run` planned. It took `epoch`; `holder` held the epoch before."""
+    """The actions of a recovery, real or with `dry_run` planned. It took `start`; `holder` held the start before."""
 
     root: str
     dry_run: bool
-    epoch: int | None
+    start: int | None
     holder: Holder | None
     refused: str = ""
     """Only in a dry run: why the recovery itself would be refused."""
@@ -60,7 +60,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
-    """Take the next epoch and decide every attempt of older epochs, except those that a daemon still works at.
+    """Take the next start and decide every attempt of older starts, except those that a daemon still works at.
 
     RootInUseError if a job is alive at the root, unless `take_over`.
     """
@@ -69,24 +69,24 @@ async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
 
 async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
     holder = await _holder(store)
-    if holder is None and not await epochs.newest(store) and not await catalog.scan(store):
+    if holder is None and not await starts.newest(store) and not await catalog.scan(store):
         # No job ever ran here. This may be any directory, and must not become a root by mistake.
         return RecoveryReport(
-            root=store.url, dry_run=False, epoch=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
+            root=store.url, dry_run=False, start=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
         )
     await check_conditions_of(store, new=False)
-    epoch, lease = await leases.begin(store, beginner_of(store, take_over=take_over))
+    start, lease = await leases.begin(store, beginner_of(store, take_over=take_over))
     try:
-        done = await recover(store, epoch.epoch, epoch.surviving, accepts_loss=True)
+        done = await recover(store, start.start, start.surviving, accepts_loss=True)
     finally:
         await lease.release()
     return RecoveryReport(
         root=store.url,
         dry_run=False,
-        epoch=epoch.epoch,
+        start=start.start,
         holder=holder,
         decided=_decided(done.decided),
-        surviving=epoch.surviving,
+        surviving=start.surviving,
         latest_moved_to=done.latest_moved_to,
         latest_removed=done.latest_removed,
         swept=done.swept,
@@ -95,7 +95,7 @@ async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
 
 
 def beginner_of(store: Store, *, take_over: bool, name: str = "recover", at: Sequence[str] = ()) -> Beginner:
-    """Begins an epoch without a job for the command `name`. `at`: its arguments after the root."""
+    """A start without a job, for the command `name`. `at`: its arguments after the root."""
     return Beginner(
         world_size=NO_RANKS,
         take_over=take_over,
@@ -112,7 +112,7 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
     surviving, living = await asyncio.gather(
         leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
     )
-    surviving = await epochs.unfenced(store, surviving)
+    surviving = await starts.unfenced(store, surviving)
     attempts = await catalog.scan(store)
     outcomes = {
         a.prefix: (await judge(store, a)).outcome for a in attempts if a.state == "in-doubt" and a.prefix not in surviving
@@ -123,7 +123,7 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
     return RecoveryReport(
         root=store.url,
         dry_run=True,
-        epoch=None,
+        start=None,
         holder=await _holder(store),
         refused=leases.refusal(store, living, beginner.instead) if living is not None and not take_over else "",
         decided=_decided(outcomes.values()),

@@ -12,7 +12,7 @@ from checkpointd.phrases import listed
 from checkpointd.pipeline.outcome import branches
 from checkpointd.pipeline.outcome.branches import Branching
 from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.root import catalog, epochs, leases, reserve
+from checkpointd.pipeline.root import catalog, leases, reserve, starts
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.tag_directories import point_at
@@ -51,16 +51,16 @@ async def rollback(
 async def _gone_back(store: Store, chosen: Checkpoint, *, take_over: bool) -> RollbackReport:
     tag = chosen.tag
     beginner = beginner_of(store, take_over=take_over, name="rollback", at=(tag,))
-    working = await epochs.unfenced(store, await leases.attempts_at_work(store, beginner.sight))
+    working = await starts.unfenced(store, await leases.attempts_at_work(store, beginner.sight))
     if working:
         raise RootInUseError(
             f"nothing has changed at {store.url}: a daemon still works at {listed(working)}, which would be the newest "
             f"checkpoint. Wait until it has ended, and repeat {command('rollback', *at_tag(store.url, tag))}"
         )
     await check_conditions_of(store, new=False)
-    epoch, lease = await leases.begin(store, beginner)
+    start, lease = await leases.begin(store, beginner)
     try:
-        await recover(store, epoch.epoch, epoch.surviving, accepts_loss=True)
+        await recover(store, start.start, start.surviving, accepts_loss=True)
         chosen = await _chosen(store, tag, str(chosen.attempt))  # it may have been removed meanwhile
         change = await branches.leave_behind(store, chosen.outcome, beyond=True)
         await move_latest(store, tag, chosen.outcome.order)

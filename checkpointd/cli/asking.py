@@ -82,7 +82,7 @@ async def root_around(store: Store, given: str) -> str | None:
         return None
     place = parse(given)
     async with open_store(replace(place, prefix=place.prefix.rpartition("/")[0]).url, read_only=True) as outer:
-        return outer.url if await outer.list(f"{SERVICE}/epochs") else None
+        return outer.url if await outer.list(f"{SERVICE}/starts") else None
 
 
 def _name(given: str) -> str:
@@ -90,7 +90,7 @@ def _name(given: str) -> str:
 
 
 async def _is_used(store: Store) -> bool:
-    return bool(await store.list(f"{SERVICE}/epochs")) or any(map(_is_of_tag, await store.list("")))
+    return bool(await store.list(f"{SERVICE}/starts")) or any(map(_is_of_tag, await store.list("")))
 
 
 def _is_of_tag(entry: Entry) -> bool:

@@ -40,13 +40,13 @@ def read_back_cell(state: ReadBackState) -> Cell:
 
 
 def job_text(job: Holder) -> str:
-    """The job of an epoch, in words."""
+    """The job of a start, in words."""
     if job.mirrors:
-        return f"none: it mirrors {job.mirrors} (epoch {job.epoch}, {job}, {moment(job.since)})"
+        return f"none: it mirrors {job.mirrors} (start {job.start}, {job}, {moment(job.since)})"
     if not job.is_job:
-        return f"none: epoch {job.epoch} was taken by a recovery ({job}, {moment(job.since)})"
+        return f"none: start {job.start} was taken by a recovery ({job}, {moment(job.since)})"
     who = f"{job} since {moment(job.since)}, which {LIVES[job.life]}"
-    return f"epoch {job.epoch}, {count(job.world_size, 'rank')}: {who}"
+    return f"start {job.start}, {count(job.world_size, 'rank')}: {who}"
 
 
 def process_text(writer: WriterIdentity | None) -> str:

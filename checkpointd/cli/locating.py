@@ -62,7 +62,7 @@ def root_at(path: str) -> str | None:
     `path`.
     """
     for root in (path, os.path.join(path, SERVICE)):
-        if os.path.isdir(os.path.join(root, SERVICE, "epochs")):
+        if os.path.isdir(os.path.join(root, SERVICE, "starts")):
             return root
     return None
 
@@ -94,7 +94,7 @@ def is_used(path: str) -> bool:
     the directory cannot be read: the store then gives the reason.
     """
     try:
-        os.stat(os.path.join(path, SERVICE, "epochs"))
+        os.stat(os.path.join(path, SERVICE, "starts"))
         return True
     except (FileNotFoundError, NotADirectoryError):
         pass

@@ -192,7 +192,7 @@ def unshared(fault: str) -> Decision:
 
 
 def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Decision:
-    """The decision on an undecided attempt of an older epoch, which gets no more votes: a missing vote aborts."""
+    """The decision on an undecided attempt of an older start, which gets no more votes: a missing vote aborts."""
     world_size = next((v.world_size for v in votes.values() if v is not None), 0)
     decision = decide(votes, tag=tag, attempt=attempt, world_size=world_size) if votes else None
     if decision is not None:

@@ -10,7 +10,7 @@ from checkpointd.layout.keys import AttemptId, attempt_prefix
 State = Literal["committed", "aborted", "in-doubt", "deleted", "damaged", "unreadable"]
 """`damaged`: the bytes of the outcome are wrong. `unreadable`: the outcome cannot be read now, and may be a commit."""
 Order = tuple[int, int]
-"""The epoch, and the number of the save in that epoch. A later commit has a larger order."""
+"""The start, and the number of the save in that start. A later commit has a larger order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,5 +61,5 @@ def spent_records(attempts: Iterable[AttemptFacts]) -> list[AttemptFacts]:
 
 def _oldest(known: list[AttemptFacts], kept: int) -> list[AttemptFacts]:
     """All but the `kept` newest."""
-    oldest_first = sorted(known, key=lambda f: (f.order or (f.attempt.epoch, 0), f.tag, f.attempt))
+    oldest_first = sorted(known, key=lambda f: (f.order or (f.attempt.start, 0), f.tag, f.attempt))
     return oldest_first[: max(0, len(known) - kept)]

@@ -12,7 +12,7 @@ Invariants
       does not matter, since the load found damage later.
   RETENTION-5  Rules with a metric never remove a checkpoint without that metric. If no checkpoint has the metric, the rules
       remove nothing.
-  RETENTION-6  A job that does not know what earlier epochs committed removes none of their checkpoints, neither by rules nor
+  RETENTION-6  A job that does not know what earlier starts committed removes none of their checkpoints, neither by rules nor
       for a newer commit of the same tag. Nor does a job that saves steps again which the checkpoint that it loaded already had:
       of all that was there before, nothing goes.
   RETENTION-8  A checkpoint of a branch that was left is not counted in place of one of the current branch: the rules keep what

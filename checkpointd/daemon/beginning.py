@@ -1,4 +1,4 @@
-"""Makes the writer for an epoch's saves, after checking in the store that the epoch began at this root.
+"""Makes the writer for a start's saves, after checking in the store that this start was at this root.
 
 The client's path alone proves nothing: the daemon may see another file system at the same path.
 """
@@ -13,29 +13,29 @@ from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.settings import commit_config, persist_config
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, StoreError
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.own_root import ANSWER_S
 from checkpointd.pipeline.workers import answered
 from checkpointd.store.base import Store
 
 _PUT_RIGHT = ". Give the daemon the trainer's file system: the same node, mount namespace or volume"
 Known = tuple[int, str]
-"""An epoch that the daemon knows, with its nonce."""
+"""A start that the daemon knows, with its nonce."""
 
 
 async def begun(
     asked: wire.Begin, store: Store, ours: ServeConfig, known: Collection[Known], say: Callable[[str, object, object], None]
 ) -> tuple[WriterState, set[str]]:
-    """The writer for `asked`, with the store of the client's user, and the nonces of the `known` epochs whose root was removed.
+    """The writer for `asked`, with the store of the client's user, and the nonces of the `known` starts whose root was removed.
 
-    Raises CheckpointdError if the store has no such epoch or the user may not read its record, and FencedError if another job
+    Raises CheckpointdError if the store has no such start or the user may not read its record, and FencedError if another job
     has taken over. If the storage does not answer now, the client is not refused: `say` is called, and each save checks again
     before its vote.
     """
     state = WriterState(store=store, persist=persist_config(asked, ours), commit=commit_config(asked))
     unseen: CheckpointdError | None
     try:
-        unseen = await state.own_root.confirm(asked.epoch, asked.nonce)
+        unseen = await state.own_root.confirm(asked.start, asked.nonce)
     except CheckpointdError as error:
         message = (
             f"this daemon, which must have the trainer's file system at {store.url}, does not see that the job began there: "
@@ -48,13 +48,13 @@ async def begun(
         except (StoreError, NotFoundError, DamagedError) as error:
             unseen = error
     if unseen is not None:
-        say("whether epoch %d began here cannot be seen now (%s); its saves look again", asked.epoch, unseen)
+        say("whether start %d began here cannot be seen now (%s); its saves look again", asked.start, unseen)
     return state, removed
 
 
 async def _removed(asked: wire.Begin, store: Store, known: Collection[Known]) -> set[str]:
-    """The nonces of the `known` epochs, not older than the `asked` one, that began at an earlier root of the same path."""
-    await epochs.check_not_over(store, asked.epoch)
-    others = [epoch for epoch in known if epoch[0] >= asked.epoch and epoch[1] not in ("", asked.nonce)]
-    are_here = await asyncio.gather(*(epochs.is_of_root(store, *epoch) for epoch in others))
+    """The nonces of the `known` starts, not older than the `asked` one, that began at an earlier root of the same path."""
+    await starts.check_not_over(store, asked.start)
+    others = [start for start in known if start[0] >= asked.start and start[1] not in ("", asked.nonce)]
+    are_here = await asyncio.gather(*(starts.is_of_root(store, *start) for start in others))
     return {nonce for (_, nonce), is_here in zip(others, are_here, strict=True) if not is_here}

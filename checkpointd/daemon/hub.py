@@ -60,9 +60,9 @@ class RankRecord:
     pid: int
     user: User | None = None
     """The user with whose rights the daemon works for it; None: its own."""
-    epoch: int | None = None
+    start: int | None = None
     begun: tuple[int, str] = (0, "")
-    """The newest epoch that the rank began, with its nonce."""
+    """The newest start that the rank began, with its nonce."""
     since: float = field(default_factory=time.time)
     _connected: Counter[int] = field(default_factory=Counter, init=False)
     """The number of its connections, by user."""
@@ -81,7 +81,7 @@ class RankRecord:
     def run_by(self, pid: int, world_size: int) -> None:
         """Process `pid` is its trainer now."""
         if (self.pid, self.world_size) != (pid, world_size):
-            self.pid, self.world_size, self.since, self.epoch = pid, world_size, time.time(), None
+            self.pid, self.world_size, self.since, self.start = pid, world_size, time.time(), None
 
     def connections_of(self, uid: int) -> int:
         return self._connected[uid]
@@ -194,7 +194,7 @@ class Hub:
 
     def rank(self, root: str, rank: int, *, world_size: int, pid: int, user: User | None = None) -> RankRecord:
         """The record of a rank that process `pid` of `user` joins as. If another trainer is connected, the record keeps its
-        data until the new one begins an epoch.
+        data until the new one has started.
         """
         record = self._ranks.get((root, rank))
         if record is None:
@@ -202,7 +202,7 @@ class Hub:
             record = self._ranks[(root, rank)] = RankRecord(root, rank, world_size, pid)
             self.tallies.setdefault(root, Tally())
             self.on_news(root)
-        if not record.connections or record.epoch is None:
+        if not record.connections or record.start is None:
             record.run_by(pid, world_size)
         record.user = user
         return record
@@ -256,8 +256,8 @@ class Hub:
         in_use = [*self._joined_roots(), *(job.root for job in self.jobs.all())]
         return list(dict.fromkeys([*in_use, *(record.root for record in joined)]))
 
-    def begun(self, record: RankRecord, epoch: int, nonce: str, removed: Collection[str] = ()) -> None:
-        """A client began an epoch. `removed`: the nonces of epochs whose root was removed and replaced by this one.
+    def begun(self, record: RankRecord, start: int, nonce: str, removed: Collection[str] = ()) -> None:
+        """A client began a start. `removed`: the nonces of starts whose root was removed and replaced by this one.
 
         A new nonce means a new start, although the pid may be the same: in a container it is often 1, or 0 for this daemon.
         """
@@ -266,7 +266,7 @@ class Hub:
             record.since = time.time()
         if known in removed:
             self.on_remade(record.root)
-        record.epoch, record.begun = epoch, (epoch, nonce)
+        record.start, record.begun = start, (start, nonce)
 
     def changed(self, job: SaveJob) -> None:
         """A job entered a phase. Update the counters, and the phase of its retained snapshot."""

@@ -102,7 +102,7 @@ def _rank(record: RankRecord) -> RankStatus:
     return RankStatus(
         rank=record.rank,
         world_size=record.world_size,
-        epoch=record.epoch,
+        start=record.start,
         pid=record.pid,
         connected=record.connections > 0,
         since=record.since,

@@ -83,10 +83,10 @@ async def find(hub: Hub, root: str, store: Store, fresh: Iterable[AttemptView]) 
         if outcome is None or outcome.outcome != "commit" or decided_at is None or decided_at < hub.started_at:
             continue
         for record in hub.ranks_at(root)[:VOTES_MAX]:
-            epoch, nonce = record.begun
+            start, nonce = record.begun
             uid = os.geteuid() if record.user is None else record.user.uid
             key: JobKey = (root, nonce, uid, view.tag, str(view.attempt), record.rank)
-            if epoch != view.attempt.epoch or record.rank >= outcome.world_size or hub.is_counted(key):
+            if start != view.attempt.start or record.rank >= outcome.world_size or hub.is_counted(key):
                 continue
             try:
                 vote = await vote_of(store, outcome, record.rank)

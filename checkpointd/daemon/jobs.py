@@ -1,7 +1,7 @@
 """The save jobs of the daemon. Each runs the same `Attempt` as the in-process writer, and outlives its client.
 
 Invariants
-  SAVEJOB-1  There is one job per (root, epoch's nonce, user, tag, attempt, rank). A client that comes back is attached to the
+  SAVEJOB-1  There is one job per (root, start's nonce, user, tag, attempt, rank). A client that comes back is attached to the
       existing job.
   SAVEJOB-2  A snapshot is persisted only if it is whole, by its client's message or by the mark in its slot. If the client dies
       before that, the job votes no.
@@ -57,7 +57,7 @@ ALL_KEPT = 8192
 """Ended saves that are kept for all ranks together."""
 
 JobKey = tuple[str, str, int, str, str, int]
-"""Root, nonce of the epoch, uid, tag, attempt, rank. The nonce tells epochs apart when a root is removed and made again; the
+"""Root, nonce of the start, uid, tag, attempt, rank. The nonce tells starts apart when a root is removed and made again; the
 uid keeps the saves of users apart.
 """
 
@@ -140,7 +140,7 @@ class SaveJob:
             on_free=self._free,
             spooled=spooled,
         )
-        check = partial(state.own_root.check, info.attempt.epoch)
+        check = partial(state.own_root.check, info.attempt.start)
         self._lease = leases.of_attempt(state.store, info.prefix, check=check) if info.rank == COORDINATOR else None
         self._snapshot = _Snapshot(self._staged)
         if spooled is not None:

@@ -136,7 +136,7 @@ class ServedRoots:
             self._impatient[root] = open_store(replace(place, options={**place.options, **_AT_ONCE}).url)
         store = self._impatient[root]
         try:
-            await store.list(f"{SERVICE}/epochs")
+            await store.list(f"{SERVICE}/starts")
         except StoreError as error:
             raise type(error)(str(error).replace(store.url, root)) from error
 
@@ -149,10 +149,10 @@ class ServedRoots:
 
     async def _found_in(self, allowed: BucketUrl) -> list[str]:
         store = self._open(allowed.url, None)
-        if await store.list(f"{SERVICE}/epochs"):
+        if await store.list(f"{SERVICE}/starts"):
             return [allowed.url]
         below = [entry.name for entry in await store.list("") if entry.is_prefix][:BUCKET_ROOTS_MAX]
-        return [allowed.below(name).url for name in below if await store.list(f"{name}/{SERVICE}/epochs")]
+        return [allowed.below(name).url for name in below if await store.list(f"{name}/{SERVICE}/starts")]
 
     async def _ask(self, what: str, call: Callable[[], T]) -> T:
         """Run `call` on a thread. Callers that ask the same question at the same time share the answer."""
@@ -239,7 +239,7 @@ class ServedRoots:
             except OSError:
                 continue
             here = dict.fromkeys(path for place in (allowed, *below) for path in (place, f"{place}/{SERVICE}"))
-            places += [path for path in here if os.path.isdir(f"{path}/{SERVICE}/epochs")]
+            places += [path for path in here if os.path.isdir(f"{path}/{SERVICE}/starts")]
         return [path for path in places if may_look(_owner_of(path), self._uids)]
 
     def requests(self, root: str) -> Requests | None:

@@ -75,7 +75,7 @@ class RankSession:
         self._user: User | None = None
         """The user with whose rights the client's saves are made; None: the daemon's own."""
         self._state: WriterState | None = None
-        self._world_size, self._epoch, self._nonce = 0, -1, ""
+        self._world_size, self._start, self._nonce = 0, -1, ""
         self._slots: dict[int, SlotMemory] = {}
         self._layouts = KnownLayouts(self._account)
         self._saves: dict[int, SaveJob] = {}
@@ -305,7 +305,7 @@ class RankSession:
         record = self._joined()
         # Checked again: somebody may have replaced the root by a link since then.
         store = await self._hub.roots.opened(record.root, self._user)
-        say = partial(self._hub.said.warning, "an epoch was not seen", self._peer.uid)
+        say = partial(self._hub.said.warning, "a start was not seen", self._peer.uid)
         kept = self._kept(record)
         known = {record.begun} if kept is None else {record.begun, (kept.order[0], kept.nonce)}
         state, removed = await beginning.begun(message, store, self._hub.config, known, say)
@@ -313,17 +313,17 @@ class RankSession:
             state.spool = await self._hub.spool.own(record.root, self._user, message.nonce, self._peer.uid)
         state.take_reader(self._hub.readers.setdefault((record.root, record.rank, self._user), state.reader))
         self._hub.tidiers.add(state.tidier)
-        self._state, self._epoch, self._nonce = state, message.epoch, message.nonce
+        self._state, self._start, self._nonce = state, message.start, message.nonce
         # Otherwise a newer job has the rank, and this is an older one whose attempts survive.
-        if record.begun[0] <= message.epoch or record.begun[1] in removed:
+        if record.begun[0] <= message.start or record.begun[1] in removed:
             record.run_by(self._peer.pid, self._world_size)
-            self._hub.begun(record, message.epoch, message.nonce, removed)
+            self._hub.begun(record, message.start, message.nonce, removed)
         if kept is not None and kept.nonce in removed:
-            self._hub.tier.drop(kept)  # its epoch would make it newer than all later saves
+            self._hub.tier.drop(kept)  # its start would make it newer than all later saves
 
     def _begun(self) -> WriterState:
         if self._state is None:
-            raise UsageError("begin an epoch first")
+            raise UsageError("send begin first")
         return self._state
 
     # --- memory --------------------------------------------------------------------------------------------------
@@ -360,8 +360,8 @@ class RankSession:
     def _save(self, message: wire.Save) -> None:
         state, record = self._begun(), self._joined()
         attempt = AttemptId.parse(message.attempt)
-        if attempt is None or attempt.epoch != self._epoch:
-            raise UsageError(f"{message.attempt!r} is not an attempt of epoch {self._epoch}")
+        if attempt is None or attempt.start != self._start:
+            raise UsageError(f"{message.attempt!r} is not an attempt of start {self._start}")
         if message.save in self._saves or message.save in self._over:
             raise UsageError(f"save {message.save} is there already")
         info = AttemptInfo(
@@ -479,7 +479,7 @@ class RankSession:
 
     def _staged(self, message: wire.Staged) -> None:
         if message.whole is not None and (spool := self._begun().spool) is not None:
-            spool.all_have(self._joined().rank, (self._epoch, message.whole))
+            spool.all_have(self._joined().rank, (self._start, message.whole))
         if message.save not in self._over:
             job = self._of(message.save)
             self._hub.held_up(self._joined(), job.held(message.held_s))
@@ -538,8 +538,8 @@ class RankSession:
     def _leave(self) -> None:
         """The client closed its Checkpointer, so nobody needs its snapshot. Keep that of a newer job that took over."""
         record = self._joined()
-        if record.epoch is None or record.begun[0] <= self._epoch:
+        if record.start is None or record.begun[0] <= self._start:
             record.left_well = True
         kept = self._kept(record)
-        if kept is not None and kept.order[0] <= self._epoch:
+        if kept is not None and kept.order[0] <= self._start:
             self._hub.tier.drop(kept)

@@ -1,4 +1,4 @@
-"""The settings for the saves of one epoch: those that the client asked for, within the daemon's limits."""
+"""The settings for the saves of one start: those that the client asked for, within the daemon's limits."""
 
 from __future__ import annotations
 

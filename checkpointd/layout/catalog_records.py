@@ -78,7 +78,7 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tag: str
     attempt: str
     n: int = 0
-    """The number of the save in its epoch."""
+    """The number of the save in its start."""
     step: int = -1
     digest: str = ""
     size: int = 0
@@ -99,9 +99,9 @@ class CatalogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def order(self) -> tuple[int, int]:
-        """The order of its commit, if it has committed: the epoch, and the number of the save in it."""
+        """The order of its commit, if it has committed: the start, and the number of the save in it."""
         attempt = AttemptId.parse(self.attempt)
-        return (0 if attempt is None else attempt.epoch, self.n)
+        return (0 if attempt is None else attempt.start, self.n)
 
     @property
     def is_decided(self) -> bool:

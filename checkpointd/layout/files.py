@@ -57,18 +57,18 @@ def is_lone(at: str, names: Collection[str]) -> bool:
 
 def check_unfinished(name: str) -> str:
     """Return `name` if an unfinished directory can have this name, else raise FormatError."""
-    if unfinished_epoch(name) is None:
+    if unfinished_start(name) is None:
         raise FormatError(
-            f"{name!r} cannot be the name of an unfinished directory: it has neither the form <epoch>-<number> nor "
-            f"<epoch>-<number>{WHOLE}"
+            f"{name!r} cannot be the name of an unfinished directory: it has neither the form <start>-<number> nor "
+            f"<start>-<number>{WHOLE}"
         )
     return name
 
 
-def unfinished_epoch(name: str) -> int | None:
-    """The epoch that filled the unfinished directory `name`; None if that is not its name."""
+def unfinished_start(name: str) -> int | None:
+    """The start that filled the unfinished directory `name`; None if that is not its name."""
     filled_for = AttemptId.parse(name.removesuffix(WHOLE))
-    return None if filled_for is None else filled_for.epoch
+    return None if filled_for is None else filled_for.start
 
 
 def unfinished_folder(name: str, at: str) -> str:

@@ -41,13 +41,13 @@ _OBJECT = re.compile(
     re.ASCII,
 )
 _MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)
-_EPOCH = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
+_START = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _GROUP = re.compile(r"[1-9]\d{0,3}\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
 COORDINATOR = 0
 """The rank of the coordinator."""
-EPOCH_MAX = 10**12 - 1
+START_MAX = 10**12 - 1
 STEP_MAX = 2**64 - 1
 """The largest step that the objects of a checkpoint can hold."""
 WORLD_SIZE_MAX = 1 << 18
@@ -63,13 +63,13 @@ FILES_MAX = 10_000
 
 @dataclass(frozen=True, order=True, slots=True)
 class AttemptId:
-    """`<epoch>-<k>`: k counts one rank's saves of one tag in one epoch, from 0."""
+    """`<start>-<k>`: k counts one rank's saves of one tag in one start, from 0."""
 
-    epoch: int
+    start: int
     k: int
 
     def __str__(self) -> str:
-        return f"{self.epoch:08d}-{self.k}"
+        return f"{self.start:08d}-{self.k}"
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -272,24 +272,24 @@ def check_chunks_ref(name: str, writer: int) -> str:
     return name
 
 
-def epoch_key(epoch: int) -> str:
-    """The key of the record of `epoch`. Raises FormatError for numbers above EPOCH_MAX."""
-    if epoch > EPOCH_MAX:
-        raise FormatError(f"epoch {epoch} has no name; no job gets that far: remove {SERVICE}/epochs/{EPOCH_MAX}")
-    return f"{SERVICE}/epochs/{epoch:08d}"
+def start_key(start: int) -> str:
+    """The key of the record of `start`. Raises FormatError for numbers above START_MAX."""
+    if start > START_MAX:
+        raise FormatError(f"start {start} has no name; no job gets that far: remove {SERVICE}/starts/{START_MAX}")
+    return f"{SERVICE}/starts/{start:08d}"
 
 
-def epoch_of(name: str) -> int | None:
-    """The epoch of the epoch record or job lease `name`; None if `name` is neither."""
-    return int(name) if _EPOCH.match(name) else None
+def start_of(name: str) -> int | None:
+    """The start of the start record or job lease `name`; None if `name` is neither."""
+    return int(name) if _START.match(name) else None
 
 
 LEASES = f"{SERVICE}/leases"
 
 
-def job_lease_key(epoch: int) -> str:
-    """The key of the lease of the job that runs `epoch`."""
-    return f"{LEASES}/{epoch:08d}"
+def job_lease_key(start: int) -> str:
+    """The key of the lease of the job that runs `start`."""
+    return f"{LEASES}/{start:08d}"
 
 
 def attempt_lease_key(prefix: str) -> str:
@@ -316,8 +316,8 @@ PLAN_RANKS = 256
 """So many neighbouring ranks keep their plans in one directory."""
 
 
-def plan_key(epoch: int, rank: int, digest: str) -> str:
-    """The key of a plan of `rank` for attempts of `epoch`. Raises FormatError if `digest` is not one."""
+def plan_key(start: int, rank: int, digest: str) -> str:
+    """The key of a plan of `rank` for attempts of `start`. Raises FormatError if `digest` is not one."""
     if not _DIGEST.match(digest):
         raise FormatError(f"{digest!r} is not a plan digest (32 hexadecimal digits)")
-    return f"{PLANS}/{epoch:08d}/{rank // PLAN_RANKS}/{digest}"
+    return f"{PLANS}/{start:08d}/{rank // PLAN_RANKS}/{digest}"

@@ -62,20 +62,20 @@ class WriterIdentity(_Object, frozen=True, kw_only=True, gc=False):
     """UTC, ISO 8601, by the clock of `host`."""
 
 
-class Epoch(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.epoch"):
-    """The job that runs an epoch. The other ranks compare `nonce` to check that they use the same root.
+class Start(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.start"):
+    """The job that runs a start. The other ranks compare `nonce` to check that they use the same root.
 
-    `world_size` 0: `checkpointd recover` took the epoch, and no ranks run in it.
+    `world_size` 0: `checkpointd recover` took the start, and no ranks run in it.
     """
 
     version: int = VERSION
-    epoch: int
+    start: int
     nonce: str
     world_size: int
     process: str = ""
     """The unique name of the holder (see `store/writers.py`), which tells on its machine whether it still runs."""
     surviving: tuple[str, ...] = ()
-    """Attempts of older epochs, each `<tag>/<attempt>`, whose writers are still at work. While this epoch is the newest, these
+    """Attempts of older starts, each `<tag>/<attempt>`, whose writers are still at work. While this start is the newest, these
     attempts are not fenced, and nobody else decides them."""
     commit_timeout_s: float = 0.0
     """How many seconds the ranks of its attempts may take to vote; 0 if that was not recorded."""
@@ -196,7 +196,7 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     world_size: int
     step: int
     n: int
-    """The number of this rank's earlier saves in its epoch. For rank 0 it is the checkpoint's place in the order."""
+    """The number of this rank's earlier saves in its start. For rank 0 it is the checkpoint's place in the order."""
     save_latest: bool
     vote: Literal["yes", "no"]
     index: IndexRef | None = None
@@ -376,25 +376,25 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
 
 
 class Mirrored(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.mirror"):
-    """The root that a mirror follows, by the epochs of its jobs."""
+    """The root that a mirror follows, by the starts of its jobs."""
 
     version: int = VERSION
     origin: str
     """The place of that root, for people."""
     starts: tuple[tuple[int, str], ...]
-    """The number and the nonce of each epoch that was seen there, in order, at most STARTS_MAX."""
+    """The number and the nonce of each start that was seen there, in order, at most STARTS_MAX."""
     reached: tuple[int, int] = (0, 0)
     """The greatest order of a commit that was mirrored."""
     writer: WriterIdentity
 
 
 STARTS_MAX = 256
-"""The most epochs in the record of a mirror."""
+"""The most starts in the record of a mirror."""
 
 SmallObject = (
-    Epoch | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | LeftBehind | Shown | Mirrored
+    Start | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | LeftBehind | Shown | Mirrored
 )
-_T = TypeVar("_T", Epoch, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, LeftBehind, Shown, Mirrored)
+_T = TypeVar("_T", Start, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, LeftBehind, Shown, Mirrored)
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 

@@ -10,7 +10,7 @@ Invariants
       objects are there, the copy checks that no earlier mark condemned one (as DEDUP-3 for a save).
   MIRRORCOPY-4  An object at the mirror is removed to be copied again only if its attempt has no commit there, nor had one by
       what the catalog says, no checkpoint there refers to it, its bytes are not whole, and this process holds the mirror. An
-      earlier process that mirrored cannot commit any more then: it looks for a newer epoch after its last object and before its
+      earlier process that mirrored cannot commit any more then: it looks for a newer start after its last object and before its
       outcome.
   MIRRORCOPY-5  Any other object that is not whole is replaced (TRANSFER-3), and only if the origin's has every piece whole that
       the checkpoint needs, and every other one that an attempt at the mirror names and that may be whole there. So no

@@ -1,7 +1,7 @@
-"""A mirror as this process holds it: with an epoch and a lease of its own, so that others notice it.
+"""A mirror as this process holds it: with a start and a lease of its own, so that others notice it.
 
 A job that begins at the mirror, or another process that mirrors, is refused while this one lives. If it begins all the same, it
-takes the next epoch, and this fences the one before it, as it fences a job.
+takes the next start, and this fences the one before it, as it fences a job.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from checkpointd.commit.facts import Order
 from checkpointd.config import JOB_CHARACTERS_MAX
 from checkpointd.errors import DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import MIRROR, MIRRORS
-from checkpointd.layout.manifest import Epoch, Mirrored, encode
-from checkpointd.pipeline.root import epochs, leases
+from checkpointd.layout.manifest import Mirrored, Start, encode
+from checkpointd.pipeline.root import leases, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
@@ -28,32 +28,32 @@ from checkpointd.store.conditions import check_conditions_of
 log = logging.getLogger("checkpointd")
 
 NO_RANKS = 0
-"""The world size of an epoch in which no job runs."""
+"""The world size of a start in which no job runs."""
 
 
 @dataclass(slots=True)
 class Hold:
-    """An epoch of this process at the mirror."""
+    """A start of this process at the mirror."""
 
     store: Store
-    epoch: Epoch
+    start: Start
     lease: HeldLease
     root: OwnRoot
     record: Mirrored
 
     async def check(self) -> None:
-        """Raise FencedError if a newer epoch has begun, and RootGoneError if the path leads to another directory."""
-        await self.root.check(self.epoch.epoch)
-        newest = await epochs.newest(self.store)
-        if newest > self.epoch.epoch:
+        """Raise FencedError if a newer start has begun, and RootGoneError if the path leads to another directory."""
+        await self.root.check(self.start.start)
+        newest = await starts.newest(self.store)
+        if newest > self.start.start:
             raise FencedError(
-                f"{self.store.url} has another holder: epoch {newest} was begun there by {await self._who(newest)}. "
+                f"{self.store.url} has another holder: start {newest} was begun there by {await self._who(newest)}. "
                 "This process copies nothing more there"
             )
 
     async def _who(self, number: int) -> str:
         try:
-            found = (await epochs.read(self.store, number)).writer
+            found = (await starts.read(self.store, number)).writer
         except (NotFoundError, DamagedError) as error:
             return f"a process whose record cannot be read ({error})"
         return f"process {found.pid} on {found.host} at {found.time}"
@@ -74,7 +74,7 @@ class Hold:
 
 
 async def hold(store: Store, record: Mirrored, known: CatalogLog | None = None) -> Hold:
-    """Begin an epoch at the mirror `store`. `known`: its catalog's log as this process has read it already.
+    """Start at the mirror `store`. `known`: its catalog's log as this process has read it already.
 
     Raises RootInUseError if a job, or another process that mirrors, is alive there, and ConditionsIgnoredError.
     """
@@ -88,7 +88,7 @@ async def hold(store: Store, record: Mirrored, known: CatalogLog | None = None) 
         ),
     )
     await check_conditions_of(store, new=False)
-    epoch, lease = await leases.begin(store, beginner, known)
+    start, lease = await leases.begin(store, beginner, known)
     root = OwnRoot(store)
-    await root.begun(epoch.epoch, epoch.nonce)
-    return Hold(store, epoch, lease, root, record)
+    await root.begun(start.start, start.nonce)
+    return Hold(store, start, lease, root, record)

@@ -12,7 +12,7 @@ Invariants
   MIRROR-4  A copy that was interrupted is an attempt without an outcome, which is no checkpoint. The next run goes on with it,
       and copies no object again that is whole. One that is not wanted any more becomes a removed attempt.
   MIRROR-5  A run begins only if all that lies at the mirror came from the origin, and no job has gone on there. It holds an
-      epoch there, and stops when a newer one begins.
+      start there, and stops when a newer one begins.
   MIRROR-6  A checkpoint that is damaged, unreadable or removed at the origin is named, and holds up no other.
   MIRROR-7  Checkpoints at the mirror are removed only by its rules and by the collection's own (READBACK-3), and none to whose
       objects a commit of the origin refers that is not mirrored yet. One that is damaged, and that the rules would keep if it
@@ -151,7 +151,7 @@ class Mirroring:
 
     async def begin(self) -> None:
         """Check both roots, and hold the mirror from now on. Raises UsageError, FencedError or RootInUseError if it may not be
-        mirrored there; nothing was written then, but an epoch if both turned out to be one place.
+        mirrored there; nothing was written then, but a start if both turned out to be one place.
         """
         await check_apart(self.origin, self.mirror)
         self._lineage = await lineage_of(self.origin)
@@ -166,8 +166,8 @@ class Mirroring:
             await reserve.drop(self.mirror)
             self._hold = await hold(self.mirror, ours_now, self._our_log)
         try:
-            await check_begun_apart(self.origin, self.mirror, self._hold.epoch)
-            # A job may have begun between the look and the epoch.
+            await check_begun_apart(self.origin, self.mirror, self._hold.start)
+            # A job may have begun between the look and the start.
             ours = await self._ours(whole=True)
             await check_mirror(self._lineage, self.origin, known, self.mirror, ours)
             await reserve.on_full_disk(self.mirror, partial(self._settle, ours))
@@ -396,7 +396,7 @@ class Mirroring:
         """Make an attempt that was begun and is not wanted any more a removed one. A file server may lag behind, so one that a
         single look at the origin did not show stays as it is. So does what a job began here, as where an origin is healed.
         """
-        if await is_of_job(self.mirror, view.attempt.epoch):
+        if await is_of_job(self.mirror, view.attempt.start):
             return
         there = await catalog.view(self.origin, view.tag, view.attempt)
         if there.state not in ("committed", "deleted"):

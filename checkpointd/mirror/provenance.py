@@ -1,6 +1,6 @@
 """Whether one root may be mirrored to another: they are two roots, and all that lies at the mirror came from the origin.
 
-The epochs tell roots apart. Each has a random nonce, so a root is known by the numbers and nonces of its starts. A mirror keeps
+The starts tell roots apart. Each has a random nonce, so a root is known by the numbers and nonces of its starts. A mirror keeps
 those of its origin in a record of its own, since a root keeps the newest few only.
 
 Nothing here writes.
@@ -21,10 +21,10 @@ import msgspec
 from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, FencedError, NotFoundError, RootGoneError, UsageError
-from checkpointd.layout.keys import MIRROR, SERVICE, epoch_key, epoch_of
-from checkpointd.layout.manifest import STARTS_MAX, VERSION, Epoch, Header, Mirrored, Outcome, decode
+from checkpointd.layout.keys import MIRROR, SERVICE, start_key, start_of
+from checkpointd.layout.manifest import STARTS_MAX, VERSION, Header, Mirrored, Outcome, Start, decode
 from checkpointd.phrases import listed
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
@@ -36,20 +36,20 @@ NAMED = 3
 """The most checkpoints that a refusal names."""
 ANOTHER = "Mirror to an empty place instead"
 
-Start = tuple[int, str]
-"""The number and the nonce of an epoch."""
+StartId = tuple[int, str]
+"""The number and the nonce of a start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """The starts of the jobs whose checkpoints a root holds, by the root's own epochs and by its record if it is a mirror.
-    `newest`: the newest of its own epochs, 0 if it has none. `followed`: those of the root that it mirrors, if it is a mirror
+    """The starts of the jobs whose checkpoints a root holds, by the root's own starts and by its record if it is a mirror.
+    `newest`: the newest of its own starts, 0 if it has none. `followed`: those of the root that it mirrors, if it is a mirror
     at which no job has begun.
     """
 
-    starts: frozenset[Start]
+    starts: frozenset[StartId]
     newest: int = 0
-    followed: frozenset[Start] = frozenset()
+    followed: frozenset[StartId] = frozenset()
 
     def record(self, origin: Store, before: Mirrored | None) -> Mirrored:
         """The record of a mirror of this root; `before`: the one that it has."""
@@ -64,8 +64,8 @@ class Lineage:
 
 async def lineage_of(origin: Store) -> Lineage:
     """The lineage of the root `origin`."""
-    record, epochs_there = await read_record(origin), await _epochs(origin)
-    own, jobs = _starts(epochs_there), _starts(epoch for epoch in epochs_there if epoch.world_size)
+    record, starts_there = await read_record(origin), await _starts(origin)
+    own, jobs = _ids(starts_there), _ids(start for start in starts_there if start.world_size)
     followed = frozenset(record.starts if record is not None else ())
     return Lineage(
         starts=followed.union(own),
@@ -76,18 +76,18 @@ async def lineage_of(origin: Store) -> Lineage:
 
 async def looked_again(origin: Store, known: Lineage) -> Lineage:
     """The lineage of `origin` now; `known` if no job has begun there since. Raises RootGoneError if the origin is not there."""
-    newest = await epochs.newest(origin)
+    newest = await starts.newest(origin)
     if newest < known.newest:
         raise RootGoneError(f"{origin.url} shows no start of its job any more: was it unmounted, or removed?")
     if newest == known.newest:
         with suppress(NotFoundError, DamagedError):
-            if not newest or (newest, (await epochs.read(origin, newest)).nonce) in known.starts:
+            if not newest or (newest, (await starts.read(origin, newest)).nonce) in known.starts:
                 return known
     return await lineage_of(origin)
 
 
 async def read_record(store: Store) -> Mirrored | None:
-    """The record of the mirror `store`; None if it is none, or if the record is damaged. The epochs and the commits tell then
+    """The record of the mirror `store`; None if it is none, or if the record is damaged. The starts and the commits tell then
     whether all that lies there came from the origin, and a run puts the record again. Raises FormatError if another release
     wrote it.
     """
@@ -105,28 +105,28 @@ async def read_record(store: Store) -> Mirrored | None:
         return None
 
 
-async def _epochs(store: Store) -> list[Epoch]:
-    """The epochs whose records are at `store` and whole."""
-    found: list[Epoch] = []
-    for entry in await store.list(f"{SERVICE}/epochs"):
-        number = epoch_of(entry.name)
+async def _starts(store: Store) -> list[Start]:
+    """The starts whose records are at `store` and whole."""
+    found: list[Start] = []
+    for entry in await store.list(f"{SERVICE}/starts"):
+        number = start_of(entry.name)
         if number is not None:
             try:
-                found.append(await epochs.read(store, number))
+                found.append(await starts.read(store, number))
             except (NotFoundError, DamagedError):
                 continue  # removed meanwhile, or damaged: the commits tell, too
     return found
 
 
 async def is_of_job(mirror: Store, number: int) -> bool:
-    """Whether a job began epoch `number` at the root `mirror`: an undecided attempt of it is no copy. A start decides it."""
+    """Whether a job began start `number` at the root `mirror`: an undecided attempt of it is no copy. A start decides it."""
     with suppress(NotFoundError, DamagedError):
-        return (await epochs.read(mirror, number)).world_size > 0
+        return (await starts.read(mirror, number)).world_size > 0
     return False
 
 
-def _starts(found: Iterable[Epoch]) -> list[Start]:
-    return [(epoch.epoch, epoch.nonce) for epoch in found]
+def _ids(found: Iterable[Start]) -> list[StartId]:
+    return [(start.start, start.nonce) for start in found]
 
 
 async def check_apart(origin: Store, mirror: Store) -> None:
@@ -150,19 +150,19 @@ def _place(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/") if parts.scheme else os.path.realpath(url)
 
 
-async def check_begun_apart(origin: Store, mirror: Store, begun: Epoch) -> None:
-    """Raise UsageError if `origin` shows the epoch that this process has just begun at `mirror`."""
+async def check_begun_apart(origin: Store, mirror: Store, begun: Start) -> None:
+    """Raise UsageError if `origin` shows the start that this process has just begun at `mirror`."""
     with suppress(NotFoundError, DamagedError):
-        if (await epochs.read(origin, begun.epoch)).nonce == begun.nonce:
+        if (await starts.read(origin, begun.start)).nonce == begun.nonce:
             raise UsageError(f"{origin.url} and {mirror.url} are two addresses of one place: a mirror is another one")
 
 
 async def _is_one_directory(origin: Store, mirror: Store) -> bool:
-    newest = await epochs.newest(origin)
-    if not newest or newest != await epochs.newest(mirror):
+    newest = await starts.newest(origin)
+    if not newest or newest != await starts.newest(mirror):
         return False
     try:
-        one, two = await identity_of(origin, epoch_key(newest)), await identity_of(mirror, epoch_key(newest))
+        one, two = await identity_of(origin, start_key(newest)), await identity_of(mirror, start_key(newest))
     except NotFoundError:
         return False
     return one is not None and two is not None and one.is_same_root(two)
@@ -185,11 +185,11 @@ async def check_mirror(
     """
     record = await read_record(mirror)
     known = lineage.starts | set(record.starts if record is not None else ())
-    jobs = [epoch for epoch in await _epochs(mirror) if epoch.world_size]
-    swapped = "" if lineage.followed.isdisjoint(_starts(jobs)) else _swapped(origin, mirror)
-    for epoch in jobs:
-        if (epoch.epoch, epoch.nonce) not in known:
-            raise UsageError(swapped) if swapped else _stranger(epoch, origin, mirror, was_mirror=record is not None)
+    jobs = [start for start in await _starts(mirror) if start.world_size]
+    swapped = "" if lineage.followed.isdisjoint(_ids(jobs)) else _swapped(origin, mirror)
+    for start in jobs:
+        if (start.start, start.nonce) not in known:
+            raise UsageError(swapped) if swapped else _stranger(start, origin, mirror, was_mirror=record is not None)
     if swapped and removes:
         raise UsageError(f"{swapped}. The rules would remove checkpoints at {mirror.url}, which {origin.url} may not have")
     commits = {v.prefix: v for v in views if v.outcome is not None and v.outcome.outcome == "commit"}
@@ -218,10 +218,10 @@ def is_same(one: Outcome, two: Outcome) -> bool:
     return (one.outcome, one.ballot, one.order) == (two.outcome, two.ballot, two.order)
 
 
-def _stranger(epoch: Epoch, origin: Store, mirror: Store, *, was_mirror: bool) -> FencedError | UsageError:
-    who = f"process {epoch.writer.pid} on {epoch.writer.host}"
-    job = f"job {epoch.job!r}" if epoch.job else "a job"
-    began = f"{who} began epoch {epoch.epoch} of {job} there at {epoch.writer.time}"
+def _stranger(start: Start, origin: Store, mirror: Store, *, was_mirror: bool) -> FencedError | UsageError:
+    who = f"process {start.writer.pid} on {start.writer.host}"
+    job = f"job {start.job!r}" if start.job else "a job"
+    began = f"{who} began start {start.start} of {job} there at {start.writer.time}"
     if was_mirror:
         return FencedError(
             f"{mirror.url} is no mirror of {origin.url} any more: {began}, and the job goes on there. Nothing is copied. "
@@ -238,7 +238,7 @@ def check_record(record: Mirrored, lineage: Lineage, origin: Store, mirror: Stor
     other = sorted(number for number in then.keys() & now.keys() if then[number].isdisjoint(now[number]))
     if other:
         raise UsageError(
-            f"{mirror.url} mirrors another root than {origin.url}: epoch {other[0]} was begun by another process in each "
+            f"{mirror.url} mirrors another root than {origin.url}: start {other[0]} was begun by another process in each "
             f"(it followed {record.origin}). {ANOTHER}"
         )
     if record.starts and not is_shared and lineage.starts.isdisjoint(record.starts):
@@ -248,7 +248,7 @@ def check_record(record: Mirrored, lineage: Lineage, origin: Store, mirror: Stor
         )
 
 
-def _by_number(starts: Iterable[Start]) -> dict[int, set[str]]:
+def _by_number(starts: Iterable[StartId]) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for number, nonce in starts:
         found.setdefault(number, set()).add(nonce)

@@ -3,7 +3,7 @@
 Invariant
   ANNOUNCE-1  A coordinator's writer that may have been replaced votes only while the catalog shows the attempt, and shows no
       outcome of it. Otherwise the attempt was decided without this writer, and may have been forgotten since. Its late vote
-      could make a checkpoint of an attempt that all others know to be aborted. A newer epoch fences all other late writers.
+      could make a checkpoint of an attempt that all others know to be aborted. A newer start fences all other late writers.
 """
 
 from __future__ import annotations

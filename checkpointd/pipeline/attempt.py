@@ -9,7 +9,7 @@ Invariants
   ATTEMPT-5  If an attempt may have other writers (`AttemptInfo.may_be_taken_over`), a yes of any writer counts as this rank's.
       Losing the race for the vote is not an error, and a commit that counts another writer's vote ends this attempt as
       committed.
-  ATTEMPT-6  If a rank finds a newer epoch in which the attempt does not survive, it writes nothing of its shard and puts the
+  ATTEMPT-6  If a rank finds a newer start in which the attempt does not survive, it writes nothing of its shard and puts the
       abort at once.
   ATTEMPT-7  A rank puts no vote, no outcome and no record of the catalog if the root is not the one in which the job began
       (OWNROOT-1 in `own_root.py`).
@@ -44,7 +44,7 @@ from checkpointd.pipeline.outcome.after_commit import follow_commit, show_files
 from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome, seen_outcome
 from checkpointd.pipeline.pauses import pauses, spooled_pause_s
 from checkpointd.pipeline.read.readback import checkpoint_of
-from checkpointd.pipeline.root import catalog, epochs, reserve
+from checkpointd.pipeline.root import catalog, reserve, starts
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.side import SpoolHooks, SpoolSide
@@ -68,7 +68,7 @@ from checkpointd.system_errors import lasts
 log = logging.getLogger("checkpointd")
 
 FENCE_GRACE_S = 5.0
-"""How long a fenced coordinator leaves the decision to the newer epoch's recovery before it gives up."""
+"""How long a fenced coordinator leaves the decision to the newer start's recovery before it gives up."""
 GIVE_UP_TRIES = 3
 NO_S = 10.0
 """How long a rank that has voted no leaves the abort to the coordinator."""
@@ -109,7 +109,7 @@ class Attempt:
         self._state, self._store = state, state.store
         self._began, self._deadline = asyncio.get_running_loop().time(), deadline
         self._on_phase, self._on_root, self._on_free, self._may_commit = on_phase, on_root, on_free, may_commit
-        self._check_root = partial(state.own_root.check, info.attempt.epoch)
+        self._check_root = partial(state.own_root.check, info.attempt.start)
         self._ballot = Ballot(state.store, info.tag, info.attempt)
         self.own_error: BaseException | None = None
         self._fenced: FencedError | None = None
@@ -295,20 +295,20 @@ class Attempt:
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
 
     async def _ends_fenced(self) -> bool:
-        """Whether a newer epoch has begun in which this attempt does not survive. If so, this puts the abort (ATTEMPT-6).
+        """Whether a newer start has begun in which this attempt does not survive. If so, this puts the abort (ATTEMPT-6).
 
-        If the store does not answer, or does not show the record of the newer epoch, the save goes on: the coordinator looks
+        If the store does not answer, or does not show the record of the newer start, the save goes on: the coordinator looks
         again before it commits.
         """
         try:
-            await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix, proved=True)
+            await starts.check_fence(self._store, self.info.attempt.start, self.info.prefix, proved=True)
         except FencedError as error:
             self.own_error = error
             refused = await self._put_abort(ErrorReport.of(error, str(self.phase)))
             self._hopeless = None if self.info.may_be_taken_over else refused  # another writer may have voted yes
             return True
         except CheckpointdError as error:
-            log.warning("%s: cannot look for a newer epoch: %s", self.info.prefix, error)
+            log.warning("%s: cannot look for a newer start: %s", self.info.prefix, error)
         return False
 
     async def _job(self, shard: Shard) -> PersistJob:
@@ -495,7 +495,7 @@ class Attempt:
         if decision is None or (decision.commit and not self._may_commit()):
             return None
         if decision.commit and (fault := await self._state.plans.fault(self._ballot.votes)) is not None:
-            if await self._is_fenced():  # a start of a newer epoch removes plans (PLAN-3)
+            if await self._is_fenced():  # a newer start removes plans (PLAN-3)
                 return None
             decision = fault
         if decision.commit and self._state.commit.on_no_progress == "abort" and decisions.has_no_progress(self._ballot.votes):
@@ -505,11 +505,11 @@ class Attempt:
         return await self._put(decision)
 
     async def _is_fenced(self) -> bool:
-        """Whether a newer epoch has begun in which this attempt does not survive. Then that epoch's recovery decides, and this
+        """Whether a newer start has begun in which this attempt does not survive. Then that start's recovery decides, and this
         coordinator waits at most FENCE_GRACE_S for the outcome.
         """
         try:
-            await epochs.check_fence(self._store, self.info.attempt.epoch, self.info.prefix)
+            await starts.check_fence(self._store, self.info.attempt.start, self.info.prefix)
         except FencedError as error:
             if self._fenced is None:
                 self._fenced = error

@@ -42,7 +42,7 @@ def finite(metrics: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptInfo:
-    """One attempt as one rank sees it. `n` is the number of the save among this rank's saves in its epoch.
+    """One attempt as one rank sees it. `n` is the number of the save among this rank's saves in its start.
 
     `takeover`: the number of this snapshot's writer; the first writer is 0, and each takeover from a lost writer has the next
     number. `may_be_taken_over`: other writers may write the same snapshot, so a vote of this rank may be another writer's.

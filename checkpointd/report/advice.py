@@ -78,11 +78,11 @@ def _remedy(code: str, who: str) -> str:
     return text.format(who=who, Who=who[:1].upper() + who[1:])
 
 
-def in_doubt(holder: Holder | None, epoch: int, root: str, *, would_commit: bool) -> str:
-    """Advice for an attempt of `epoch` without an outcome; `holder` has the newest epoch."""
+def in_doubt(holder: Holder | None, start: int, root: str, *, would_commit: bool) -> str:
+    """Advice for an attempt of `start` without an outcome; `holder` has the newest start."""
     fate = "keep it as a checkpoint" if would_commit else "abort it"
     recover = f"the next start of the job, or {command('recover', root)}, would {fate}"
-    if holder is not None and (holder.epoch > epoch or holder.life == "ended"):
+    if holder is not None and (holder.start > start or holder.life == "ended"):
         return f"Its job has ended: {recover}."
     if holder is not None and holder.life == "running":
         return f"Wait: the save is in flight, and its job ({holder}) is alive and will decide it."

@@ -30,7 +30,7 @@ def _job(found: Standing) -> str:
     holder = found.holder
     if holder is None:
         return f"job: {found.holder_problem or 'none ever ran here'}"
-    return f"job: epoch {holder.epoch}, {holder.world_size} ranks, {holder}, {holder.life}"
+    return f"job: start {holder.start}, {holder.world_size} ranks, {holder}, {holder.life}"
 
 
 def _aborted(before: Standing | None, after: Standing) -> Iterator[str]:

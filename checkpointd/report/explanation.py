@@ -28,7 +28,7 @@ RECOVERY = -1
 
 
 class AttemptExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt: its state, the reason, and advice. `job` ran its epoch; `decided` is the process that put its outcome."""
+    """One attempt: its state, the reason, and advice. `job` ran its start; `decided` is the process that put its outcome."""
 
     attempt: str
     state: RowState
@@ -129,9 +129,9 @@ def _state_of(attempt: AttemptView, lost: tuple[Lost, ...]) -> RowState:
 async def _explain(
     store: Store, attempt: AttemptView, attempts: list[AttemptView], newest: Holder | None
 ) -> AttemptExplanation:
-    job = await _or_none(holder_at(store, attempt.attempt.epoch))
+    job = await _or_none(holder_at(store, attempt.attempt.start))
     if job is not None and not job.is_job:
-        job = None  # an epoch of the same number, at a mirror: the attempt's own is at the origin
+        job = None  # a start of the same number, at a mirror: the attempt's own is at the origin
     votes = await votes_of(store, attempt)
     words = words_of(attempt, votes, job.world_size if job else None)
     lost = await Wholeness(store, attempts).lost(attempt, votes) if attempt.state == "committed" else ()
@@ -247,5 +247,5 @@ async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest
     if worker is not None:
         who = worker.writer
         return why, f"Wait: the daemon (process {who.pid} on {who.host}) works at it and will decide it."
-    then = advice.in_doubt(newest, attempt.attempt.epoch, store.url, would_commit=expected.outcome == "commit")
+    then = advice.in_doubt(newest, attempt.attempt.start, store.url, would_commit=expected.outcome == "commit")
     return why, then

@@ -1,21 +1,21 @@
-"""The job of the newest epoch, and whether its process is still alive, as far as this machine can tell."""
+"""The job of the newest start, and whether its process is still alive, as far as this machine can tell."""
 
 from __future__ import annotations
 
 import msgspec
 
 from checkpointd.layout.keys import MIRRORS, job_lease_key
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.store.base import Store
 from checkpointd.store.writers import Life, life_of
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that took an epoch. If `world_size` is 0, it was no job: a recovery from the command line, or a process that
+    """The process that took a start. If `world_size` is 0, it was no job: a recovery from the command line, or a process that
     mirrors another root to this one.
     """
 
-    epoch: int
+    start: int
     world_size: int
     host: str
     pid: int
@@ -38,17 +38,17 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def newest_holder(store: Store) -> Holder | None:
-    """The newest epoch's holder; None if no job ever ran at the root. DamagedError if its record is damaged."""
-    number = await epochs.newest(store)
+    """The newest start's holder; None if no job ever ran at the root. DamagedError if its record is damaged."""
+    number = await starts.newest(store)
     return await holder_at(store, number) if number else None
 
 
 async def holder_at(store: Store, number: int) -> Holder:
-    """The holder of epoch `number`. NotFoundError if the store has no record of it, DamagedError if the record is damaged."""
-    epoch = await epochs.read(store, number)
-    who, life = epoch.writer, life_of(epoch.process)
+    """The holder of start `number`. NotFoundError if the store has no record of it, DamagedError if the record is damaged."""
+    start = await starts.read(store, number)
+    who, life = start.writer, life_of(start.process)
     if life == "unknown" and await store.stat(job_lease_key(number)) is None:
         life = "ended"  # a job that was not closed leaves its lease behind
     return Holder(
-        epoch=epoch.epoch, world_size=epoch.world_size, host=who.host, pid=who.pid, since=who.time, life=life, job=epoch.job
+        start=start.start, world_size=start.world_size, host=who.host, pid=who.pid, since=who.time, life=life, job=start.job
     )

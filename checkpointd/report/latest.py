@@ -9,7 +9,7 @@ import msgspec
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import LATEST
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.wholeness import Wholeness, is_removed, lost_text
 from checkpointd.report.votes import votes_of
@@ -78,7 +78,7 @@ def going_back(root: str, tag: str) -> str:
 
 async def _is_used(store: Store) -> bool:
     """Whether a job ever saved there. Only then can a recovery set `latest` right."""
-    return bool(await epochs.newest(store) or await catalog.scan(store))
+    return bool(await starts.newest(store) or await catalog.scan(store))
 
 
 async def _is_of_another_program(store: Store) -> bool:

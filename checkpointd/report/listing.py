@@ -127,10 +127,10 @@ def _is_told(attempt: AttemptView) -> bool:
 
 
 def newest_last(attempt: AttemptView) -> tuple[int, float, int]:
-    """Sorts attempts by their order; an undecided attempt counts as the newest of its epoch."""
+    """Sorts attempts by their order; an undecided attempt counts as the newest of its start."""
     outcome = attempt.outcome
     n = outcome.order[1] if outcome else math.inf
-    return (attempt.attempt.epoch, n, attempt.attempt.k)
+    return (attempt.attempt.start, n, attempt.attempt.k)
 
 
 def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current: bool, is_latest: bool) -> AttemptRow:

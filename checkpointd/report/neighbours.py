@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 from checkpointd.bucket_urls import directory_of, is_bucket_url, parse
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import SERVICE
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.store.base import Store, each
 from checkpointd.store.opening import open_store
 
@@ -22,7 +22,7 @@ LOOK_S = 10.0
 
 async def is_new(store: Store) -> bool:
     """Whether no job ever saved at `store`."""
-    return not await epochs.newest(store) and not await catalog.tags(store)
+    return not await starts.newest(store) and not await catalog.tags(store)
 
 
 async def neighbours(url: str) -> list[str]:

@@ -138,7 +138,7 @@ async def _holder(store: Store) -> tuple[Holder | None, str]:
 
 
 async def _flight(store: Store, attempt: AttemptView, holder: Holder | None) -> Flight:
-    is_newest = holder is not None and holder.epoch == attempt.attempt.epoch
+    is_newest = holder is not None and holder.start == attempt.attempt.start
     words = await rank_words(store, attempt, holder.world_size if holder and is_newest else None)
     return Flight(
         tag=attempt.tag,

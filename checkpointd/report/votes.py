@@ -69,7 +69,7 @@ def _total(parts: list[int | None]) -> int | None:
 
 
 async def rank_words(store: Store, attempt: AttemptView, world_size: int | None = None) -> RankWords:
-    """Read the votes of `attempt`. `world_size`, from the record of the epoch, is used if the attempt has none."""
+    """Read the votes of `attempt`. `world_size`, from the record of the start, is used if the attempt has none."""
     return words_of(attempt, await votes_of(store, attempt), world_size)
 
 

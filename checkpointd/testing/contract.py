@@ -479,10 +479,10 @@ class StoreContract(BytesContract):
 
     async def test_store_5_sweep_removes_no_object(self, store: Store) -> None:
         await store.put("t/a/outcome", b"commit")
-        await store.put(".checkpointd/epochs/00000001", b"me")
+        await store.put(".checkpointd/starts/00000001", b"me")
         assert await store.sweep() == 0
         assert await store.get("t/a/outcome") == b"commit"
-        assert await store.get(".checkpointd/epochs/00000001") == b"me"
+        assert await store.get(".checkpointd/starts/00000001") == b"me"
 
     # --- names ---
 
@@ -508,9 +508,9 @@ class StoreContract(BytesContract):
         await writer.finish(0)
         assert [entry.name for entry in await store.list("")] == ["t"]
         assert [entry.name for entry in await store.list("t")] == ["large", "latest"]
-        await store.put(".checkpointd/epochs/00000001", b"me")
+        await store.put(".checkpointd/starts/00000001", b"me")
         assert [entry.name for entry in await store.list("")] == [".checkpointd", "t"]
-        assert await store.list(".checkpointd") == [_prefix("epochs")]
+        assert await store.list(".checkpointd") == [_prefix("starts")]
 
     async def test_odd_keys_name_objects_like_any_other(self, store: Store) -> None:
         for number, key in enumerate(ODD_KEYS):

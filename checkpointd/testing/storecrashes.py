@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from checkpointd.errors import NotFoundError
-from checkpointd.layout.manifest import Epoch
-from checkpointd.pipeline.root import epochs
+from checkpointd.layout.manifest import Start
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
@@ -370,14 +370,14 @@ def put_in_a_root_made_again(view: View = ProcessDisk) -> Scenario:
         async def outlive(store: PosixStore) -> None:
             assert await store.put_if_absent(PLAN, OLD)
             before.set()
-            epoch: Epoch = await anew
-            await OwnRoot(store).begun(epoch.epoch, epoch.nonce)
+            start: Start = await anew
+            await OwnRoot(store).begun(start.start, start.nonce)
             returned.append(await store.put_if_absent(PLAN, NEW))
 
         task = world.spawn("a", outlive)
         await before.wait()
         world.remove_root()
-        anew.set_result(await world.honest("the next job", lambda store: epochs.take(store, 1)))
+        anew.set_result(await world.honest("the next job", lambda store: starts.take(store, 1)))
         struck = await crash.strikes(world.disk, [task])
         if not struck:
             world.disk.power_cut()

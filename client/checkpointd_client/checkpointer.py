@@ -70,7 +70,7 @@ class Checkpointer:
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
     (another job is alive at the root), NotFoundError (with create=False), RootNotSharedError, DeadlineError (ranks that did not
-    come), StoreError, SidecarError (the sidecar refuses this rank; or it refuses the epoch or is not there, and
+    come), StoreError, SidecarError (the sidecar refuses this rank; or it refuses the start or is not there, and
     `on_sidecar_loss` is not "inline").
     """
 
@@ -288,7 +288,7 @@ class Checkpointer:
             return "Checkpointer(could not be made)"
         now, closed = self.status(), ", closed" if self._core.closed else ""
         return (
-            f"Checkpointer({now.root!r}, rank={now.rank}, world_size={now.world_size}, epoch={now.epoch}, "
+            f"Checkpointer({now.root!r}, rank={now.rank}, world_size={now.world_size}, start={now.start}, "
             f"latest={now.latest!r}, in_flight={now.in_flight}{closed})"
         )
 

@@ -4,7 +4,7 @@ Invariants
   CHECKPOINTER-1  save() never raises an error of the storage: the handle, the status and the log have it.
   CHECKPOINTER-2  Once save() has begun with a valid tag, this rank votes on the attempt, whatever happens. So no other rank
       waits for it in vain.
-  CHECKPOINTER-3  A process has one Checkpointer per root. Its epoch fences every earlier start of the job.
+  CHECKPOINTER-3  A process has one Checkpointer per root. Its start fences every earlier start of the job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from checkpointd.errors import CheckpointdError, ClosedError, FormatError, State
 from checkpointd.layout.files import WHOLE, check_leftovers, check_names, check_place
 from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, check_tag
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.candidates import listed, named, note_tag_passed_over
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.leases import Beginner
@@ -48,7 +48,7 @@ from checkpointd_client.ranks.board import find_ranks, group_store, open_board
 from checkpointd_client.ranks.load_rounds import LoadRounds
 from checkpointd_client.ranks.preemption import Preemption
 from checkpointd_client.ranks.rendezvous import Meetings
-from checkpointd_client.ranks.startup import START_TIMEOUT_S, Started, begin_epoch, check_shared, end, instead, reach_sidecars
+from checkpointd_client.ranks.startup import START_TIMEOUT_S, Started, begin_start, check_shared, end, instead, reach_sidecars
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.plan import LoadOptions
 from checkpointd_client.restore.spool_source import NodeSpoolView
@@ -103,17 +103,17 @@ class Core:
                 instead=instead(self._store.url),
             )
             store = None if options.process_group is None else group_store(options.process_group)
-            self._epoch, self._started = begin_epoch(
+            self._start, self._started = begin_start(
                 self._writer, self._store, self._ranks, beginner, self._surviving, store, create=options.create
             )
-            self._board = open_board(self._ranks, self._epoch.nonce)
-            check_shared(self._writer, self._store, self._ranks, self._board, self._epoch, START_TIMEOUT_S)
+            self._board = open_board(self._ranks, self._start.nonce)
+            check_shared(self._writer, self._store, self._ranks, self._board, self._start, START_TIMEOUT_S)
             state = WriterState(store=self._store, persist=persist, commit=commit)
             if self._spool is not None:
-                state.spool = self._writer.call(self._spool.own(self._epoch.nonce), SIDECAR_PATIENCE_S)
-                self._writer.call(self._spool.take_up(self._epoch.number), SIDECAR_PATIENCE_S)
+                state.spool = self._writer.call(self._spool.own(self._start.nonce), SIDECAR_PATIENCE_S)
+                self._writer.call(self._spool.take_up(self._start.number), SIDECAR_PATIENCE_S)
             self._own_root = state.own_root
-            self._writer.call(state.own_root.begun(self._epoch.number, self._epoch.nonce), 2 * SIDECAR_PATIENCE_S)
+            self._writer.call(state.own_root.begun(self._start.number, self._start.nonce), 2 * SIDECAR_PATIENCE_S)
             self._begin_sidecar(persist, commit)
             self._preemption = Preemption(graces, self._board).listen() if graces else None
             if self._preemption is not None:
@@ -124,7 +124,7 @@ class Core:
                 state=state,
                 ranks=self._ranks,
                 board=self._board,
-                epoch=self._epoch,
+                start=self._start,
                 arena=self._arena,
                 stager=Stager(options.staging, device_checksums=options.device_checksums),
                 when_busy=options.when_busy,
@@ -195,7 +195,7 @@ class Core:
 
         def begin() -> None:
             self._start_sidecar()
-            self._ask_sidecar(sidecar, sidecar.begin(self._epoch.number, self._epoch.nonce, persist, commit))
+            self._ask_sidecar(sidecar, sidecar.begin(self._start.number, self._start.nonce, persist, commit))
 
         reach_sidecars(self._ranks, self._board, begin, START_TIMEOUT_S)
 
@@ -297,7 +297,7 @@ class Core:
             sidecar=self._sidecar,
             surviving=self._started.surviving if self._started is not None else (),
             afresh=self._options.afresh,
-            check_root=partial(self._own_root.check, self._epoch.number),
+            check_root=partial(self._own_root.check, self._start.number),
             near=self._spool_near(),
             uploads_wait=lambda: self._spool is not None and self._spool.uploads_wait,
         )
@@ -310,7 +310,7 @@ class Core:
         if self._preemption is not None:
             self._preemption.loaded()
         self._saver.is_recorded &= loader.is_recorded
-        begins = (self._epoch.number, self._saver.begun)
+        begins = (self._start.number, self._saver.begun)
         left = left_after(self._store, loader.taken, begins, loader.look) if self._ranks.rank == COORDINATOR else ()
         self._saver.loaded(None if loaded is None else loaded.step, left)
         if not isinstance(state, TargetChooser):
@@ -345,7 +345,7 @@ class Core:
         statuses = self._history.statuses()
         return Status(
             root=self._store.url,
-            epoch=self._epoch.number,
+            start=self._start.number,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             latest=self._saver.latest,
@@ -387,7 +387,7 @@ class Core:
         tag = tag if tag == LATEST else check_tag(tag)
 
         async def delete() -> None:
-            await epochs.check_fence(self._store, self._epoch.number)
+            await starts.check_fence(self._store, self._start.number)
             meant = await named(self._store, tag)
             await delete_once(self._store, meant, force=force)
             if self._saver.latest == meant:
@@ -400,7 +400,7 @@ class Core:
         self._check_open("let_go")
 
         async def let_go() -> bool:
-            await epochs.check_fence(self._store, self._epoch.number)
+            await starts.check_fence(self._store, self._start.number)
             return await delete_if_survived(self._store, tag)
 
         return self._writer.call(self._at_own_root(let_go()), self._options.commit_timeout_s)
@@ -417,7 +417,7 @@ class Core:
         try:
             return await look
         finally:
-            await self._own_root.check(self._epoch.number)
+            await self._own_root.check(self._start.number)
 
     def pass_over(self, tag: str, why: str) -> None:
         """On rank 0, record that `tag` is damaged and was passed over."""
@@ -587,7 +587,7 @@ class Core:
         """
         self._check_open("fill")
         plain = self._check_shows(folder)
-        name = f"{AttemptId(self._epoch.number, next(self._saver.fillings))}{WHOLE if whole else ''}"
+        name = f"{AttemptId(self._start.number, next(self._saver.fillings))}{WHOLE if whole else ''}"
         return Unfinished(name, plain.unfinished.path(name, folder))
 
     def removed(self) -> frozenset[str]:

@@ -73,19 +73,19 @@ def _has_decided(directory: str) -> bool:
 
 
 def _was_begun(root: str) -> bool:
-    return os.path.isdir(os.path.join(root, SERVICE, "epochs"))
+    return os.path.isdir(os.path.join(root, SERVICE, "starts"))
 
 
 def check_apart(root: str) -> None:
     """UsageError if the directory `root` and another root would share tags or `latest`, or if it is a tag's directory."""
     check_no_tag(root)
     beside, name = os.path.split(os.path.abspath(root))
-    if name == SERVICE and os.path.isdir(os.path.join(root, "epochs")):
+    if name == SERVICE and os.path.isdir(os.path.join(root, "starts")):
         raise UsageError(
             f"{beside} is a root of checkpoints in this project's own format (layout='checkpointd'): no files can be shown "
             "in it, since both would move the same `latest`. Load them with that layout, and save files in another directory"
         )
-    if os.path.isdir(os.path.join(root, SERVICE, SERVICE, "epochs")):
+    if os.path.isdir(os.path.join(root, SERVICE, SERVICE, "starts")):
         raise UsageError(
             f"{root} shows the files of checkpoints whose root is {os.path.join(root, SERVICE)} (layout='deepspeed'): it "
             "cannot be a root as well, since both would move the same `latest`. Save in another directory"

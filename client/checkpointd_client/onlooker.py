@@ -1,7 +1,7 @@
 """Loads on all ranks from a root where this job does not begin, because another job uses it or it is not writable.
 
 Invariants
-  ONLOOKER-1  An Onlooker writes, locks and announces nothing at the root: it has no epoch and no lease, and never disturbs a
+  ONLOOKER-1  An Onlooker writes, locks and announces nothing at the root: it has no start and no lease, and never disturbs a
       job there.
   ONLOOKER-2  The ranks agree as with a Checkpointer: all load the same checkpoint, or all raise the same error.
 """

@@ -157,7 +157,7 @@ class Saver:
         state: WriterState,
         ranks: Ranks,
         board: Board,
-        epoch: Begun,
+        start: Begun,
         arena: Arena,
         stager: Stager,
         when_busy: WhenBusy,
@@ -173,10 +173,10 @@ class Saver:
         )
         self.is_recorded = True
         """Whether every checkpoint that load() passed over has a record of that."""
-        self._writer, self._state, self._ranks, self._epoch = writer, state, ranks, epoch
+        self._writer, self._state, self._ranks, self._start = writer, state, ranks, start
         self._arena, self._stager, self._when_busy = arena, stager, when_busy
         self._spooled = SpooledByAll(board, ranks.world_size, self._all_have)
-        self._endings = Endings(self.history, epoch.latest, self._spooled, self._measured)
+        self._endings = Endings(self.history, start.latest, self._spooled, self._measured)
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._may_be_taken_over, self._pickles = sidecar is not None, pickles
@@ -193,7 +193,7 @@ class Saver:
         self._hurried = threading.Event()
         """Set when somebody waits for the memory that is prewarmed."""
         self._has_prewarmed_another = False
-        self._advice = SaveAdvice(state, ranks.rank, epoch, afresh=afresh)
+        self._advice = SaveAdvice(state, ranks.rank, start, afresh=afresh)
         self._left: Branches = ()
 
     def take_up(self) -> None:
@@ -219,7 +219,7 @@ class Saver:
     @property
     def has_taken_up(self) -> bool:
         """Whether this job may remove checkpoints of earlier ones, or found none when it began."""
-        return self._state.tidier.keeps_before == KEEPS_NONE or not self._epoch.checkpoints
+        return self._state.tidier.keeps_before == KEEPS_NONE or not self._start.checkpoints
 
     @property
     def latest(self) -> str | None:
@@ -339,10 +339,10 @@ class Saver:
         )
 
     def _new_job(self, request: SaveRequest, pace: Pace) -> PendingSave:
-        self._advice.before(request.tag, request.step, dict(request.metrics), (self._epoch.number, self._saves))
+        self._advice.before(request.tag, request.step, dict(request.metrics), (self._start.number, self._saves))
         info = AttemptInfo(
             tag=request.tag,
-            attempt=AttemptId(self._epoch.number, self._saves_of_tag[request.tag]),
+            attempt=AttemptId(self._start.number, self._saves_of_tag[request.tag]),
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             step=request.step,

@@ -24,8 +24,8 @@ class SaveCost:
     committed_s: float | None = None  # until the checkpoint was committed on all ranks
 
 
-def epoch_of(attempt: str) -> int:
-    """An attempt is called `<epoch>-<k>`: every start of the job is an epoch."""
+def start_of(attempt: str) -> int:
+    """An attempt is called `<start>-<k>`."""
     return int(attempt.partition("-")[0])
 
 

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from compare import Comparison
-from costs import Save, SaveCost, epoch_of, typical, typical_requests
+from costs import Save, SaveCost, start_of, typical, typical_requests
 from launch import Strike
 from second_act import Recovery
 
@@ -51,12 +51,12 @@ def costs(saves: Sequence[Save], killed: Strike | None, blocking: Sequence[SaveC
     counted = any(save.requests is not None for save in saves)
     table = _table("milliseconds", "call", "fence", "safe", "durable", "committed", "end", *(["requests"] if counted else []))
     attempts = [save.attempt for save in saves] + ([killed.attempt] if killed else [])
-    for epoch in sorted(set(map(epoch_of, attempts))):
+    for start in sorted(set(map(start_of, attempts))):
         for save in saves:
-            if epoch_of(save.attempt) == epoch:
+            if start_of(save.attempt) == start:
                 requests = [str(sum(save.requests.values()))] if save.requests is not None else []
                 table.add_row(save.tag, *_cells(save.cost), save.phase, *requests)
-        if killed is not None and epoch_of(killed.attempt) == epoch:
+        if killed is not None and start_of(killed.attempt) == start:
             table.add_row(killed.tag, *_cells(SaveCost()), "[red]killed[/]")
         table.add_section()
     table.add_row("median", *_cells(typical([save.cost for save in saves])), "", style="bold")

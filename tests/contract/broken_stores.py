@@ -147,7 +147,7 @@ class DeletesBelow(MemoryStore):
 
 class SweepsObjects(MemoryStore):
     async def sweep(self) -> int:
-        await self.delete(".checkpointd/epochs/00000001")
+        await self.delete(".checkpointd/starts/00000001")
         return 0
 
 

@@ -327,8 +327,8 @@ class Rank(Findings):
             path, _ = again.load_checkpoint(str(root))
             self.check(path is not None and "global_step2" in path, f"{layout}, of a living job: loaded {path}")
             self.check(train(again, 2, 4) == losses, f"{layout}: the losses after a start from a living job differ")
-            epochs = sorted(path.name for path in (store / ".checkpointd" / "epochs").iterdir())
-            self.check(epochs == ["00000001", "00000002"], f"{layout}: a load has begun {epochs}")
+            starts = sorted(path.name for path in (store / ".checkpointd" / "starts").iterdir())
+            self.check(starts == ["00000001", "00000002"], f"{layout}: a load has begun {starts}")
             dist.barrier()
         again.destroy()
 

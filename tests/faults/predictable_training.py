@@ -192,7 +192,7 @@ def train(options: argparse.Namespace) -> None:
         options.root, compression=options.compression, sidecar=options.sidecar, on_sidecar_loss=options.on_sidecar_loss
     ) as ckpt:
         loaded = ckpt.load(training.state)
-        journal.note("loaded", epoch=ckpt.status().epoch, **_facts(training, loaded))
+        journal.note("loaded", start=ckpt.status().start, **_facts(training, loaded))
         save_endlessly(ckpt, training, journal, after=loaded.step if loaded else -1, every=options.save_every)
 
 

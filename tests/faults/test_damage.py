@@ -49,7 +49,7 @@ VERIFIED_OBJECTS = {
 """What loading reads: damage there costs the checkpoint, and nothing else."""
 OUTCOME = f"{NEWEST}/outcome"
 UNREAD_OBJECTS = {
-    "epoch": ".checkpointd/epochs/00000001",
+    "start": ".checkpointd/starts/00000001",
     "deleted": "global_step2/00000001-0/deleted",
     "vote that was counted": f"{NEWEST}/00000.vote",
     "vote of a replaced attempt": "global_step2/00000001-0/00000.vote",
@@ -326,11 +326,11 @@ def test_verify_finds_a_damaged_pointer_and_recover_mends_it(root: Path, fault: 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_lost_epoch_is_not_begun_again(root: Path, fault: str) -> None:
+def test_a_lost_start_is_not_begun_again(root: Path, fault: str) -> None:
     """Attempts of two jobs under one name would overwrite each other."""
-    break_file(root / ".checkpointd/epochs/00000001", fault)
+    break_file(root / ".checkpointd/starts/00000001", fault)
     with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
-        assert ckpt.status().epoch == 2
+        assert ckpt.status().start == 2
 
 
 # --- anything, anywhere ---

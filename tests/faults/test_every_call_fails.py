@@ -21,7 +21,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_epoch, load_arrays, objects, plan_save, rank_arrays
+from tests.builders import begin_start, load_arrays, objects, plan_save, rank_arrays
 from tests.faults.failing_disk import FailingDisk, When
 
 NEVER_S = 600.0
@@ -53,7 +53,7 @@ async def save(root: Path, inner: OsDisk, *, rank: int, fails: int | None, when:
 async def fresh(root: Path, inner: OsDisk) -> Store:
     """A root with the checkpoint of step 1."""
     store = PosixStore(root, FailingDisk(inner))
-    await begin_epoch(store)
+    await begin_start(store)
     await commit(store, 1)
     return store
 
@@ -78,7 +78,7 @@ async def check_after(root: Path, store: Store, saved: Saved) -> None:
     assert all(attempt.outcome is not None for attempt in saved.attempts), phases
     assert len({phase is Phase.COMMITTED for phase in phases}) == 1, phases
     await check_whole(store, 1)
-    await recover(store, await begin_epoch(store))
+    await recover(store, await begin_start(store))
     newest = (await catalog.checkpoints(store))[0].tag
     assert newest == ("global_step2" if saved.committed else "global_step1")
     assert await catalog.latest(store) == newest

@@ -82,7 +82,7 @@ CHANGING = ("latest", "lease of an attempt", "lease of a job")
 
 
 OF_SAVES = ("index", "vote", "ballot", "joint plan", "outcome")
-SEVERAL = (*OF_SAVES, *CHUNKS[:2], "mark", "verified", "epoch", "plan", "records of the catalog", "summary")
+SEVERAL = (*OF_SAVES, *CHUNKS[:2], "mark", "verified", "start", "plan", "records of the catalog", "summary")
 """The kinds of which the root has more than one object."""
 
 

@@ -78,7 +78,7 @@ class Rounds:
         return Torchrun(self.folder, [str(word) for name, value in options.items() for word in (f"--{name}", value)])
 
     def wait_for_a_start(self, job: Torchrun) -> None:
-        """Until rank 0 begins again: its epoch, recovery and load come next."""
+        """Until rank 0 begins again: its start, recovery and load come next."""
 
         def begun() -> bool:
             job.check_running()
@@ -100,7 +100,7 @@ class Rounds:
         """What each rank has loaded since the last kill; nothing as long as one has not."""
         job.check_running()
         newest = [event for rank in self.ranks if (event := rank.last("loaded")) and event["pid"] not in self.struck]
-        return newest if len(newest) == 2 and newest[0]["epoch"] == newest[1]["epoch"] else []
+        return newest if len(newest) == 2 and newest[0]["start"] == newest[1]["start"] else []
 
     def wait_for_saves(self, job: Torchrun) -> None:
         """Until a few more saves have committed, and a moment longer."""

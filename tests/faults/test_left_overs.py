@@ -17,7 +17,7 @@ from checkpointd.commit import garbage
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import StagingError
 from checkpointd.pipeline.outcome import recover
-from checkpointd.pipeline.root import catalog, catalog_log, epochs, leases
+from checkpointd.pipeline.root import catalog, catalog_log, leases, starts
 from checkpointd.store import open_store
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import leave_in_doubt, plan_save, save_checkpoint
@@ -104,12 +104,12 @@ async def test_tidy_2_a_job_that_is_killed_now_and_then(
 ROUNDS = 8
 LITTLE_STAYS = [
     *((garbage, name, 2) for name in ("RECORDS_KEPT", "ROOT_RECORDS_KEPT", "ABORTED_KEPT")),
-    (epochs, "KEPT", 2),
+    (starts, "KEPT", 2),
     (catalog_log, "SUMMARY_EVERY", 8),
     (recover, "COMPACT_EVERY", 8),
 ]
 """The numbers of records that stay, made small, so that a short history shows whether they bound a long one."""
-NUMBERS = ((r"global_step\d+", "<tag>"), (r"\d{12}", "<number>"), (r"\d{8}-\d+", "<attempt>"), (r"\d{8}", "<epoch>"))
+NUMBERS = ((r"global_step\d+", "<tag>"), (r"\d{12}", "<number>"), (r"\d{8}-\d+", "<attempt>"), (r"\d{8}", "<start>"))
 DIGEST = re.compile(r"[0-9a-f]{32}|\.gone\S*")
 
 
@@ -124,11 +124,11 @@ def kinds_of(root: Path) -> Counts[str]:
     return found
 
 
-async def start(store: PosixStore) -> int:
-    epoch, held = await leases.begin(store, leases.Beginner(world_size=1, job="job"))
-    await recover.recover(store, epoch.epoch, epoch.surviving)
+async def begin_job(store: PosixStore) -> int:
+    start, held = await leases.begin(store, leases.Beginner(world_size=1, job="job"))
+    await recover.recover(store, start.start, start.surviving)
     held._over.set()  # it is killed, so its lease stays
-    return epoch.epoch
+    return start.start
 
 
 async def one_round(root: Path, number: int) -> None:
@@ -136,7 +136,7 @@ async def one_round(root: Path, number: int) -> None:
     killed while it writes.
     """
     async with PosixStore(root, writer=f"gone{number}", is_alive=lambda _: False) as store:
-        epoch = await start(store)
+        start = await begin_job(store)
         rules = Retention(keep_last=2)
         for n, failing in enumerate(({}, {0: StagingError("torn")})):
             step = 10 * number + n
@@ -146,12 +146,12 @@ async def one_round(root: Path, number: int) -> None:
                 n=n,
                 step=step,
                 world_size=1,
-                epoch=epoch,
+                start=start,
                 failing=failing,
                 retention=rules,
             )
-        await leave_in_doubt(store, tag=f"global_step{10 * number + 2}", voting=(0,), world_size=2, epoch=epoch)
-        cut_short = await plan_save(store, tag=f"global_step{10 * number + 3}", world_size=1, epoch=epoch)
+        await leave_in_doubt(store, tag=f"global_step{10 * number + 2}", voting=(0,), world_size=2, start=start)
+        cut_short = await plan_save(store, tag=f"global_step{10 * number + 3}", world_size=1, start=start)
         await store.open_writer(cut_short.info(0).key("00000-0.chunks"))
 
 
@@ -171,7 +171,7 @@ async def test_no_kind_of_object_grows_with_the_history(tmp_path: Path, monkeypa
     assert {kind: count for kind, count in late.items() if kind not in logs} == {
         kind: count for kind, count in early.items() if kind not in logs
     }
-    assert late[".checkpointd/epochs/<epoch>"] == epochs.KEPT
+    assert late[".checkpointd/starts/<start>"] == starts.KEPT
     async with open_store(root) as store:
         known = catalog_log.CatalogLog(store)
         await known.refresh()

@@ -92,7 +92,7 @@ def test_a_rank_that_makes_no_checkpointer_is_named(pair: Job, root: Path, absen
     try:
         with pytest.raises(RankError, match=rf"DeadlineError: ranks \[{absent}\] .* Checkpointer\(...\) on every rank"):
             came.do("open", **pair.opening(root), commit_timeout_s=SOON_S)
-        assert not root.exists()  # no epoch was begun
+        assert not root.exists()  # no start was begun
         came.do("be_impatient", report_s=REPORT_S)
         before = came.said()
         came.tell("open", **pair.opening(root), commit_timeout_s=NEVER_S)
@@ -293,10 +293,10 @@ def test_a_second_job_that_takes_over_fences_the_first_and_both_say_so(
     with Checkpointer(root, take_over=True) as second:
         [about_the_first] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert f"process {first.pid} on {socket.gethostname()}" in about_the_first
-        assert time_of(root, epoch=1) in about_the_first
+        assert time_of(root, start=1) in about_the_first
 
         message = alike(pair.save(2), "fenced", "FencedError")
-        assert f"epoch 2 was begun by process {os.getpid()} on {socket.gethostname()} at {time_of(root, epoch=2)}" in message
+        assert f"start 2, by process {os.getpid()} on {socket.gethostname()} at {time_of(root, start=2)}" in message
         assert "give each its own root" in message
         assert message in first.logged("ERROR")
 
@@ -305,8 +305,8 @@ def test_a_second_job_that_takes_over_fences_the_first_and_both_say_so(
     assert (root / "latest").read_text() == "global_step4\n"
 
 
-def time_of(root: Path, *, epoch: int) -> str:
-    written = json.loads((root / ".checkpointd" / "epochs" / f"{epoch:08d}").read_text())
+def time_of(root: Path, *, start: int) -> str:
+    written = json.loads((root / ".checkpointd" / "starts" / f"{start:08d}").read_text())
     return str(written["writer"]["time"])
 
 
@@ -314,21 +314,21 @@ def test_ranks_with_different_roots_are_told_at_the_start(pair: Job, tmp_path: P
     for rank in pair.ranks:
         rank.tell("open", root=str(tmp_path / f"node-{rank.rank}"), seed=1, nbytes=4096)
     for rank in pair.ranks:
-        with pytest.raises(Exception, match=r"RootNotSharedError: the ranks do not share .*rank 1: .*epochs/00000001"):
+        with pytest.raises(Exception, match=r"RootNotSharedError: the ranks do not share .*rank 1: .*starts/00000001"):
             rank.answer()
     pair.open(tmp_path / "shared")
     pair.must_commit(1)
 
 
 def test_a_node_that_has_an_older_root_of_its_own_is_told_at_the_start(pair: Job, tmp_path: Path) -> None:
-    """Both see an epoch 1, each its own one."""
+    """Both see a start 1, each its own one."""
     with Checkpointer(tmp_path / "node-1"):
         pass
     for rank in pair.ranks:
         rank.tell("open", root=str(tmp_path / f"node-{rank.rank}"), seed=1, nbytes=4096)
     for rank in pair.ranks:
         with pytest.raises(
-            Exception, match=rf"RootNotSharedError: .*rank 1: .*another epoch 1, begun by process {os.getpid()}"
+            Exception, match=rf"RootNotSharedError: .*rank 1: .*another start 1, begun by process {os.getpid()}"
         ):
             rank.answer()
 

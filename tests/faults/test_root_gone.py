@@ -81,7 +81,7 @@ def test_renamed_away_and_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_copy_in_its_place(tmp_path: Path) -> None:
-    """The record of the epoch is there, with the nonce."""
+    """The record of the start is there, with the nonce."""
     root, away = tmp_path / "root", tmp_path / "away"
 
     def leave() -> None:
@@ -148,7 +148,7 @@ def _is_numbered_anew(merged: Path, root: Path, before: int) -> bool:
 @pytest.mark.root
 @pytest.mark.xdist_group("mounts")
 def test_an_overlay_that_numbers_its_directories_anew(tmp_path: Path) -> None:
-    """With layers on two file systems a directory's inode number is not kept; what tells is the epoch's record."""
+    """With layers on two file systems a directory's inode number is not kept; what tells is the start's record."""
     state = {"model": torch.nn.Linear(4, 4)}
     with tmpfs(16 * MIB) as lower, tmpfs(64 * MIB) as upper, overlay(upper, "xino=off", lower=lower) as merged:
         root = merged / "root"

@@ -44,7 +44,7 @@ class SidecarRounds(Rounds):
 
     verified: set[str] = field(default_factory=set)
     checked: int = 0
-    """The newest epoch whose start was checked."""
+    """The newest start whose start was checked."""
     loss: str = "inline"
     sources: Counter[str] = field(default_factory=Counter)
     nbytes: ClassVar[int] = NBYTES
@@ -98,10 +98,10 @@ class SidecarRounds(Rounds):
     def check_the_start(self, job: Torchrun) -> None:
         """Once for each start: what was committed since is not what it loaded."""
         wait_until(lambda: self.loaded(job), "both ranks load", limit_s=self.start_s)
-        epoch = self.loaded(job)[0]["epoch"]
-        if epoch != self.checked:
+        start = self.loaded(job)[0]["start"]
+        if start != self.checked:
             super().check_the_start(job)
-            self.checked = epoch
+            self.checked = start
             self.sources[self.loaded(job)[0]["source"]] += 1
 
     def strike(self, job: Torchrun, target: str) -> None:

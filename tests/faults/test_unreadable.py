@@ -321,4 +321,4 @@ def test_ranks_hear_alike_of_what_one_of_them_cannot_read(pair: Job, tmp_path: P
         assert "rank 1" in error.message
     ask(pair.ranks[1], "mend_reads")
     pair.must_load(2)
-    assert {name for name in objects_of(root) if "epochs" not in name} == {name for name in before if "epochs" not in name}
+    assert {name for name in objects_of(root) if "starts" not in name} == {name for name in before if "starts" not in name}

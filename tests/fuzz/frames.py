@@ -102,7 +102,7 @@ def conversation(source: random.Random, root: str) -> list[tuple[wire.Message, b
 
 def _good_begin(source: random.Random) -> wire.Begin:
     return wire.Begin(
-        epoch=1,
+        start=1,
         nonce="n",
         compression=source.choice(("none", "zstd", "planes", "auto")),
         chunk_bytes=4096,
@@ -113,7 +113,7 @@ def _good_begin(source: random.Random) -> wire.Begin:
 
 def _begin(source: random.Random) -> wire.Begin:
     return wire.Begin(
-        epoch=source.choice(_COUNTS),
+        start=source.choice(_COUNTS),
         nonce="n",
         compression=source.choice(("none", "none", "none", "zstd", "planes", "auto", "pickle")),
         chunk_bytes=source.choice((4096, 4096, 4096, *_COUNTS)),

@@ -35,7 +35,7 @@ from checkpointd.errors import StagingError, WireError
 from checkpointd.pipeline.root import own_root
 from checkpointd.store.memory import MemoryStore
 from tests.fuzz.frames import SHARD, conversation, stream
-from tests.unit.daemon.conftest import open_descriptors, put_epoch, slot_of
+from tests.unit.daemon.conftest import open_descriptors, put_start, slot_of
 
 HANG_S = 60
 GROWTH_BYTES_MAX = 96 << 20
@@ -161,7 +161,7 @@ async def sessions(seeds: range, per_stage: int = 500) -> int:
     heard = 0
     for start in range(seeds.start, seeds.stop, per_stage):
         stage = Stage()
-        await put_epoch(stage.store, 1, "n")
+        await put_start(stage.store, 1, "n")
         for seed in range(start, min(start + per_stage, seeds.stop)):
             try:
                 heard += await stage.session(seed)
@@ -194,7 +194,7 @@ def fuzz_decoder(seeds: range) -> int:
 
 def fuzz_sessions(seeds: range) -> int:
     log = logging.getLogger("checkpointd")
-    # Some clients name an epoch that has no record. The look for it takes this long.
+    # Some clients name a start that has no record. The look for it takes this long.
     with mock.patch.object(log, "disabled", True), mock.patch.object(own_root, "ABSENCE_S", 0.02):
         return uvloop.run(sessions(seeds))
 

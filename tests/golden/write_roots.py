@@ -36,7 +36,7 @@ from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import DAMAGED, LEFT_BEHIND, MIRROR, attempt_lease_key, read_back_name
 from checkpointd.layout.manifest import Damaged, Lease, LeftBehind, Mirrored, ReadBack, encode
 from checkpointd.pipeline.read.verify import record_verdict, verify
-from checkpointd.pipeline.root import catalog, epochs, identity, leases
+from checkpointd.pipeline.root import catalog, identity, leases, starts
 from checkpointd.pipeline.root.candidates import note_passed_over
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention
@@ -332,7 +332,7 @@ def anonymous() -> None:
         (identity, "os", SimpleNamespace(getpid=lambda: 4711, geteuid=lambda: 65534)),
         (identity, "socket", SimpleNamespace(gethostname=lambda: "node7")),
         (identity, "datetime", SimpleNamespace(now=lambda _: noon)),
-        (epochs, "new_writer", lambda: NOBODY),
+        (starts, "new_writer", lambda: NOBODY),
         (leases, "new_writer", lambda: NOBODY),
     ):
         setattr(module, name, value)

@@ -116,7 +116,7 @@ def lightning(folder: Path) -> None:
     kept = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_last=True)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(plugins=[CheckpointdIO()], callbacks=[kept], max_steps=4, accelerator="cpu", **quiet)
-    trainer.fit(Model("automatic"), datamodule=Data("epochs"))
+    trainer.fit(Model("automatic"), datamodule=Data("starts"))
 
 
 def torchtitan(folder: Path) -> None:

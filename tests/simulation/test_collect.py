@@ -27,7 +27,7 @@ from checkpointd.layout.manifest import Deleted
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc import collect
 from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.root import catalog, epochs, marks
+from checkpointd.pipeline.root import catalog, marks, starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist
 from checkpointd.pipeline.write.dedup import Base, Bases
@@ -65,7 +65,7 @@ class World:
     storage: Storage = "disk"
     root: SimRoot = field(init=False)
     committed: set[str] = field(default_factory=set)
-    epoch: int = 0
+    start: int = 0
     states: dict[int, WriterState] = field(default_factory=dict)
     ranks: dict[int, simloop.Process] = field(default_factory=dict)
     processes: int = 0
@@ -92,12 +92,12 @@ class World:
 
         return process.spawn(run())
 
-    async def start(self) -> None:
-        """A new job: the next epoch, recovery, and writers that know of no checkpoint yet."""
+    async def begin(self) -> None:
+        """A new job: the next start, recovery, and writers that know of no checkpoint yet."""
 
         async def begin(store: Store) -> None:
-            self.epoch = (await epochs.take(store, RANKS)).epoch
-            await recover(store, self.epoch)
+            self.start = (await starts.take(store, RANKS)).start
+            await recover(store, self.start)
 
         await self.spawn(begin, "start")
         for rank in range(RANKS):
@@ -109,7 +109,7 @@ class World:
         return [self.ranks[rank].spawn(self._save(rank, step, tag or f"step{step}", k)) for rank in range(RANKS)]
 
     async def _save(self, rank: int, step: int, tag: str, k: int) -> None:
-        info = AttemptInfo(tag=tag, attempt=AttemptId(self.epoch, k), rank=rank, world_size=RANKS, step=step, n=step)
+        info = AttemptInfo(tag=tag, attempt=AttemptId(self.start, k), rank=rank, world_size=RANKS, step=step, n=step)
         attempt = Attempt(self.states[rank], info, deadline=asyncio.get_running_loop().time() + COMMIT.timeout_s)
 
         async def staged() -> Shard:
@@ -162,7 +162,7 @@ class World:
 async def aftermath(world: World, newest: int) -> None:
     """After whatever happened: what is there is whole, and a new job collects, saves and refers as ever."""
     await world.check(newest)
-    await world.start()
+    await world.begin()
     await world.check(newest)
     await world.collecting(1)
     await world.check(newest)
@@ -174,7 +174,7 @@ async def aftermath(world: World, newest: int) -> None:
 def collection_alone(keep: int, storage: Storage = "disk") -> Scenario:
     async def scenario(crash: Crash) -> bool:
         world = World(storage)
-        await world.start()
+        await world.begin()
         await world.saved(1, 2, 3)
         struck = await crash.strikes(world.sim, [world.collecting(keep)])
         if struck and not world.sim.alive():
@@ -190,7 +190,7 @@ def collection_alone(keep: int, storage: Storage = "disk") -> Scenario:
 def collection_beside_a_save(keep: int, storage: Storage = "disk") -> Scenario:
     async def scenario(crash: Crash) -> bool:
         world = World(storage)
-        await world.start()
+        await world.begin()
         await world.saved(1, 2)
         # Not the newest alone: the writers' base may be one that is being removed, where a save under way missed the commit.
         struck = await crash.strikes(world.sim, [world.collecting(keep), *world.saving(3), world.collecting(keep)])
@@ -239,7 +239,7 @@ def set_base(bases: Bases, base: Base | None) -> None:
 
 async def old_base(world: World) -> None:
     """The writers still refer to what a collection removes: they have not seen the newer commits."""
-    await world.start()
+    await world.begin()
     await world.saved(1)
     known = {rank: base_of(state.bases) for rank, state in world.states.items()}
     await world.saved(2, 3)
@@ -298,7 +298,7 @@ def superseded(seeds: Sequence[int], storage: Storage = "disk", save_s: float = 
 
     async def main() -> int:
         world = World(storage)
-        await world.start()
+        await world.begin()
         await world.saved(1, 2)
         known = {rank: base_of(state.bases) for rank, state in world.states.items()}
         for state in world.states.values():

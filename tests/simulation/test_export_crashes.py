@@ -20,7 +20,7 @@ from checkpointd.export import bucket_output
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.gc.export_leases import ExportLeases, OwnExportLease
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
@@ -135,8 +135,8 @@ class Retiring:
         return await self.process.spawn(self._removed())
 
     async def _removed(self) -> list[str]:
-        epoch = await epochs.newest(self.store)
-        await self._tidier.tidy(AttemptInfo(tag=TAG, attempt=AttemptId(epoch, 0), rank=0, world_size=1, step=0, n=0))
+        start = await starts.newest(self.store)
+        await self._tidier.tidy(AttemptInfo(tag=TAG, attempt=AttemptId(start, 0), rank=0, world_size=1, step=0, n=0))
         return [checkpoint.tag for checkpoint in await catalog.checkpoints(self.store)]
 
 

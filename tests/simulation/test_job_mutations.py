@@ -29,13 +29,13 @@ from checkpointd.errors import FencedError, NotFoundError, StoreError
 from checkpointd.layout import keys
 from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, RecordBatch, batch_key, encode_batch, summary_key
 from checkpointd.layout.keys import BALLOT, JOINT_PLAN, OUTCOME, AttemptId, attempt_prefix
-from checkpointd.layout.manifest import VERSION, Epoch, ErrorReport, Lease, Outcome, Vote, encode
+from checkpointd.layout.manifest import VERSION, ErrorReport, Lease, Outcome, Start, Vote, encode
 from checkpointd.pipeline import attempt
 from checkpointd.pipeline.announcement import CatalogAnnouncement
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
 from checkpointd.pipeline.outcome import publish, recover
-from checkpointd.pipeline.root import catalog, catalog_log, epochs, latest, leases, plans
+from checkpointd.pipeline.root import catalog, catalog_log, latest, leases, plans, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.wholeness import Lost, Votes, Wholeness
@@ -233,21 +233,21 @@ def committed_on_own_vote(patch: Patch) -> None:
 
 
 def everybody_fenced(patch: Patch) -> None:
-    """Every coordinator takes itself for an older epoch's."""
+    """Every coordinator takes itself for an older start's."""
 
     async def check(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
         raise FencedError("the mutation")
 
-    patch.setattr(epochs, "check_fence", check)
+    patch.setattr(starts, "check_fence", check)
 
 
 def no_fence(patch: Patch) -> None:
-    """A coordinator does not look whether a newer epoch has begun."""
+    """A coordinator does not look whether a newer start has begun."""
 
     async def check(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
         return None
 
-    patch.setattr(epochs, "check_fence", check)
+    patch.setattr(starts, "check_fence", check)
 
 
 def aborted_counts(patch: Patch) -> None:
@@ -263,15 +263,15 @@ def aborted_counts(patch: Patch) -> None:
     patch.setattr(Wholeness, "_lost_of", whole)
 
 
-def epoch_begun_twice(patch: Patch) -> None:
-    """A starting job goes on in the newest epoch instead of taking the next."""
-    begin = epochs.begin
+def start_begun_twice(patch: Patch) -> None:
+    """A starting job goes on in the newest start instead of taking the next."""
+    begin = starts.begin
 
-    async def reuse(store: Store, number: int, *arguments: Any, **options: Any) -> Epoch | None:
-        newest = await epochs.newest(store)
-        return await epochs.read(store, newest) if newest else await begin(store, number, *arguments, **options)
+    async def reuse(store: Store, number: int, *arguments: Any, **options: Any) -> Start | None:
+        newest = await starts.newest(store)
+        return await starts.read(store, newest) if newest else await begin(store, number, *arguments, **options)
 
-    patch.setattr(epochs, "begin", reuse)
+    patch.setattr(starts, "begin", reuse)
 
 
 def unforeseen_error(patch: Patch) -> None:
@@ -461,8 +461,8 @@ def first_hand_tidied_for(patch: Patch) -> None:
 def surviving_forgotten(patch: Patch) -> None:
     """Recovery decides a surviving attempt."""
 
-    async def forgetful(store: Store, epoch: int, surviving: Sequence[str] = ()) -> recover.Recovery:
-        return await recover.recover(store, epoch)
+    async def forgetful(store: Store, start: int, surviving: Sequence[str] = ()) -> recover.Recovery:
+        return await recover.recover(store, start)
 
     patch.setattr(simrank, "recover", forgetful)
 
@@ -470,9 +470,9 @@ def surviving_forgotten(patch: Patch) -> None:
 def swept_all_the_same(patch: Patch) -> None:
     """Recovery removes temporary files though writers that it cannot see are still at work."""
 
-    async def sweeping(store: Store, epoch: int, surviving: Sequence[str] = ()) -> recover.Recovery:
+    async def sweeping(store: Store, start: int, surviving: Sequence[str] = ()) -> recover.Recovery:
         await store.sweep()
-        return await recover.recover(store, epoch, surviving)
+        return await recover.recover(store, start, surviving)
 
     patch.setattr(simrank, "recover", sweeping)
 
@@ -501,10 +501,10 @@ def plan_removed_too_early(patch: Patch) -> None:
 
 
 def plans_of_surviving_removed(patch: Patch) -> None:
-    """A start removes the plans of all older epochs."""
+    """A start removes the plans of all older starts."""
 
-    async def all_older(store: Store, epoch: int, surviving: Sequence[str] = ()) -> int:
-        return await plans.remove_plans(store, epoch)
+    async def all_older(store: Store, start: int, surviving: Sequence[str] = ()) -> int:
+        return await plans.remove_plans(store, start)
 
     patch.setattr(recover, "remove_plans", all_older)
 
@@ -625,11 +625,11 @@ MUTATIONS = {
         ("aborted-never-loaded", "latest-whole", "latest-forward"),
         lambda seed: ((Moment("link", ".vote", 3), Pause(0, 25.0)), (150 + seed, Kill(1))),
     ),
-    "an epoch begun twice": Mutation(
-        epoch_begun_twice, ("always-ends", "next-save-works"), lambda seed: ((80 + seed, Kill(1)),)
+    "a start begun twice": Mutation(
+        start_begun_twice, ("always-ends", "next-save-works"), lambda seed: ((80 + seed, Kill(1)),)
     ),
     "an error that nobody foresaw": Mutation(unforeseen_error, ("always-ends",)),
-    "the newest epoch fenced": Mutation(everybody_fenced, ("next-save-works",)),
+    "the newest start fenced": Mutation(everybody_fenced, ("next-save-works",)),
     "no fence": Mutation(no_fence, ("fenced",), lambda seed: ((100 + seed, SecondJob()),), steps=3),
     "latest before the outcome": Mutation(latest_before_outcome, ("latest-whole",)),
     "latest goes back": Mutation(latest_goes_back, ("latest-forward",), steps=3),

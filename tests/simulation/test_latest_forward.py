@@ -19,7 +19,7 @@ from checkpointd.testing.job.simledger import InvariantError, Ledger
 from checkpointd.testing.job.simroot import ROOT, DiskRoot
 from checkpointd.testing.simdisk import SimDisk
 from checkpointd.testing.simstorage import Effect
-from tests.builders import begin_epoch, save_checkpoint
+from tests.builders import begin_start, save_checkpoint
 
 AGAIN, LATE, OTHER = "again", "late", "other"
 BACK = (2, 0)
@@ -50,14 +50,14 @@ class Race:
 
     async def _run(self) -> None:
         store, patch = self.store, self._patch
-        await save_checkpoint(store, tag=AGAIN, epoch=await begin_epoch(store))
-        await save_checkpoint(store, tag=LATE, epoch=await begin_epoch(store), save_latest=False)
+        await save_checkpoint(store, tag=AGAIN, start=await begin_start(store))
+        await save_checkpoint(store, tag=LATE, start=await begin_start(store), save_latest=False)
         put, give_back = store.put_if_match, _Mover._give_back
 
         async def others_first(key: str, expected: bytes | None, data: bytes) -> bool:
             patch.setattr(store, "put_if_match", put)
             for tag in self._saved:
-                await save_checkpoint(store, tag=tag, epoch=await begin_epoch(store))
+                await save_checkpoint(store, tag=tag, start=await begin_start(store))
             await asyncio.sleep(self._late_s)
             patch.setattr(_Mover, "_give_back", later)
             return await put(key, expected, data)
@@ -194,8 +194,8 @@ def test_latest_does_not_go_back_off_what_was_committed_again_long_ago(monkeypat
 
 def test_latest_does_not_go_back_off_a_tag_that_was_committed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def go_back(store: PosixStore) -> None:
-        await save_checkpoint(store, tag=LATE, epoch=await begin_epoch(store), save_latest=False)
-        await save_checkpoint(store, tag=OTHER, epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag=LATE, start=await begin_start(store), save_latest=False)
+        await save_checkpoint(store, tag=OTHER, start=await begin_start(store))
         with pytest.raises(InvariantError, match="latest-forward"):
             await store.put_if_match(LATEST, f"{OTHER}\n".encode(), f"{LATE}\n".encode())
 

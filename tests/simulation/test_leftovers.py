@@ -1,5 +1,5 @@
-"""Aborted attempts are forgotten and records of old epochs go, beside everything that can happen to a job: COLLECT-8, COMMIT-5,
-ANNOUNCE-1, EPOCH-2 and EPOCH-3. The numbers that stay are small here, so that even short runs forget.
+"""Aborted attempts are forgotten and records of old starts go, beside everything that can happen to a job: COLLECT-8, COMMIT-5,
+ANNOUNCE-1, START-2 and START-3. The numbers that stay are small here, so that even short runs forget.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytest
 
 from checkpointd.commit import garbage
 from checkpointd.commit.facts import AttemptFacts
-from checkpointd.layout.keys import OUTCOME, epoch_key, object_key
+from checkpointd.layout.keys import OUTCOME, object_key, start_key
 from checkpointd.pipeline.announcement import CatalogAnnouncement
 from checkpointd.pipeline.gc import collect
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.store.base import Store
 from checkpointd.testing.job.simjob import run_schedule
 from checkpointd.testing.job.simrank import JobConfig
@@ -34,7 +34,7 @@ from tests.simulation.named_seeds import NamedSeeds
 from tests.simulation.test_job_mutations import check_caught
 
 pytestmark = pytest.mark.timeout(600)
-ABORTED_KEPT, EPOCHS_KEPT = 4, 2
+ABORTED_KEPT, STARTS_KEPT = 4, 2
 LATE = ("one-outcome", "ranks-agree", "nothing-lost", "aborted-never-loaded")
 """The invariants that a late writer may break."""
 LOST = ("plan-stands", "always-ends", "catalog-tells")
@@ -45,7 +45,7 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def little_stays(monkeypatch: Patch) -> None:
     monkeypatch.setattr(garbage, "ABORTED_KEPT", ABORTED_KEPT)
-    monkeypatch.setattr(epochs, "KEPT", EPOCHS_KEPT)
+    monkeypatch.setattr(starts, "KEPT", STARTS_KEPT)
 
 
 def forgetful(seed: int) -> Schedule:
@@ -74,13 +74,13 @@ def test_killed_after_each_removal_of_a_forgotten_attempt() -> None:
 # --- mutations ----------------------------------------------------------------------------------------------------------
 
 
-def newest_epoch_removed(patch: Patch) -> None:
-    """A start removes the record of its own epoch with the older ones."""
+def newest_start_removed(patch: Patch) -> None:
+    """A start removes the record of its own start with the older ones."""
 
     async def rash(store: Store, number: int, *_: object, **__: object) -> None:
-        await store.delete(epoch_key(number))
+        await store.delete(start_key(number))
 
-    patch.setattr(epochs, "remove_older", rash)
+    patch.setattr(starts, "remove_older", rash)
 
 
 def tombstone_dropped(patch: Patch) -> None:
@@ -147,7 +147,7 @@ def many_starts(seed: int) -> Schedule:
 
 
 MUTATIONS = {
-    "the newest epoch's record removed": Mutation(newest_epoch_removed, ("epochs-grow",), many_starts),
+    "the newest start's record removed": Mutation(newest_start_removed, ("starts-grow",), many_starts),
     "a tombstone dropped while its writers are at work": Mutation(tombstone_dropped, (*LATE, *LOST)),
     "the outcome before the votes": Mutation(outcome_goes_first, ("one-outcome",)),
     "a writer that comes too late": Mutation(late_writer_votes, (*LATE, "catalog-tells"), replaced_writers),

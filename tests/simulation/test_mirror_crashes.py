@@ -19,7 +19,7 @@ from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
@@ -71,8 +71,8 @@ class World:
 
     async def start(self, store: Store) -> None:
         """A job starts at the mirror, since the origin is lost."""
-        epoch = await epochs.take(store, 2)
-        await recover(store, epoch.epoch)
+        start = await starts.take(store, 2)
+        await recover(store, start.start)
         for view in await catalog.look_everywhere(store):
             assert view.state not in ("in-doubt", "damaged"), view.prefix
 

@@ -50,10 +50,10 @@ class World:
         alive = self.disk.alive
         return PosixStore(f"{BESIDE}/.checkpointd", disk, writer=name, is_alive=lambda one: one in alive()), disk
 
-    async def committed(self, tag: str, epoch: int, files: dict[str, bytes], **more: Any) -> Outcome:
+    async def committed(self, tag: str, start: int, files: dict[str, bytes], **more: Any) -> Outcome:
         """The attempt of a save of `files`, committed and not shown."""
         store, disk = self.store("saver")
-        outcome: Outcome = await disk.process.spawn(_commit(store, tag, epoch, files, **more))
+        outcome: Outcome = await disk.process.spawn(_commit(store, tag, start, files, **more))
         self.disk.kill("saver")
         self.disk.fs.make_all_durable()
         return outcome
@@ -72,10 +72,10 @@ class World:
             self.disk.power_cut()
         return struck
 
-    async def started(self, epoch: int = 0) -> None:
+    async def started(self, start: int = 0) -> None:
         """What a start does."""
         store, disk = self.store("next")
-        await disk.process.spawn(tag_directories.mend(store, epoch))
+        await disk.process.spawn(tag_directories.mend(store, start))
         self.disk.kill("next")
 
     async def removed(self, outcome: Outcome) -> None:
@@ -180,13 +180,13 @@ def _above(path: str, below: str) -> list[str]:
 async def _commit(
     store: PosixStore,
     tag: str,
-    epoch: int,
+    start: int,
     files: dict[str, bytes],
     at: str = "",
     unfinished: str = "",
     beside: Iterable[BesideFile] = (),
 ) -> Outcome:
-    attempt = AttemptId(epoch, 0)
+    attempt = AttemptId(start, 0)
     prefix, said = attempt_prefix(tag, attempt), {"tag": tag, "attempt": str(attempt), "step": 1, "world_size": 1}
     for number, data in enumerate(files.values()):
         await store.put_if_absent(f"{prefix}/{file_name(0, number)}", data)
@@ -210,7 +210,7 @@ async def _commit(
     outcome = Outcome(
         **said,  # type: ignore[arg-type]
         outcome="commit",
-        order=(epoch, 0),
+        order=(start, 0),
         save_latest=True,
         ballot=ref,
         files=len(files),
@@ -327,7 +327,7 @@ def revealing(at: str, *, is_there: bool) -> Callable[[Crash], Coroutine[Any, An
         struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, outcome)))
         if not is_there:
             assert await world.whole_step(at) in ([True] if not struck else [None, True])
-        await world.started(epoch=3)
+        await world.started(start=3)
         assert await world.whole_step(at)
         if is_there:
             assert (await world.contents("checkpoint-8") or {})["mine.txt"] == b"mine"
@@ -412,7 +412,7 @@ def appearing(who: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
 
     async def scenario(crash: Crash) -> bool:
         world = World()
-        outcomes = [await world.committed(tag, epoch, NEW) for epoch, tag in enumerate(TAGS, 1)]
+        outcomes = [await world.committed(tag, start, NEW) for start, tag in enumerate(TAGS, 1)]
         store, disk = world.store("shower")
         work = tag_directories.mend(store) if who == "a start" else _shown_by_a_writer(store, outcomes)
         struck = await world.struck(crash, disk.process.spawn(work))

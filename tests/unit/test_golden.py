@@ -22,7 +22,6 @@ from checkpointd.layout.indexes import decode_index, encode_index
 from checkpointd.layout.manifest import (
     Damaged,
     Deleted,
-    Epoch,
     Lease,
     LeftBehind,
     Mirrored,
@@ -31,6 +30,7 @@ from checkpointd.layout.manifest import (
     ReadBack,
     Shown,
     SmallObject,
+    Start,
     Verified,
     Vote,
     decode,
@@ -58,7 +58,7 @@ SHARDS = [
     *(("two-ranks", tag, rank, f"two-ranks-{tag}-{rank}") for tag in ("best", "global_step3") for rank in range(2)),
 ]
 KINDS: dict[str, type[SmallObject]] = {
-    "epochs": Epoch,
+    "starts": Start,
     ".vote": Vote,
     "outcome": Outcome,
     "deleted": Deleted,
@@ -87,7 +87,7 @@ def indexes() -> list[Path]:
 
 
 def copy(root: str, tmp_path: Path) -> Path:
-    """A copy to load from, since that begins an epoch."""
+    """A copy to load from, since that begins a start."""
     return Path(shutil.copytree(GOLDEN / root, tmp_path / root))
 
 

@@ -22,7 +22,7 @@ from checkpointd.layout.keys import object_key
 from checkpointd.pipeline.outcome import recover as recovering
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.plans import key_named_by, read_plan
 from checkpointd.report.explanation import explanation
 from checkpointd.report.inspection import inspection
@@ -203,17 +203,17 @@ async def test_a_plan_of_1_gib_is_refused(root: Path) -> None:
             await read_plan(store, vote)
 
 
-async def test_an_epoch_of_1_gib_fences_all_the_same_and_the_next_job_starts(root: Path) -> None:
-    os.truncate(root / ".checkpointd/epochs/00000001", GIB)
+async def test_a_start_of_1_gib_fences_all_the_same_and_the_next_job_starts(root: Path) -> None:
+    os.truncate(root / ".checkpointd/starts/00000001", GIB)
     with Checkpointer(root) as ckpt:
         assert ckpt.load(state(0))
 
 
-async def test_an_epoch_after_which_no_other_has_a_name_is_refused(root: Path) -> None:
-    (root / ".checkpointd/epochs/999999999999").write_bytes(b"")
+async def test_a_start_after_which_no_other_has_a_name_is_refused(root: Path) -> None:
+    (root / ".checkpointd/starts/999999999999").write_bytes(b"")
     async with PosixStore(root) as store:
-        with pytest.raises(FormatError, match=r"remove \.checkpointd/epochs/999999999999"):
-            await epochs.take(store, 1)
+        with pytest.raises(FormatError, match=r"remove \.checkpointd/starts/999999999999"):
+            await starts.take(store, 1)
 
 
 # --- in bounded memory -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def tar() -> bytes:
 
 SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 INDEX = json.dumps({"weight_map": {}}).encode()
-ROOTS = {".checkpointd/epochs/e": b"", "step3/00000001-0/outcome": b""}
+ROOTS = {".checkpointd/starts/e": b"", "step3/00000001-0/outcome": b""}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path: Path, make: Callab
 
 
 def test_a_root_of_ours_is_not_of_others(tmp_path: Path) -> None:
-    (tmp_path / ".checkpointd/epochs").mkdir(parents=True)
+    (tmp_path / ".checkpointd/starts").mkdir(parents=True)
     (tmp_path / "x.pt").write_bytes(torch_zip())
     (tmp_path / "step3/00000001-0").mkdir(parents=True)
     assert of_others(tmp_path) is None

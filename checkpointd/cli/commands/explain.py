@@ -47,7 +47,7 @@ def _attempt_blocks(attempt: AttemptExplanation) -> Iterator[Block]:
         ("why", Cell(attempt.why, STATE_MOODS[attempt.state])),
         ("next", attempt.next),
         ("step", number(attempt.step)),
-        ("job", job_text(attempt.job) if attempt.job else "unknown: the record of its epoch cannot be read"),
+        ("job", job_text(attempt.job) if attempt.job else "unknown: the record of its start cannot be read"),
     ]
     if attempt.decided:
         facts.append(("decided", f"{moment(attempt.decided.time)} by process {process_text(attempt.decided)}"))

@@ -22,7 +22,7 @@ from checkpointd.cli.render import Block, Cell, Facts, Heading, Table, show_answ
 def command(places: tuple[str, ...], dry_run: bool, take_over: bool, as_json: bool) -> None:
     """Decide the saves that a dead job left in doubt at ROOT, correct `latest` and remove leftovers.
 
-    A job does this itself when it starts; use this command for roots where no job will start. It takes a new epoch without
+    A job does this itself when it starts; use this command for roots where no job will start. It takes a new start without
     ranks, which would fence a running job, so it is refused while one runs. If the job ran on another machine and was not
     closed, the command watches for up to 30 seconds whether it is alive. It leaves saves alone that a daemon still works at.
     """
@@ -37,8 +37,8 @@ def page(found: RecoveryReport) -> Iterator[Block]:
     """The page for people."""
     would = "would be " if found.dry_run else ""
     facts: list[tuple[str, str | Cell]] = [("job", job_text(found.holder) if found.holder else "none known")]
-    if found.epoch is not None:
-        facts.append(("taken", f"epoch {found.epoch}"))
+    if found.start is not None:
+        facts.append(("taken", f"start {found.start}"))
     facts.append((f"{would}decided".strip(), count(len(found.decided), "attempt")))
     if found.surviving:
         facts.append((f"{would}surviving", f"{', '.join(found.surviving)}: a daemon works at it"))

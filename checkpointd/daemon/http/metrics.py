@@ -247,10 +247,10 @@ def _unsaved_s(root: RootStatus, now: float) -> float | None:
 
 
 def _starts_since_commit(root: RootStatus) -> float | None:
-    """Counted by epochs, not by times: each start begins an epoch, and each checkpoint names the epoch of its save."""
+    """Counted by starts, not by times: each checkpoint names the start of its save."""
     if root.space is None and not root.checkpoints:
         return None  # the root was not scanned, so there may be a checkpoint
-    begun = max((rank.epoch for rank in root.ranks if rank.epoch is not None and not rank.left_well), default=None)
+    begun = max((rank.start for rank in root.ranks if rank.start is not None and not rank.left_well), default=None)
     return None if begun is None else max(0, begun - max((c.order[0] for c in root.checkpoints), default=0))
 
 

@@ -1,7 +1,7 @@
 """The memory tier: retains the newest whole snapshot of every rank, for a trainer that starts again on this node.
 
 Invariants
-  TIER-1  At most one snapshot per (root, user, rank) is retained: the newest whole one by (epoch, n). If several users write at
+  TIER-1  At most one snapshot per (root, user, rank) is retained: the newest whole one by (start, n). If several users write at
       one root, no user gets another user's snapshot or replaces it.
   TIER-2  The retained snapshots together stay below `held_bytes_max`. If a snapshot does not fit, neither it nor the older
       snapshot of its rank is retained.
@@ -48,7 +48,7 @@ class Kept:
 
     @property
     def order(self) -> tuple[int, int]:
-        return (self.info.attempt.epoch, self.info.n)
+        return (self.info.attempt.start, self.info.n)
 
     def described(self) -> RetainedSnapshot:
         info = self.info
@@ -96,7 +96,7 @@ class Tier:
         Takes over the `charge`, even if the snapshot is not retained.
         """
         before = self.of(root, uid, info.rank)
-        if before is not None and before.order >= (info.attempt.epoch, info.n):
+        if before is not None and before.order >= (info.attempt.start, info.n):
             charge.release()
             return None
         if self.nbytes - (before.slot.nbytes if before else 0) + slot.nbytes > self.held_bytes_max:

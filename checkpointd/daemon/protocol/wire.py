@@ -125,11 +125,11 @@ class Rules(_Message, frozen=True, kw_only=True):
 
 
 class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
-    """The epoch of the saves from here on, and how to persist them."""
+    """The start of the saves from here on, and how to persist them."""
 
-    epoch: _Count
+    start: _Count
     nonce: _Nonce
-    """From the epoch's record: tells the root from an earlier root at the same path."""
+    """From the start's record: tells the root from an earlier root at the same path."""
     compression: _Name
     chunk_bytes: _Count
     budget_bytes: _Count
@@ -316,7 +316,7 @@ class RetainedSnapshot(_Message, frozen=True, kw_only=True):
     nbytes: int
     phase: str
     nonce: str
-    """The nonce of its epoch."""
+    """The nonce of its start."""
     rank: int | None = None
     """The rank that it belongs to; None from an old daemon, which holds only the asking rank's."""
 
@@ -329,7 +329,7 @@ class InFlight(_Message, frozen=True, kw_only=True):
     rank: int
     phase: str
     nonce: str
-    """The nonce of its epoch: the root may have been removed and made again since."""
+    """The nonce of its start: the root may have been removed and made again since."""
 
 
 class SpoolPlaceTold(_Message, frozen=True, kw_only=True):

@@ -1,11 +1,11 @@
 """Decides attempts in doubt at a root after only the daemon was restarted.
 
 Invariants
-  INDOUBT-1  The daemon commits only attempts of the newest epoch and surviving attempts, and only with a valid yes vote of
+  INDOUBT-1  The daemon commits only attempts of the newest start and surviving attempts, and only with a valid yes vote of
       every rank. Any other process would decide the same, and put-if-absent has one winner.
   INDOUBT-2  The daemon aborts an attempt only if, as far as it can tell, nobody can vote any longer: the process that took the
-      attempt's epoch ran on this machine and is dead, no save job here works at it, no other process holds its lease, and
-      nothing in it has changed for `grace_s` or for its epoch's commit time-out, whichever is longer. A renewed lease is a
+      attempt's start ran on this machine and is dead, no save job here works at it, no other process holds its lease, and
+      nothing in it has changed for `grace_s` or for its start's commit time-out, whichever is longer. A renewed lease is a
       change.
   INDOUBT-3  The daemon leaves attempts alone at which one of its save jobs works.
 """
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import LEASE
-from checkpointd.layout.manifest import Epoch, Outcome
+from checkpointd.layout.manifest import Outcome, Start
 from checkpointd.pipeline.gc.retire import retire_tag
 from checkpointd.pipeline.outcome.publish import Draft
 from checkpointd.pipeline.outcome.recover import announced_and_put, judge
-from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root import leases, starts
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.latest import move_latest_to_newest
 from checkpointd.pipeline.root.leases import Sight
@@ -111,29 +111,29 @@ class InDoubtAttempts:
         return None
 
 
-async def _newest(store: Store) -> Epoch | None:
-    """The newest epoch's record; None if there is none, or it is damaged. Then nothing is decided."""
+async def _newest(store: Store) -> Start | None:
+    """The newest start's record; None if there is none, or it is damaged. Then nothing is decided."""
     try:
-        return await epochs.read(store, await epochs.newest(store))
+        return await starts.read(store, await starts.newest(store))
     except (NotFoundError, DamagedError):
         return None
 
 
-def _may_decide(view: AttemptView, newest: Epoch) -> bool:
-    """Whether the attempt is of the newest epoch, or surviving. The next recovery decides all others."""
-    return view.attempt.epoch == newest.epoch or view.prefix in newest.surviving
+def _may_decide(view: AttemptView, newest: Start) -> bool:
+    """Whether the attempt is of the newest start, or surviving. The next recovery decides all others."""
+    return view.attempt.start == newest.start or view.prefix in newest.surviving
 
 
-async def _holder(store: Store, view: AttemptView) -> tuple[Epoch | None, str | None]:
-    """The record of the attempt's epoch, and the reason why somebody may still vote; None if nobody can."""
+async def _holder(store: Store, view: AttemptView) -> tuple[Start | None, str | None]:
+    """The record of the attempt's start, and the reason why somebody may still vote; None if nobody can."""
     try:
-        holder = await epochs.read(store, view.attempt.epoch)
+        holder = await starts.read(store, view.attempt.start)
     except (NotFoundError, DamagedError) as error:
-        return None, f"the record of its epoch cannot be read ({error}), so the next start decides it"
+        return None, f"the record of its start cannot be read ({error}), so the next start decides it"
     return holder, _why_wait(holder)
 
 
-def _why_wait(holder: Epoch) -> str | None:
+def _why_wait(holder: Start) -> str | None:
     who = f"process {holder.writer.pid} on {holder.writer.host}"
     if not writers.is_within_sight(holder.process):
         return f"its job ({who}) cannot be seen from here, so its own ranks, or the next start, decide it"

@@ -78,7 +78,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     world_size: int
-    epoch: int | None
+    start: int | None
     pid: int
     connected: bool
     since: float

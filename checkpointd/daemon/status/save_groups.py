@@ -171,7 +171,7 @@ def attempts_of(root: RootStatus) -> list[SaveGroup]:
     found = gather([*root.recent, *root.in_flight])
     for attempt in found:
         if attempt.live and (named := AttemptId.parse(attempt.attempt)) is not None:
-            begun = {rank.rank for rank in root.ranks if rank.connected and rank.epoch == named.epoch}
+            begun = {rank.rank for rank in root.ranks if rank.connected and rank.start == named.start}
             attempt.absent = tuple(sorted(begun - {save.rank for save in attempt.saves}))
     return found
 

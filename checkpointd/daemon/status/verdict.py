@@ -181,17 +181,17 @@ def _patience(longest: float) -> float:
 def members_of(root: RootStatus) -> list[RankStatus]:
     """The ranks of the last run on this node, without ranks that only an earlier run had here.
 
-    Epochs tell runs apart. They begin again if a root is removed and made again, so the last one need not be the highest.
+    Starts tell runs apart. They begin again if a root is removed and made again, so the last one need not be the highest.
     """
-    begun = [rank for rank in root.ranks if rank.epoch is not None]
+    begun = [rank for rank in root.ranks if rank.start is not None]
     newest = max(begun, key=lambda rank: (rank.connected, rank.since), default=None)
     return [rank for rank in root.ranks if newest is None or rank.connected or _is_with(rank, newest)]
 
 
 def _is_with(rank: RankStatus, newest: RankStatus) -> bool:
     """Whether `rank`, whose trainer has gone, was in the run of `newest`, or went after that run had begun."""
-    if rank.epoch is not None:
-        return rank.epoch == newest.epoch
+    if rank.start is not None:
+        return rank.start == newest.start
     return rank.gone_at is None or rank.gone_at >= newest.since
 
 

@@ -30,7 +30,7 @@ TRY_S = 10.0
 MEASURE_S = 10.0
 """How often the room in the spool is measured."""
 StateKey = tuple[str, int, int, str]
-"""Root, user, rank and nonce of the epoch."""
+"""Root, user, rank and nonce of the start."""
 
 
 class NodeSpool:
@@ -45,7 +45,7 @@ class NodeSpool:
         self._measuring: asyncio.Task[None] | None = None
 
     async def own(self, root: str, user: User | None, nonce: str, uid: int) -> OwnSpool | None:
-        """The spool for the saves of one rank's epoch; None if its disk fails, since saves then go straight to the root."""
+        """The spool for the saves of one rank's start; None if its disk fails, since saves then go straight to the root."""
         try:
             return OwnSpool(self.directory, await self.directory.at(root, user), nonce, uid)
         except CheckpointdError as error:
@@ -126,7 +126,7 @@ class NodeSpool:
             config = PersistConfig(encoders=self._hub.config.encoders)
             state = WriterState(store=store, persist=config, commit=shard.commit, spool=own)
             state.tidier.keeps_before = record.keeps_before
-            state.own_root.expect(record.attempt.epoch, record.nonce)
+            state.own_root.expect(record.attempt.start, record.nonce)
             state.take_reader(self._hub.readers.setdefault((root, record.vote.rank, user), state.reader))
             self._states.setdefault(key, state)  # another shard of this rank may have come meanwhile
             self._hub.tidiers.add(self._states[key].tidier)

@@ -35,7 +35,7 @@ _finding = partial(Finding, "root")
 
 
 async def create_once(bucket: Bucket) -> Finding:
-    """If-None-Match: votes, outcomes and epochs have one winner."""
+    """If-None-Match: votes, outcomes and starts have one winner."""
     key = "created"
     first = await bucket.create(key, b"first", _mark())
     if not first and not await _holds(bucket, key, b"first"):
@@ -105,7 +105,7 @@ async def ranges(bucket: Bucket) -> Finding:
 async def listing(bucket: Bucket) -> Finding:
     """Listings show at once what was written and removed: starts find attempts by them."""
     sizes = {f"object-{number}": number for number in range(3)}
-    advice = "starts find epochs and attempts in listings: use a server whose listings are never late"
+    advice = "starts find starts and attempts in listings: use a server whose listings are never late"
     for name, size in sizes.items():
         await bucket.put(f"listing/{name}", bytes(size))
     if {entry.name: entry.size for entry in await bucket.list("listing")} != sizes:

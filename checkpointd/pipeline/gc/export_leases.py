@@ -24,7 +24,7 @@ from checkpointd.commit.facts import Order
 from checkpointd.errors import FormatError, NotFoundError, StoreError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.layout.manifest import LEASE_S_MAX, Lease, decode_sealed, digest
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.leases import LOOK_S_MAX, RUNNING_LENGTHS, HeldLease, Sight
@@ -75,7 +75,7 @@ class OwnExportLease:
         check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         async def counts() -> bool:
-            return await epochs.newest(root) > 0  # else the root is gone, and nothing is put where it was
+            return await starts.newest(root) > 0  # else the root is gone, and nothing is put where it was
 
         lease = ExportLease(
             process=sight.process, count=0, length_s=sight.length_s, writer=writer(), to=to, every_steps=every_steps

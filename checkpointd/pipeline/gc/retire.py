@@ -19,7 +19,7 @@ from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.collect import Removal, collect
 from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.latest import move_latest_away
@@ -69,14 +69,14 @@ async def retire(
     return Retired(removed, choice, not failed)
 
 
-async def retire_tag(store: Store, tag: str, epoch: int) -> None:
-    """Remove dead attempts at one tag, for a process that has decided an attempt of `epoch`.
+async def retire_tag(store: Store, tag: str, start: int) -> None:
+    """Remove dead attempts at one tag, for a process that has decided an attempt of `start`.
 
-    If a newer epoch has begun, nothing goes (COLLECT-5). Checkpoints of older epochs stay (RETENTION-6).
+    If a newer start has begun, nothing goes (COLLECT-5). Checkpoints of older starts stay (RETENTION-6).
     """
-    if await epochs.newest(store) == epoch:
+    if await starts.newest(store) == start:
         views = await catalog.attempts_of(store, tag)
-        await retire(store, views, Retention(), keeps_before=(epoch, 0), exports=ExportLeases(store))
+        await retire(store, views, Retention(), keeps_before=(start, 0), exports=ExportLeases(store))
 
 
 async def prove_newest(store: Store, bytes_max: int | None = None) -> bool:

@@ -12,7 +12,7 @@ Invariants
       their end is over; the attempts that a look found undecided or dead; and the checkpoints that stay only because no newer
       one was verified. It begins another attempt if these, the new attempt and the attempt by which other ranks may lead are
       within this limit. It begins the first one after a look, which removes nothing. An undecided attempt that is not on the
-      disk yet, but has a lease, counts only for attempts of newer epochs: if both counted, two writers could wait for each
+      disk yet, but has a lease, counts only for attempts of newer starts: if both counted, two writers could wait for each
       other.
   TIDY-3  Another rank begins an attempt when a yes vote shows that the coordinator has begun the attempt before it. So it leads
       by at most one attempt.
@@ -20,7 +20,7 @@ Invariants
       nothing or does not answer, costs space but not the save, and however many saves wait for such a storage, they keep few of
       its threads. If nothing changes for STUCK_S, the coordinator makes room: if a checkpoint stays
       only because no newer one was verified, the newest is read back, so that the older one can go; and attempts of older
-      epochs at which nobody works any more are decided (OUTLIVED-1 in `outlived.py`). If its own epoch is over, it counts only
+      starts at which nobody works any more are decided (OUTLIVED-1 in `outlived.py`). If its own start is over, it counts only
       undecided attempts instead, at the latest after OVER_S: the newer coordinator may have no save for long, and then it
       removes nothing.
   TIDY-5  A removal looks at the root and removes there only if the root is the job's own, before the look and after it
@@ -50,7 +50,7 @@ from checkpointd.pipeline.gc.collect import forget_removed
 from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, prove_newest, retire
 from checkpointd.pipeline.pauses import pauses
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import user
@@ -76,7 +76,7 @@ FULL_S = 10.0
 STUCK_S = 10.0
 OVER_S = 30.0
 DECIDING_S = 5 * LENGTH_S
-"""How long to watch the leases of older epochs' attempts: long enough to see that they are not renewed."""
+"""How long to watch the leases of older starts' attempts: long enough to see that they are not renewed."""
 LOOKS_MAX = 2
 """The number of looks at once for saves that wait. A storage has few threads, and a look that hangs keeps one."""
 SHARE = 0.2
@@ -94,7 +94,7 @@ EVERYTHING = ""
 class _Left:
     """What a look found beside the checkpoints that stay.
 
-    `undecided`: the epochs of undecided attempts that are on the disk, by prefix. `promised`: the same of those that only have
+    `undecided`: the starts of undecided attempts that are on the disk, by prefix. `promised`: the same of those that only have
     a lease. `surplus`: how many checkpoints stay beyond the rules. `dead`: how many attempts can go. `nbytes`: the bytes of all
     of these. `is_bare`: whether the tag held no attempt at all.
     """
@@ -107,8 +107,8 @@ class _Left:
     is_bare: bool = False
 
 
-async def trusts_the_root(epoch: int) -> None:
-    """Do not check whether the root is that of `epoch`."""
+async def trusts_the_root(start: int) -> None:
+    """Do not check whether the root is that of `start`."""
 
 
 Decides: TypeAlias = Callable[[Collection[str], float, Callable[[], Awaitable[None]]], Awaitable[object]]
@@ -116,14 +116,14 @@ Decides: TypeAlias = Callable[[Collection[str], float, Callable[[], Awaitable[No
 
 
 async def decides_nothing(prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
-    """Leave the attempts of older epochs alone."""
+    """Leave the attempts of older starts alone."""
 
 
 class Tidier:
     """The tidier of one rank's writer, on its loop. Only the coordinator's tidier removes.
 
     `keeps_before`: checkpoints before this order stay, since the job does not know them (RETENTION-6). `check_root`
-    raises if the root is not the one in which an epoch began (TIDY-5). `decide_older` decides attempts of older epochs at which
+    raises if the root is not the one in which a start began (TIDY-5). `decide_older` decides attempts of older starts at which
     nobody works any more (TIDY-4).
     """
 
@@ -164,9 +164,9 @@ class Tidier:
         self._look_again_at = 0.0
         self._stands: tuple[tuple[int, int, tuple[str, ...]], float] = (-1, 0, ()), 0.0
         """What was removed and which attempts are begun, and the time since which this has not changed."""
-        self._epoch = 0
+        self._start = 0
         self._is_over = False
-        """Whether a newer epoch has begun, by the last look."""
+        """Whether a newer start has begun, by the last look."""
         self._tags: set[str] = set()
         self._look: asyncio.Task[None] | None = None
         self._deciding: asyncio.Task[None] | None = None
@@ -215,7 +215,7 @@ class Tidier:
     async def more_room_for(self, info: AttemptInfo, deadline: float, freed: int) -> bool:
         """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
 
-        The coordinator removes dead attempts, and checkpoints that stay only for exports (EXPORTLEASE-3); if its epoch is over,
+        The coordinator removes dead attempts, and checkpoints that stay only for exports (EXPORTLEASE-3); if its start is over,
         it waits at most FULL_S until the newer coordinator has. Other ranks wait until the coordinator's vote shows that it
         has, at most twice as long, and at most halfway to `deadline`: on a disk without any free space, nothing may ever go,
         and no vote come. A removal or a look that has begun is waited for until it ends, or the caller gives up.
@@ -248,18 +248,18 @@ class Tidier:
         await self._prove_newest(info)
 
     def _older(self, info: AttemptInfo) -> list[str]:
-        """The undecided attempts of older epochs."""
+        """The undecided attempts of older starts."""
         left = self._left_of(info)
-        return [prefix for prefix, epoch in {**left.promised, **left.undecided}.items() if epoch < info.attempt.epoch]
+        return [prefix for prefix, start in {**left.promised, **left.undecided}.items() if start < info.attempt.start]
 
     def _decide_older(self, info: AttemptInfo, prefixes: Sequence[str]) -> None:
         """Begin to decide these attempts if nobody works at them any more. This takes as long as a lease, so it runs aside."""
 
         async def decide() -> None:
             try:
-                await self._decides(prefixes, DECIDING_S, lambda: self._check_root(info.attempt.epoch))
+                await self._decides(prefixes, DECIDING_S, lambda: self._check_root(info.attempt.start))
             except CheckpointdError as error:
-                log.warning("attempts of older epochs at %s cannot be decided: %s", self._store.url, error)
+                log.warning("attempts of older starts at %s cannot be decided: %s", self._store.url, error)
             self._look_again_at = 0.0
             self._changed.set()
 
@@ -355,11 +355,11 @@ class Tidier:
     def _fits(self, info: AttemptInfo, own: int) -> bool:
         """Whether TIDY-2 allows the attempt of `own` bytes, by the last look."""
         left, begun = self._left_of(info), self._alike(info, self._begun)
-        older = {prefix: epoch for prefix, epoch in left.promised.items() if epoch < info.attempt.epoch}
+        older = {prefix: start for prefix, start in left.promised.items() if start < info.attempt.start}
         undecided = (older | dict(left.undecided)).items()
-        others = [epoch for prefix, epoch in undecided if prefix != info.prefix and prefix not in self._begun]
-        # Attempts of this epoch belong to ranks that lead, or to a lost coordinator that this one has replaced.
-        led = others.count(info.attempt.epoch)
+        others = [start for prefix, start in undecided if prefix != info.prefix and prefix not in self._begun]
+        # Attempts of this start belong to ranks that lead, or to a lost coordinator that this one has replaced.
+        led = others.count(info.attempt.start)
         lead = max(led, 1 if info.world_size > 1 else 0)
         count = left.surplus + left.dead + len(others) - led + lead + len(begun) + 1
         nbytes = left.nbytes + sum(self._nbytes[other.prefix] for other in begun) + (lead + 1) * own
@@ -404,7 +404,7 @@ class Tidier:
         """Have dead attempts removed soon, since the coordinator's attempt `info` is decided (TIDY-1)."""
         if not self._sees_all and len(self._tags) <= TAGS_MAX:  # with more, the next look is at all tags
             self._tags.add(info.tag)
-        self._epoch = max(self._epoch, info.attempt.epoch)
+        self._start = max(self._start, info.attempt.start)
         self._asked += 1
         self._begin_look()
 
@@ -451,7 +451,7 @@ class Tidier:
             self._asked += 1
             await self.rest()
         if is_alone and self.freed and not self._is_over:
-            await self._check_root(self._epoch)
+            await self._check_root(self._start)
             await forget_removed(self._store, self.known)
 
     async def close(self) -> None:
@@ -525,11 +525,11 @@ class Tidier:
     async def _remove(self, scope: str) -> None:
         """Remove dead attempts in `scope`, and note what is left there.
 
-        If a newer epoch has begun, this only looks, since the coordinator of that epoch removes (COLLECT-5). If the root is
+        If a newer start has begun, this only looks, since the coordinator of that start removes (COLLECT-5). If the root is
         another one, it raises (TIDY-5).
         """
         scopes = [scope] if self._sees_all or scope else list(self._left)
-        self._is_over = await epochs.newest(self._store) > self._epoch
+        self._is_over = await starts.newest(self._store) > self._start
         if self._is_over:
             for looked in scopes:
                 self._left[looked] = left = await self._seen(looked)
@@ -537,9 +537,9 @@ class Tidier:
                 self._gone += max(0, self._counted.get(looked, count) - count)
                 self._counted[looked] = count
             return
-        await self._check_root(self._epoch)
+        await self._check_root(self._start)
         views = await self._views(scope)
-        await self._check_root(self._epoch)
+        await self._check_root(self._start)
         rules, known = self._commit.retention, self.known
         done = await retire(
             self._store,
@@ -582,8 +582,8 @@ class Tidier:
 def _left(views: Sequence[AttemptView], surplus: Sequence[AttemptFacts], dead: Sequence[AttemptFacts]) -> _Left:
     """What the undecided attempts among `views`, and those of `surplus` and `dead` among them, take."""
     in_doubt = [view for view in views if view.state == "in-doubt"]
-    undecided = {view.prefix: view.attempt.epoch for view in in_doubt if view.has_shards}
-    promised = {view.prefix: view.attempt.epoch for view in in_doubt if LEASE in view.sizes and not view.has_shards}
+    undecided = {view.prefix: view.attempt.start for view in in_doubt if view.has_shards}
+    promised = {view.prefix: view.attempt.start for view in in_doubt if LEASE in view.sizes and not view.has_shards}
     tags = {facts.tag for facts in (*surplus, *dead)}
     sizes = {view.prefix: view.nbytes for view in views if view.tag in tags or view.prefix in undecided}
     extra = [facts.prefix for facts in surplus if facts.prefix in sizes]

@@ -66,7 +66,7 @@ def planned(views: Collection[AttemptView], head: Outcome, *, beyond: bool) -> B
 
 
 def _order(view: AttemptView) -> Order:
-    return (view.attempt.epoch, sys.maxsize) if view.outcome is None else view.outcome.order
+    return (view.attempt.start, sys.maxsize) if view.outcome is None else view.outcome.order
 
 
 async def leave_behind(store: Store, head: Outcome, *, beyond: bool = False, known: CatalogLog | None = None) -> Branching:

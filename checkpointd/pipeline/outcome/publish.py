@@ -2,7 +2,7 @@
 
 Invariants
   COMMIT-1  The outcome is put only with `put_if_absent`, so the first outcome decides, and all ranks read the same one.
-  COMMIT-2  Only the coordinator of the newest epoch or of a surviving attempt, or recovery, puts a commit, and only after it
+  COMMIT-2  Only the coordinator of the newest start or of a surviving attempt, or recovery, puts a commit, and only after it
       has read every vote and found it valid.
   COMMIT-3  `latest` moves only after the outcome is durable.
   COMMIT-4  Before a commit is put, its ballot is durable, with the bytes of every vote that was counted. So the commit does not
@@ -282,7 +282,7 @@ def draft_of(
         step=info.step,
         world_size=info.world_size,
         outcome="commit" if decision.commit else "abort",
-        order=(info.attempt.epoch, info.n),
+        order=(info.attempt.start, info.n),
         save_latest=info.save_latest,
         ballot=None if counted is None else ref,
         plan=joint_plan_ref(plan) if plan and counted is not None else None,

@@ -1,13 +1,13 @@
 """Recovery: decides older attempts in doubt, corrects `latest`, and removes leftovers, for a start that has taken the next
-epoch.
+start.
 
 Recovery keeps commits that a newer commit of their tag has replaced: they may go only after the job has loaded (RETENTION-6 in
 `commit/retention.py`).
 
 Invariants
-  RECOVER-1  Recovery commits an attempt of an older epoch if every vote is there and valid, and if everything that the votes
+  RECOVER-1  Recovery commits an attempt of an older start if every vote is there and valid, and if everything that the votes
       name is there. Otherwise it aborts the attempt. If the storage cannot tell, the next start decides.
-  RECOVER-2  After recovery, every attempt of an older epoch that does not survive has a durable outcome, and `latest` names the
+  RECOVER-2  After recovery, every attempt of an older start that does not survive has a durable outcome, and `latest` names the
       newest commit that asked for it, or a later save of another program. Where the storage fails, the log says what is
       missing, and the next start goes on. If the checkpoint that `latest` names is lost, `latest` stays until the next commit,
       so that a load reports the loss. If the user accepts the loss, `latest` moves to the newest checkpoint, or goes if there
@@ -76,21 +76,21 @@ class Recovery:
 
 async def recover(
     store: Store,
-    epoch: int,
+    start: int,
     surviving: Collection[str] = (),
     *,
     accepts_loss: bool = False,
     known: CatalogLog | None = None,
 ) -> Recovery:
-    """Recover the attempts of epochs before `epoch`, which the caller has taken, except `surviving` (`<tag>/<attempt>`).
+    """Recover the attempts of starts before `start`, which the caller has taken, except `surviving` (`<tag>/<attempt>`).
 
-    `surviving` must be those of the epoch's record: an attempt in only one of the two would be fenced for nothing, or decided
+    `surviving` must be those of the start's record: an attempt in only one of the two would be fenced for nothing, or decided
     twice. `accepts_loss`: `latest` moves even if the newest checkpoint is gone, and goes if no other is left. `known`: the
     catalog's log as this process has read it already. Errors of the storage, and damaged records, are logged and left to the
     next start, so that the job can still load whole checkpoints.
     """
     done, surviving, known = Recovery(), frozenset(surviving), known or CatalogLog(store)
-    settling = _Settling(store, epoch, surviving, done.unsettled)
+    settling = _Settling(store, start, surviving, done.unsettled)
     settled = await each(settling.settle, await catalog.scan(store, known))
     done.decided += [outcome for _, outcome in settled if outcome is not None]
     views = await catalog.with_newest_looked(store, [view for view, _ in settled])
@@ -111,7 +111,7 @@ async def recover(
             log.error("latest stays where it is, since the newest commit, %s, may not be durable", newest.prefix)
             keeps = await catalog.readable_latest(store)
         elif newest is not None and (loss is None or accepts_loss):
-            if newest.attempt.epoch >= epoch:  # a newer start has begun, and its writer may have died before this was durable
+            if newest.attempt.start >= start:  # a newer start has begun, and its writer may have died before this was durable
                 await store.settle(f"{newest.prefix}/{OUTCOME}")
             named = await catalog.readable_latest(store)
             moved = await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
@@ -122,18 +122,18 @@ async def recover(
             done.latest_removed = await _remove_latest(store, done)
         facts = [view.facts for view in views if view.prefix not in surviving and view.tag != keeps]
         await known.refresh()  # else what was announced just now would be announced again
-        await mend_catalog(store, known, [view for view in views if view.attempt.epoch < epoch])
+        await mend_catalog(store, known, [view for view in views if view.attempt.start < start])
         failed: list[StoreError] = []
         done.swept = len(await collect(store, facts, known=known, failed=failed))
         if failed:
             words = "objects of %d attempt(s) at %s could not be removed: %s; the next removal tries again"
             log.error(words, len(failed), store.url, failed[0])
-        await remove_plans(store, epoch, surviving)
+        await remove_plans(store, start, surviving)
         await known.refresh()
         await known.compact(every=COMPACT_EVERY)
         if not surviving:
             done.strays = await store.sweep() + len(await abort_dead_uploads(store, known))
-        await mend(store, 0 if surviving else epoch, known)
+        await mend(store, 0 if surviving else start, known)
     except (StoreError, DamagedError, NotFoundError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     for outcome in done.decided:
@@ -193,19 +193,19 @@ async def _remove_latest(store: Store, done: Recovery) -> bool:
 
 @dataclass(slots=True)
 class _Settling:
-    """Gives the attempts of epochs before `epoch`, except the `surviving` ones, durable outcomes. A job that died behind slow
+    """Gives the attempts of starts before `start`, except the `surviving` ones, durable outcomes. A job that died behind slow
     storage may leave hundreds in doubt, so several are settled at once, and all their closes are put later, by `mend_catalog`.
     """
 
     store: Store
-    epoch: int
+    start: int
     surviving: frozenset[str]
     unsettled: set[str]
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def settle(self, attempt: AttemptView) -> tuple[AttemptView, Outcome | None]:
         """The attempt as it is then, and its outcome if this put it."""
-        if attempt.attempt.epoch >= self.epoch:
+        if attempt.attempt.start >= self.start:
             return attempt, None
         try:
             if attempt.state == "in-doubt":

@@ -1,7 +1,7 @@
 """Chooses the checkpoint for a reader beside the job, and another one if that is removed or proves damaged meanwhile.
 
 Invariants
-  READER-1  A reader writes nothing: no epoch, no lock, no record, and it makes nothing durable. So a power cut may still lose a
+  READER-1  A reader writes nothing: no start, no lock, no record, and it makes nothing durable. So a power cut may still lose a
       commit that a reader has seen, until its writer has reported it.
   READER-2  A checkpoint that was removed meanwhile never counts as damaged, and a damaged checkpoint is never passed over in
       silence. An object that cannot be read now is read again for `retry_s`; then the error is raised.

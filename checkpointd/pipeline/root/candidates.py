@@ -198,12 +198,12 @@ def _is_replaced(named: Sequence[AttemptView], newest_first: Sequence[Checkpoint
 
 
 async def order_at_most(store: Store, attempt: AttemptView) -> Order:
-    """The order of an attempt whose outcome is unknown, from rank 0's vote; without the vote, the last order of its epoch."""
+    """The order of an attempt whose outcome is unknown, from rank 0's vote; without the vote, the last order of its start."""
     try:
         vote = await catalog.read_vote(store, f"{attempt.prefix}/{vote_name(0)}")
     except (NotFoundError, DamagedError, UnreadableError):
-        return (attempt.attempt.epoch, sys.maxsize)
-    return (attempt.attempt.epoch, vote.n)
+        return (attempt.attempt.start, sys.maxsize)
+    return (attempt.attempt.start, vote.n)
 
 
 async def _missing(store: Store, tag: str, attempts: Sequence[AttemptView]) -> DamagedError | None:

@@ -427,7 +427,7 @@ async def vanished(store: Store, *, removed: bool = False) -> list[AttemptView]:
 
 
 async def may_be_undecided(store: Store, known: CatalogLog | None = None) -> tuple[list[tuple[str, AttemptId]], int]:
-    """The attempts whose outcome the log does not tell, and the newest epoch in the name of any attempt, 0 if there is none.
+    """The attempts whose outcome the log does not tell, and the newest start in the name of any attempt, 0 if there is none.
     `known`: as of `scan`.
     """
     log = CatalogLog(store) if known is None else known
@@ -437,8 +437,8 @@ async def may_be_undecided(store: Store, known: CatalogLog | None = None) -> tup
     found = [(entry.tag, _attempt(entry)) for entry in entries.values() if entry.is_open]
     found += await _named_at(store, [tag for tag in await tags(store, named) if tag not in named])
     attempts = {entry.attempt: entry for entry in entries.values()}  # names repeat
-    epochs = {_attempt(entry).epoch for entry in attempts.values()} | {attempt.epoch for _, attempt in found}
-    return found, max(epochs, default=0)
+    starts = {_attempt(entry).start for entry in attempts.values()} | {attempt.start for _, attempt in found}
+    return found, max(starts, default=0)
 
 
 def _newest(newest_first: Iterable[CatalogEntry], count: int) -> set[str]:

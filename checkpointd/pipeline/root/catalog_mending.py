@@ -88,7 +88,7 @@ async def rebuild(store: Store, known: CatalogLog | None = None) -> int:
 
 def _order(view: AttemptView) -> tuple[int, int, int]:
     n = view.outcome.order[1] if view.outcome is not None else 0
-    return view.attempt.epoch, n, view.attempt.k
+    return view.attempt.start, n, view.attempt.k
 
 
 async def _settle(store: Store, view: AttemptView) -> bool:

@@ -1,21 +1,21 @@
 """Leases: they show others that a job or a daemon is at work at a root or an attempt.
 
-A job's lease lies at `.checkpointd/leases/<epoch>`. Rank 0 puts it before the epoch, renews it until the job is closed, and
+A job's lease lies at `.checkpointd/leases/<start>`. Rank 0 puts it before the start, renews it until the job is closed, and
 then removes it. The lease of an attempt lies beside the attempt's objects. A daemon that may outlive the trainer puts it, on
 behalf of the attempt's coordinator, once the snapshot is whole, and removes it after the outcome.
 
 Invariants
-  LEASE-1  Leases decide only how long a start waits and which attempts it leaves alone. Commits depend on epochs and on
+  LEASE-1  Leases decide only how long a start waits and which attempts it leaves alone. Commits depend on starts and on
       put-if-absent, so a lease that is lost, late or wrong costs a wait, or the save in flight.
   LEASE-2  Clocks of different machines are never compared. A process that looks at a lease watches its count for the lease's
       length, on its own monotonic clock. It does not wait for a process that the kernel knows to have ended.
-  LEASE-3  A job puts its lease before its epoch, so a process that sees the epoch of a living job also sees its lease.
+  LEASE-3  A job puts its lease before its start, so a process that sees the start of a living job also sees its lease.
   LEASE-4  A look at a lease ends at the first renewal, when the lease or its process is gone, or after the lease's length.
   LEASE-5  A job begins beside a living job only if both have the same name, or if the user says that it takes over the root. A
       process that mirrors to the root begins beside none, whatever its name. A start that can read the lease no more fails.
   LEASE-6  A lease counts as gone only if its name is not listed either, so a stale directory entry makes no holder look dead.
   LEASE-7  A renewal that fails is logged and tried again; it ends no save. If somebody removes a lease, its holder puts it
-      again only while it still matters: the job's epoch is the newest, or the attempt is undecided.
+      again only while it still matters: the job's start is the newest, or the attempt is undecided.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from functools import partial
 import msgspec
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, RootInUseError, StoreError
-from checkpointd.layout.keys import LEASE, LEASES, OUTCOME, attempt_lease_key, attempt_prefix, epoch_of, job_lease_key
-from checkpointd.layout.manifest import Epoch, Lease, decode, encode
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.layout.keys import LEASE, LEASES, OUTCOME, attempt_lease_key, attempt_prefix, job_lease_key, start_of
+from checkpointd.layout.manifest import Lease, Start, decode, encode
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.workers import answered
@@ -341,7 +341,7 @@ async def worker_of(store: Store, prefix: str, sight: Sight) -> Lease | None:
 
 async def living_job(store: Store, job: str, sight: Sight) -> Lease | None:
     """The lease of a living job that is not `job`; None if there is none. Takes at most a lease's length."""
-    newest = await epochs.newest(store)
+    newest = await starts.newest(store)
     keys = [job_lease_key(number) for number in await _numbers(store) if number >= newest]
     found = await asyncio.gather(*(_stranger(store, key, job, sight) for key in keys))
     return next((lease for lease in found if lease is not None), None)
@@ -357,8 +357,8 @@ async def _stranger(store: Store, key: str, job: str, sight: Sight) -> Lease | N
 
 
 async def _numbers(store: Store) -> list[int]:
-    """The epochs with a job's lease."""
-    return [number for entry in await store.list(LEASES) if (number := epoch_of(entry.name)) is not None]
+    """The starts with a job's lease."""
+    return [number for entry in await store.list(LEASES) if (number := start_of(entry.name)) is not None]
 
 
 # --- beginning ---------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ async def _numbers(store: Store) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginner:
-    """A job that wants to begin an epoch. `job`: its name, or empty. `instead`: what its user can do instead, in words."""
+    """A job that wants to start. `job`: its name, or empty. `instead`: what its user can do instead, in words."""
 
     world_size: int
     job: str = ""
@@ -380,9 +380,9 @@ class Beginner:
     sight: Sight = field(default_factory=Sight)
 
 
-async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = None) -> tuple[Epoch, HeldLease]:
-    """Begin the next epoch, with a lease that is renewed from now on. Every attempt at which somebody works survives in it,
-    but for those that the epoch before has fenced: the job has gone on without them. `known`: the catalog's log as this
+async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = None) -> tuple[Start, HeldLease]:
+    """Begin the next start, with a lease that is renewed from now on. Every attempt at which somebody works survives in it,
+    but for those that the start before has fenced: the job has gone on without them. `known`: the catalog's log as this
     process has read it already.
 
     Raises RootInUseError if another job is alive (LEASE-5). Waits for at most a lease's length.
@@ -390,7 +390,7 @@ async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = Non
     sight = beginner.sight
     while True:
         # Chosen before the look for living jobs: a job that begins meanwhile puts a lease of this number, and is noticed by it.
-        number = max([await epochs.following(store, known), *(number + 1 for number in await _numbers(store))])
+        number = max([await starts.following(store, known), *(number + 1 for number in await _numbers(store))])
         stranger, surviving = await asyncio.gather(
             _refusing(store, beginner), attempts_at_work(store, sight, beginner.surviving, known)
         )
@@ -398,14 +398,14 @@ async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = Non
             raise RootInUseError(refusal(store, stranger, beginner.instead))
         held = _of_job(store, number, beginner)
         if not await store.put_if_absent(held.key, encode(held.lease)):
-            continue  # another job is beginning this epoch
+            continue  # another job is beginning this start
         held.keep(is_put=True)
         try:
-            epoch = await epochs.begin(
+            start = await starts.begin(
                 store,
                 number,
                 beginner.world_size,
-                await epochs.unfenced(store, dict.fromkeys((*beginner.surviving, *surviving))),
+                await starts.unfenced(store, dict.fromkeys((*beginner.surviving, *surviving))),
                 commit_timeout_s=beginner.commit_timeout_s,
                 job=beginner.job,
                 process=sight.process,
@@ -413,9 +413,9 @@ async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = Non
         except BaseException:
             await held.release()
             raise
-        if epoch is not None:
+        if start is not None:
             await _drop_older(store, number)
-            return epoch, held
+            return start, held
         await held.release()
 
 
@@ -427,16 +427,16 @@ async def _refusing(store: Store, beginner: Beginner) -> Lease | None:
 
 def _of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:
     async def counts() -> bool:
-        newest = await epochs.newest(store)
+        newest = await starts.newest(store)
         if not newest:  # the root is gone, as after an unmount; the lease is renewed again when it is back
-            raise RootGoneError(f"{store.url} shows no epoch any more; was it unmounted?")
+            raise RootGoneError(f"{store.url} shows no start any more; was it unmounted?")
         return newest == number
 
     return HeldLease(store, job_lease_key(number), _new(beginner.sight, beginner.job), counts)
 
 
 async def _drop_older(store: Store, number: int) -> None:
-    """Remove the leases of older epochs, which mean nothing any more."""
+    """Remove the leases of older starts, which mean nothing any more."""
     try:
         for old in await _numbers(store):
             if old < number:

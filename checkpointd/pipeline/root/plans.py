@@ -6,11 +6,11 @@ and `verify` compare the indexes, which say their boxes themselves. So plans can
 Invariants
   PLAN-1  A plan belongs to one writer: it says the attempt and the takeover for which it was put first. So two writers never
       share a plan, and neither do two layouts of one writer in turn, even if the second is like one before. As long as the
-      epoch runs, only this writer removes the plan.
+      start runs, only this writer removes the plan.
   PLAN-2  A writer removes its plan only if it uses a newer one, and it has seen a durable outcome of each attempt for which it
       used the plan. So the plan of a vote that is still to be decided is there.
       A plan that comes from a spool stays until a start removes it: other processes of its node may upload shards that need it.
-  PLAN-3  A start removes the plans of an older epoch only if none of its attempts survives.
+  PLAN-3  A start removes the plans of an older start only if none of its attempts survives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 from checkpointd.codec.packed import pack, unpack
 from checkpointd.errors import CheckpointdError, CodecError, DamagedError, FormatError, NotFoundError, UsageError
 from checkpointd.layout.indexes import LISTED_MAX, Plan
-from checkpointd.layout.keys import PLANS, AttemptId, epoch_of, plan_key
+from checkpointd.layout.keys import PLANS, AttemptId, plan_key, start_of
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Header, Vote, check_header, digest
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardTensor
 from checkpointd.pipeline.workers import aside, run_workers, uncollected
@@ -66,7 +66,7 @@ def key_named_by(vote: Vote) -> str:
     attempt = AttemptId.parse(vote.attempt)
     if attempt is None:
         raise FormatError(f"{vote.attempt!r} is not the name of an attempt")
-    return plan_key(attempt.epoch, vote.rank, vote.plan or "")
+    return plan_key(attempt.start, vote.rank, vote.plan or "")
 
 
 async def read_plan(store: Store, vote: Vote) -> Plan:
@@ -100,13 +100,13 @@ class OwnPlan:
     """A plan that is durable at `key`. It belongs to shards with this very tuple `tensors`."""
 
     tensors: tuple[ShardTensor, ...]
-    epoch: int
+    start: int
     plan: Plan
     digest: str
 
     @property
     def key(self) -> str:
-        return plan_key(self.epoch, self.plan.rank, self.digest)
+        return plan_key(self.start, self.plan.rank, self.digest)
 
 
 @dataclass(slots=True)
@@ -118,9 +118,9 @@ class OwnPlans:
     """Of each plan, by key: the attempts that use it and of which no outcome was seen."""
 
     async def use(self, store: Store, info: AttemptInfo, shard: Shard) -> OwnPlan:
-        """The plan of `shard`, durable in the store. It is put only if the layout or the epoch has changed."""
+        """The plan of `shard`, durable in the store. It is put only if the layout or the start has changed."""
         known = self._current
-        if known is None or known.tensors is not shard.tensors or known.epoch != info.attempt.epoch:
+        if known is None or known.tensors is not shard.tensors or known.start != info.attempt.start:
             known = await _put_plan(store, info, shard)
         # From here on nothing is awaited: a plan that is not the current one gets no more attempts (PLAN-2).
         self._current = known
@@ -148,7 +148,7 @@ class OwnPlans:
 async def _put_plan(store: Store, info: AttemptInfo, shard: Shard) -> OwnPlan:
     plan = shard.plan(info)
     data = await aside(len(shard.tensors), encode_plan, plan)
-    made = OwnPlan(shard.tensors, info.attempt.epoch, plan, digest(data))
+    made = OwnPlan(shard.tensors, info.attempt.start, plan, digest(data))
     await put_plan_bytes(store, made.key, data)
     return made
 
@@ -167,13 +167,13 @@ async def _holds(store: Store, key: str, data: bytes) -> bool:
         return False
 
 
-async def remove_plans(store: Store, epoch: int, surviving: Collection[str] = ()) -> int:
-    """Remove the plans of epochs before `epoch` in which none of the attempts `surviving` runs (PLAN-3). Returns how many."""
-    staying = {attempt.epoch for one in surviving if (attempt := AttemptId.parse(one.rpartition("/")[2])) is not None}
+async def remove_plans(store: Store, start: int, surviving: Collection[str] = ()) -> int:
+    """Remove the plans of starts before `start` in which none of the attempts `surviving` runs (PLAN-3). Returns how many."""
+    staying = {attempt.start for one in surviving if (attempt := AttemptId.parse(one.rpartition("/")[2])) is not None}
     over = [
         entry.name
         for entry in await store.list(PLANS)
-        if (number := epoch_of(entry.name)) is not None and number < epoch and number not in staying
+        if (number := start_of(entry.name)) is not None and number < start and number not in staying
     ]
     parts = [f"{PLANS}/{name}/{part.name}" for name in over for part in await store.list(f"{PLANS}/{name}")]
     keys = [f"{part}/{entry.name}" for part in parts for entry in await store.list(part)]

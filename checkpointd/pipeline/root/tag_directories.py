@@ -42,8 +42,8 @@ from checkpointd.layout.files import (
     check_place,
     check_unfinished,
     is_lone,
-    unfinished_epoch,
     unfinished_folder,
+    unfinished_start,
 )
 from checkpointd.layout.keys import (
     DELETED,
@@ -433,7 +433,7 @@ async def is_gone(plain: PlainFiles, at: str, absence_s: float = ABSENCE_S) -> b
 async def mend(store: Store, before: int = 0, known: CatalogLog | None = None) -> None:
     """Show the commits that are not shown, and hide removed checkpoints, for a start. A failure is left to the next start.
 
-    `before`: unfinished directories of epochs before this one are removed, since nobody fills them any more (TAGDIR-6).
+    `before`: unfinished directories of starts before this one are removed, since nobody fills them any more (TAGDIR-6).
     `known`: the catalog's log as this process has read it already.
     """
     plain = plain_files_of(store)
@@ -460,19 +460,19 @@ async def mend(store: Store, before: int = 0, known: CatalogLog | None = None) -
 
 
 async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[AttemptView], before: int) -> None:
-    """Remove unfinished directories of epochs before `before`, except those of commits that still have to be shown."""
+    """Remove unfinished directories of starts before `before`, except those of commits that still have to be shown."""
     names = await plain.unfinished.names()
     if not names:
         return
     committed = [view.outcome for view in views if view.outcome is not None and view.state == "committed"]
     needed = {outcome.unfinished for outcome in committed if outcome.unfinished and not await _is_shown(store, outcome)}
-    unsure = {view.attempt.epoch for view in views if view.state not in ("committed", "aborted", "deleted")}
+    unsure = {view.attempt.start for view in views if view.state not in ("committed", "aborted", "deleted")}
     for name in names:
         if name.startswith(GOING):
             await plain.unfinished.discard(name)
             continue
-        epoch = unfinished_epoch(name)
-        if epoch is None or epoch >= before or epoch in unsure or name in needed:
+        start = unfinished_start(name)
+        if start is None or start >= before or start in unsure or name in needed:
             continue
         log.info("%s was filled for a save that did not commit, and is removed", name)
         await plain.unfinished.discard(name)

@@ -159,7 +159,7 @@ class SpoolDirectory:
     def committed_at_root(self, name: str, uid: int, info: AttemptInfo) -> None:
         """A save of a rank whose shard went straight to the root has committed (TURN-2)."""
         if info.save_latest:
-            self._drop_older((name, uid, info.rank), (info.attempt.epoch, info.n), info.prefix)
+            self._drop_older((name, uid, info.rank), (info.attempt.start, info.n), info.prefix)
 
     def _replace_older(self, shard: SpooledShard) -> None:
         if shard.record.vote.save_latest and not shard.is_superseded:
@@ -263,8 +263,8 @@ class SpoolDirectory:
         wanted = None if url is None else name_of(url, None)
         return [name for name in await self.place.names() if wanted in (None, name)]
 
-    async def sweep(self, url: str | None = None, before_epoch: int | None = None) -> int:
-        """Remove objects without a record (SPOOL-2); of one root, and of its epochs before `before_epoch` alone if these are
+    async def sweep(self, url: str | None = None, before_start: int | None = None) -> int:
+        """Remove objects without a record (SPOOL-2); of one root, and of its starts before `before_start` alone if these are
         given. Returns how many. Only what a spool has made is touched (SPOOL-11).
         """
         removed = 0
@@ -273,7 +273,7 @@ class SpoolDirectory:
                 user = await self.place.owner(name)
                 store = await self._opened(name, user)
                 if await _is_spool(store, name, user):
-                    removed += await _swept(store, before_epoch) + await store.sweep()
+                    removed += await _swept(store, before_start) + await store.sweep()
             except CheckpointdError as error:
                 log.warning("leftovers stay in the spool below %s: %s", name, error)
         return removed
@@ -302,13 +302,13 @@ async def _is_spool(store: Store, name: str, user: User | None) -> bool:
     return name_of(url.decode(errors="replace").removesuffix("\n"), user) == name
 
 
-async def _swept(store: Store, before_epoch: int | None) -> int:
+async def _swept(store: Store, before_start: int | None) -> int:
     records = {f"{SPOOLED}/{entry.name}" for entry in await store.list(SPOOLED)}
     removed = 0
     for tag in [entry.name for entry in await store.list("") if entry.is_prefix and is_tag(entry.name)]:
         for entry in await store.list(tag):
             attempt = AttemptId.parse(entry.name)
-            if attempt is None or (before_epoch is not None and attempt.epoch >= before_epoch):
+            if attempt is None or (before_start is not None and attempt.start >= before_start):
                 continue
             prefix = f"{tag}/{entry.name}"
             for found in await objects_of(store, prefix):

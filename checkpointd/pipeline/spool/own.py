@@ -69,7 +69,7 @@ class SpooledWrites(PassingStore):
 
 @dataclass(eq=False, slots=True)
 class OwnSpool:
-    """The spool as the writer of one rank uses it for the saves of one epoch, with `nonce`. `uid`: the user whose they are."""
+    """The spool as the writer of one rank uses it for the saves of one start, with `nonce`. `uid`: the user whose they are."""
 
     directory: SpoolDirectory
     root: RootSpool

@@ -37,7 +37,7 @@ class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format",
     url: str
     """The root."""
     nonce: str
-    """The nonce of the attempt's epoch."""
+    """The nonce of the attempt's start."""
     uid: int
     """The user whose save it is."""
     vote: Vote
@@ -70,7 +70,7 @@ class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format",
     @property
     def order(self) -> tuple[int, int]:
         """The place of the save among this rank's saves."""
-        return (self.attempt.epoch, self.vote.n)
+        return (self.attempt.start, self.vote.n)
 
     @property
     def key(self) -> str:

@@ -2,7 +2,7 @@
 
 Invariants
   SPOOL-9  While the root is away, an upload is tried again until the attempt is decided or its deadline passes. So is a no of
-      this rank. Only a newer epoch, a lost reference and damage in the spool end the upload. A disk that does not give the
+      this rank. Only a newer start, a lost reference and damage in the spool end the upload. A disk that does not give the
       bytes, try after try for UNREAD_S, counts as damage. Meanwhile, the shard keeps no other one from its turn.
   SPOOL-10  Once this rank has tried to put its yes, the shard is not dropped for a newer save, since the vote may exist.
 """
@@ -55,7 +55,7 @@ class WriterParts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SpoolHooks:
-    """Parts of the attempt. `ends_fenced` puts the abort if a newer epoch has begun, and says so. `check_stop` raises Stopped
+    """Parts of the attempt. `ends_fenced` puts the abort if a newer start has begun, and says so. `check_stop` raises Stopped
     if the attempt was decided meanwhile. `over`: set when nothing more needs to be written.
     """
 
@@ -107,7 +107,7 @@ class SpoolSide:
         return True
 
     async def upload(self, on_start: Callable[[], None]) -> bool:
-        """Upload the shard and vote yes (SPOOL-9). False if the attempt ends because a newer epoch has begun.
+        """Upload the shard and vote yes (SPOOL-9). False if the attempt ends because a newer start has begun.
 
         Raises SupersededError if the shard was dropped for a newer one, DamagedError if the spool has damaged it, and Stopped.
         """

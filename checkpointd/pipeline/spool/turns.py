@@ -9,7 +9,7 @@ Invariants
   TURN-3  The ranks upload the same attempt. The coordinator chooses, announces it, and begins no other before it is decided;
       the others take what is announced. Otherwise saves that come faster than uploads would leave each rank with shards of
       other attempts, and none would ever be whole. Who sees nothing announced for LED_S takes the newest, and the
-      coordinator waits for HOLD_S at most, and not at all if a save of a newer epoch waits.
+      coordinator waits for HOLD_S at most, and not at all if a save of a newer start waits.
 """
 
 from __future__ import annotations

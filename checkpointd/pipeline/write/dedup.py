@@ -9,7 +9,7 @@ Invariants
       and was not condemned by a mark of its attempt. A collector makes its marks durable before it looks for indexes, and
       removes only objects that no index names (COLLECT-6 in `collect.py`). So either the rank sees the mark or the collector
       sees the index, whatever runs at the same time: another collection, a save of the same tag, retention, recovery by a newer
-      epoch, another writer. The checkpoint from which the references were taken may be gone by then.
+      start, another writer. The checkpoint from which the references were taken may be gone by then.
   DEDUP-4  A shard that was read back and found damaged stops being the base. So does a shard that was not read because another
       rank had found its own damaged, and the shard of a save that took such a base before the damage was found. Chunks that an
       earlier process wrote are read and verified before the first vote for references to them. Damaged storage is a common
@@ -145,8 +145,8 @@ async def _stored_base(store: Store, info: AttemptInfo) -> Base | None:
     if tag is None:
         return None
     checkpoint = await catalog.find(store, tag)
-    if checkpoint.attempt.epoch > info.attempt.epoch:
-        return None  # this writer is fenced and must not refer to checkpoints of a newer epoch
+    if checkpoint.attempt.start > info.attempt.start:
+        return None  # this writer is fenced and must not refer to checkpoints of a newer start
     if await store.stat(f"{checkpoint.prefix}/{DAMAGED}") is not None:
         return None
     await store.settle(f"{checkpoint.prefix}/{OUTCOME}")

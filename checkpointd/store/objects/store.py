@@ -1,7 +1,7 @@
 """The store in a bucket.
 
 Invariants
-  OBJECT-1  Votes, outcomes, epochs, marks and all other small objects are one request each, whose condition the server checks.
+  OBJECT-1  Votes, outcomes, starts, marks and all other small objects are one request each, whose condition the server checks.
       A large object is a multipart upload without a condition, to a name that only one writer ever uses. Whoever
       replaces one that is damaged puts bytes that were verified, so it does not matter which of two comes last.
   OBJECT-2  If a conditional request is told that it lost, the object itself is asked who wrote it: each request leaves a mark

@@ -75,7 +75,7 @@ class SimReport:
     sidecars: int = 0
     """Sidecars that were started."""
     surviving: int = 0
-    """Attempts that survived into a newer epoch, and that their own coordinator then committed."""
+    """Attempts that survived into a newer start, and that their own coordinator then committed."""
     forgotten: int = 0
     """Aborted attempts of which nothing was left at some time."""
     cared_for: int = 0
@@ -337,7 +337,7 @@ class SimJob:
         """Everything that was ever seen committed is still there, and every checkpoint loads whole."""
         views = await catalog.look_everywhere(store)
         await self._check_catalog(store, views)
-        self._check_uploads(max(view.attempt.epoch for view in views))
+        self._check_uploads(max(view.attempt.start for view in views))
         now: dict[Key, Outcome | None] = {(v.tag, str(v.attempt)): v.outcome for v in views if not v.is_void}
         self.ledger.check_kept(now, {(v.tag, str(v.attempt)) for v in views if v.state == "deleted"})
         for attempt in views:
@@ -370,10 +370,10 @@ class SimJob:
             if entry.removed and view.state == "committed":
                 raise InvariantError("catalog-tells", f"{view.prefix} is a checkpoint, and removed in the catalog")
 
-    def _check_uploads(self, newest_epoch: int) -> None:
+    def _check_uploads(self, newest_start: int) -> None:
         for key in self.root.unfinished():
             attempt = AttemptId.parse(holder_of(key).rpartition("/")[2])
-            if attempt is None or attempt.epoch < newest_epoch:
+            if attempt is None or attempt.start < newest_start:
                 raise InvariantError("uploads-stand", f"the upload of {key} is unfinished after a start")
 
     async def _check_whole(self, store: Store, checkpoint: Checkpoint) -> None:

@@ -2,19 +2,19 @@
 
   one-outcome          All processes learn the same outcome of an attempt, and nothing overwrites it. An abort goes last, when
                        nothing else of its attempt is left; after that, nobody learns of a commit.
-  epochs-grow          The record of the newest epoch is never removed.
+  starts-grow          The record of the newest start is never removed.
   ranks-agree          No rank's handle says committed while another rank's handle for the same attempt says aborted.
   latest-whole         `latest` only names tags with a durable commit, and these load with all digests, bit for bit.
   latest-forward       `latest` never goes back in order, and is never behind a commit after its move was reported. If a tag is
                        committed again just while `latest` moves off it, `latest` may go back, and is given back (POINTER-2).
   nothing-lost         An attempt that was seen as committed stays a checkpoint, or a newer one of the same tag replaced it.
   aborted-never-loaded No rank loads an attempt that anybody saw aborted.
-  fenced               No coordinator commits an attempt of its epoch once a newer epoch's recovery has returned, unless that
-                       epoch, or it survives in a newer one.
+  fenced               No coordinator commits an attempt of its start once a newer start's recovery has returned, unless that
+                       start, or it survives in a newer one.
   surviving            A recovery neither decides a surviving attempt nor removes any of its objects, and then removes no
                        temporary file of a living process.
-  plan-stands          A vote that is still to be decided names a plan that is there, unless a newer epoch fences the attempt.
-  uploads-stand        Nobody aborts the upload of another process whose attempt is still to be decided, unless a newer epoch
+  plan-stands          A vote that is still to be decided names a plan that is there, unless a newer start fences the attempt.
+  uploads-stand        Nobody aborts the upload of another process whose attempt is still to be decided, unless a newer start
                        fences it. After a start, no older attempt has an unfinished upload.
   outlived             No recovery aborts an attempt whose lease a living process held, and which the catalog announced, when
                        that start began, unless the start before it has fenced the attempt.
@@ -39,8 +39,8 @@ from typing import TypeAlias
 from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import FormatError
-from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, PLANS, SERVICE, AttemptId, epoch_of, holder_of
-from checkpointd.layout.manifest import Epoch, Outcome, Vote, decode
+from checkpointd.layout.keys import LATEST, LEASE, OUTCOME, PLANS, SERVICE, AttemptId, holder_of, start_of
+from checkpointd.layout.manifest import Outcome, Start, Vote, decode
 from checkpointd.pipeline.outcome.publish import RECOVERY
 from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
@@ -83,9 +83,9 @@ class Ledger:
     hindered: bool = False
     """Whether any process may have been hindered: paused, waiting for a paused one, or its temporary files swept."""
     recovered: int = 0
-    """The newest epoch whose recovery has returned."""
+    """The newest start whose recovery has returned."""
     surviving_commits: int = 0
-    """Surviving attempts that their own coordinators committed after a newer epoch had recovered."""
+    """Surviving attempts that their own coordinators committed after a newer start had recovered."""
     retires: bool = False
     """Whether newer checkpoints of other tags may lead to removals, too."""
     collected: int = 0
@@ -99,18 +99,18 @@ class Ledger:
     _put: dict[str, Outcome] = field(default_factory=dict)
     """The outcome that was last put at each key."""
     _survives_in: dict[str, int] = field(default_factory=dict)
-    """The newest epoch in which each attempt survives."""
+    """The newest start in which each attempt survives."""
     _named: dict[str, set[str]] = field(default_factory=dict)
     """The keys of the plans that the votes of each attempt name."""
     _recovering: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Processes that recover now, and the surviving attempts of their epochs."""
+    """Processes that recover now, and the surviving attempts of their starts."""
     _starting: dict[str, tuple[float, bool]] = field(default_factory=dict)
-    """Processes that begin an epoch: the time at which they began, and whether they take the root over."""
+    """Processes that start: the time at which they began, and whether they take the root over."""
     _living: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Processes that have begun a job and not ended it: the name and the epoch of the job."""
-    _newest_epoch: int = 0
-    _epoch_before: int = 0
-    """The newest epoch before that."""
+    """Processes that have begun a job and not ended it: the name and the start of the job."""
+    _newest_start: int = 0
+    _start_before: int = 0
+    """The newest start before that."""
     _at_work: dict[str, tuple[str, float]] = field(default_factory=dict)
     """The process that put the lease of an attempt, and the time."""
     _catalog: CatalogWatch = field(init=False)
@@ -178,9 +178,9 @@ class Ledger:
         """`process` begins to look for other jobs at the root."""
         self._starting[process] = now, take_over
 
-    def job_began(self, process: str, name: str, epoch: int, seconds: float, lease_s: float) -> None:
-        """`process` has begun `epoch`, `seconds` after `start_began`."""
-        self._living[process] = name, epoch
+    def job_began(self, process: str, name: str, start: int, seconds: float, lease_s: float) -> None:
+        """`process` has begun `start`, `seconds` after `start_began`."""
+        self._living[process] = name, start
         own_s = seconds - self.root.storage.lost_s(process)
         if own_s > lease_s + START_S and not self.excuses(process):
             raise InvariantError("always-starts", f"{process} took {seconds:.1f} s to begin; leases are of {lease_s:g} s")
@@ -195,9 +195,9 @@ class Ledger:
     def recovery_ended(self, process: str) -> None:
         del self._recovering[process]
 
-    def recovery_returned(self, epoch: int) -> None:
-        """The recovery of `epoch` has returned, and no fault excuses its process for missing work."""
-        self.recovered = max(self.recovered, epoch)
+    def recovery_returned(self, start: int) -> None:
+        """The recovery of `start` has returned, and no fault excuses its process for missing work."""
+        self.recovered = max(self.recovered, start)
 
     def loaded(self, rank: int, outcome: Outcome, contents: Contents) -> None:
         """A rank loaded an attempt at its start."""
@@ -233,8 +233,8 @@ class Ledger:
             raise InvariantError("uploads-stand", f"{process} aborted the upload of {key}, whose attempt may be committed")
         if key.endswith(f"/{OUTCOME}"):
             self._outcome_touched(change)
-        elif key.startswith(f"{SERVICE}/epochs/"):
-            self._epoch_touched(change)
+        elif key.startswith(f"{SERVICE}/starts/"):
+            self._start_touched(change)
         elif key.endswith(f"/{LEASE}"):
             self._lease_touched(change)
         elif key == LATEST and what in ("made", "replaced"):
@@ -255,13 +255,13 @@ class Ledger:
             self._put[key] = outcome
         if outcome is not None and outcome.outcome == "commit":
             self.latest.committed(outcome)
-        epoch = AttemptId.parse(outcome.attempt) if outcome else None
+        start = AttemptId.parse(outcome.attempt) if outcome else None
         by_rank = outcome is not None and outcome.decided_by != RECOVERY
         if outcome and outcome.outcome == "abort" and not by_rank:
             self._check_outlived(f"{outcome.tag}/{outcome.attempt}", process)
-        if outcome and epoch and by_rank and outcome.outcome == "commit" and epoch.epoch < self.recovered:
+        if outcome and start and by_rank and outcome.outcome == "commit" and start.start < self.recovered:
             if self._survives_in.get(f"{outcome.tag}/{outcome.attempt}", 0) < self.recovered:
-                raise InvariantError("fenced", f"{process} committed {key} after epoch {self.recovered} had recovered")
+                raise InvariantError("fenced", f"{process} committed {key} after start {self.recovered} had recovered")
             self.surviving_commits += 1
 
     def _was_all(self, key: str) -> bool:
@@ -292,10 +292,10 @@ class Ledger:
             raise InvariantError("plan-stands", f"{process} voted for {vote.prefix} with the plan {plan}, which is gone")
 
     def _may_commit(self, attempt: str) -> bool:
-        """Whether the coordinator of `attempt` may still commit it: it has no outcome, and no newer epoch fences it."""
+        """Whether the coordinator of `attempt` may still commit it: it has no outcome, and no newer start fences it."""
         parsed = AttemptId.parse(attempt.rpartition("/")[2])
-        runs = parsed is not None and parsed.epoch >= self._newest_epoch
-        runs = runs or self._survives_in.get(attempt, 0) >= self._newest_epoch
+        runs = parsed is not None and parsed.start >= self._newest_start
+        runs = runs or self._survives_in.get(attempt, 0) >= self._newest_start
         return runs and self.root.visible(f"{attempt}/{OUTCOME}") is None
 
     def _lease_touched(self, change: ObjectChange) -> None:
@@ -313,31 +313,31 @@ class Ledger:
         began, _ = self._starting.get(process, (0.0, False))
         since = max(since, self._catalog.announced_at(prefix))
         attempt = AttemptId.parse(prefix.rpartition("/")[2])
-        if attempt is not None and self._survives_in.get(prefix, attempt.epoch) < self._epoch_before:
+        if attempt is not None and self._survives_in.get(prefix, attempt.start) < self._start_before:
             return  # an older start has fenced it
         if worker in self._alive() and since < began and not self.excuses(worker) and not self.excuses(process):
             raise InvariantError("outlived", f"{process} aborted {prefix}, at which {worker} was at work")
 
-    def _check_left_alone(self, epoch: Epoch, process: str) -> None:
-        """`process` has begun `epoch`. This can fence only the job of the epoch before, which has fenced all older ones."""
+    def _check_left_alone(self, start: Start, process: str) -> None:
+        """`process` has begun `start`. This can fence only the job of the start before, which has fenced all older ones."""
         _, take_over = self._starting.get(process, (0.0, False))
         for other, (name, number) in self._living.items():
-            is_newest = number == self._newest_epoch
-            same = other == process or (name and name == epoch.job)
+            is_newest = number == self._newest_start
+            same = other == process or (name and name == start.job)
             if is_newest and not same and not take_over and other in self._alive() and not self.excuses(other):
-                raise InvariantError("left-alone", f"{process} began epoch {epoch.epoch}, and {other} is alive in {number}")
+                raise InvariantError("left-alone", f"{process} began start {start.start}, and {other} is alive in {number}")
 
-    def _epoch_touched(self, change: ObjectChange) -> None:
+    def _start_touched(self, change: ObjectChange) -> None:
         process, what, key = change
-        if what == "removed" and epoch_of(key.rpartition("/")[2]) == self._newest_epoch:
-            raise InvariantError("epochs-grow", f"{process} removed {key}, the newest epoch")
+        if what == "removed" and start_of(key.rpartition("/")[2]) == self._newest_start:
+            raise InvariantError("starts-grow", f"{process} removed {key}, the newest start")
         if what != "made":
             return
-        epoch = decode(self.root.visible(key) or b"", Epoch, key)
-        if epoch.epoch > self._newest_epoch:  # one that comes late is fenced from its beginning, and fences nobody
-            self._check_left_alone(epoch, process)
-            self._newest_epoch, self._epoch_before = epoch.epoch, self._newest_epoch
-        self._survives_in.update(dict.fromkeys(epoch.surviving, epoch.epoch))
+        start = decode(self.root.visible(key) or b"", Start, key)
+        if start.start > self._newest_start:  # one that comes late is fenced from its beginning, and fences nobody
+            self._check_left_alone(start, process)
+            self._newest_start, self._start_before = start.start, self._newest_start
+        self._survives_in.update(dict.fromkeys(start.surviving, start.start))
 
     def _recovery_acts(self, change: ObjectChange) -> None:
         process, what, key = change

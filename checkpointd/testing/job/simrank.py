@@ -1,6 +1,6 @@
 """One rank of a simulated training job: it starts, loads, computes, and saves in the background, like the client without torch.
 
-The steps have the order of `checkpointd_client`: rank 0 takes the epoch, recovers and tells the other ranks; all ranks load the
+The steps have the order of `checkpointd_client`: rank 0 takes the start, recovers and tells the other ranks; all ranks load the
 newest checkpoint; each save is an `Attempt`, with at most two in flight. If the job has sidecars, another process runs the
 attempt, and after the loss of that process the rank takes the attempt over with the next writer.
 """
@@ -29,7 +29,7 @@ from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root import catalog, epochs, leases
+from checkpointd.pipeline.root import catalog, leases, starts
 from checkpointd.pipeline.root.candidates import candidates
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
@@ -174,7 +174,7 @@ class Rank:
     take_over: bool = False
     done: dict[str, Phase] = field(default_factory=dict)
     """The phase in which each attempt ended on this rank's handle."""
-    _epoch: int = 0
+    _start: int = 0
     _began: float = 0.0
     _saves: int = 0
     _saves_of_tag: Counter[str] = field(default_factory=Counter)
@@ -186,8 +186,8 @@ class Rank:
         """Start, load, and save after every step up to the last. Raises CheckpointdError if starting or loading fails."""
         state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.committing, sight=self.sight)
         self._runner = SimRunner(self.name, state, self.ledger)
-        self._epoch = await self._begin()
-        await state.own_root.begun(self._epoch, (await epochs.read(self.store, self._epoch)).nonce)
+        self._start = await self._begin()
+        await state.own_root.begun(self._start, (await starts.read(self.store, self._start)).nonce)
         first = await self._load()
         free = asyncio.Semaphore(IN_FLIGHT_MAX)
         async with asyncio.TaskGroup() as attempts:
@@ -207,17 +207,17 @@ class Rank:
     async def _begin(self) -> int:
         if self.rank == 0:
             try:
-                self.board.post("epoch", await self._take_epoch())
+                self.board.post("start", await self._take_start())
             except CheckpointdError as error:
-                self.board.post("epoch", error)
-        heard = await self.board.read("epoch")
+                self.board.post("start", error)
+        heard = await self.board.read("start")
         if isinstance(heard, CheckpointdError):
             raise heard
         assert isinstance(heard, int)
-        await epochs.read(self.store, heard)
+        await starts.read(self.store, heard)
         return heard
 
-    async def _take_epoch(self) -> int:
+    async def _take_start(self) -> int:
         self._began = began = asyncio.get_running_loop().time()
         self.ledger.start_began(self.name, began, take_over=self.take_over)
         surviving = self.sidecar().in_flight() if self.sidecar is not None and self.config.asks_sidecar else ()
@@ -229,18 +229,18 @@ class Rank:
             sight=self.sight,
         )
         taken, self._lease = await leases.begin(self.store, beginner)
-        epoch, self._surviving = taken.epoch, taken.surviving
+        start, self._surviving = taken.start, taken.surviving
         self.ledger.job_began(
-            self.name, self.config.name, epoch, asyncio.get_running_loop().time() - began, self.config.lease_s
+            self.name, self.config.name, start, asyncio.get_running_loop().time() - began, self.config.lease_s
         )
         self.ledger.recovery_began(self.name, self._surviving)
-        done = await recover(self.store, epoch, self._surviving)
+        done = await recover(self.store, start, self._surviving)
         self.ledger.recovery_ended(self.name)
         for outcome in done.decided:
             self.ledger.learned((outcome.tag, outcome.attempt), outcome, f"recovery by {self.name}")
         if not self.ledger.excuses(self.name):
-            self.ledger.recovery_returned(epoch)
-        return epoch
+            self.ledger.recovery_returned(start)
+        return start
 
     async def _load(self) -> int:
         """The step from which training continues."""
@@ -289,14 +289,14 @@ class Rank:
             )
 
     async def _is_newest(self) -> bool:
-        return await epochs.newest(self.store) == self._epoch
+        return await starts.newest(self.store) == self._start
 
     # --- saving ------------------------------------------------------------------------------------------------
 
     def _next_attempt(self, plan: SavePlan) -> AttemptInfo:
         info = AttemptInfo(
             tag=plan.tag,
-            attempt=AttemptId(self._epoch, self._saves_of_tag[plan.tag]),
+            attempt=AttemptId(self._start, self._saves_of_tag[plan.tag]),
             rank=self.rank,
             world_size=self.config.world_size,
             step=plan.step,

@@ -161,7 +161,7 @@ MOMENTS = (
 EFFECTS_PER_STEP_IN_BUCKET = 32
 FATES: tuple[Fate, ...] = ("lost", "unanswered", "late", "late", "repeated", "slow down", "denied")
 KINDS_IN_BUCKET = ("", "", "create", "create", "replace", "put", "part", "complete", "delete", "get", "look", "list")
-NAMES_IN_BUCKET = (*NAMES, "/lease", "/ballot", ".records", ".summary", "/verified", "/epochs/00000002", "/epochs/00000003")
+NAMES_IN_BUCKET = (*NAMES, "/lease", "/ballot", ".records", ".summary", "/verified", "/starts/00000002", "/starts/00000003")
 MOMENTS_IN_BUCKET = (
     (".vote", ("create",), 3),
     ("/outcome", ("create",), 1),

@@ -1,1 +1,1 @@
-"""Agreement between ranks: the epoch, each load, the step at which all stop; and the writer thread of a rank."""
+"""Agreement between ranks: the start, each load, the step at which all stop; and the writer thread of a rank."""

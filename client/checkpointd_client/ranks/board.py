@@ -1,9 +1,9 @@
-"""The board: the ranks' messages on torch.distributed's Store during an epoch, and a broadcast before there is an epoch.
+"""The board: the ranks' messages on torch.distributed's Store during a start, and a broadcast before there is a start.
 
 Calls of DeepSpeed's engines, before there is a Checkpointer, begin with the same broadcast (`convening.py`).
 
 Invariants
-  BOARD-1  Every key contains the epoch's nonce, or the token of one call: no rank ever reads a message of an earlier start.
+  BOARD-1  Every key contains the start's nonce, or the token of one call: no rank ever reads a message of an earlier start.
   BOARD-2  Every wait has our own time-out, and its error names the missing ranks. checkpointd makes no collective call: such a
       call ends only at the process group's time-out, and names no rank.
 """
@@ -35,7 +35,7 @@ _AT_WORK = "rank 0 has not answered; see its log"
 
 
 class Board(Protocol):
-    """A notice board for the ranks of one epoch. Each rank posts its own message under a key, or all agree on one message."""
+    """A notice board for the ranks of one start. Each rank posts its own message under a key, or all agree on one message."""
 
     @property
     def is_solo(self) -> bool:
@@ -149,7 +149,7 @@ class SoloBoard:
 
 @dataclass(frozen=True, slots=True)
 class StoreBoard:
-    """The board on torch.distributed's Store. All keys lie below the epoch's nonce."""
+    """The board on torch.distributed's Store. All keys lie below the start's nonce."""
 
     store: Store
     ranks: Ranks
@@ -193,7 +193,7 @@ class StoreBoard:
 
 
 def open_board(ranks: Ranks, nonce: str) -> Board:
-    """The board of the epoch with this nonce."""
+    """The board of the start with this nonce."""
     if ranks.world_size == 1:
         return SoloBoard()
     return StoreBoard(PrefixStore(f"checkpointd/{nonce}", own_store()), ranks)

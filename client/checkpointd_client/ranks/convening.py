@@ -1,4 +1,4 @@
-"""Meetings of the job's ranks before there is an epoch, even if they name different directories.
+"""Meetings of the job's ranks before there is a start, even if they name different directories.
 
 Invariants
   CONVENE-1  A rank that calls alone gets an error after its own time-out, which names the ranks that did not come. It makes no

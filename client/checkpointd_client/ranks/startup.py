@@ -1,4 +1,4 @@
-"""The start: rank 0 begins the epoch and recovers. Every rank learns the epoch, and checks that it sees the same root."""
+"""The start of a job: rank 0 takes its number and recovers. Every rank learns it, and checks that it sees the same root."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.distributed import Store as MeetingStore  # type: ignore[attr-defined
 
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
-from checkpointd.layout.keys import epoch_key
+from checkpointd.layout.keys import start_key
 from checkpointd.phrases import listed
 from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.root import catalog, epochs, leases, reserve
+from checkpointd.pipeline.root import catalog, leases, reserve, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.report.neighbours import is_new, neighbours
@@ -37,33 +37,33 @@ _DOING = (
     "process_group=..."
 )
 LOOK_TIMEOUT_S = 30.0
-_RECOVERING = "rank 0 takes the epoch, and decides the attempts that earlier jobs have left"
+_RECOVERING = "rank 0 takes its start's number, and decides the attempts that earlier jobs have left"
 _LOOKS = 6
-"""How often a rank looks for the epoch before it says that the root is not shared: network file systems cache for a while."""
+"""How often a rank looks for the start before it says that the root is not shared: network file systems cache for a while."""
 _NAMED_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The epoch of this start of the job."""
+    """The job's own start."""
 
     number: int
     nonce: str
     latest: str | None
     checkpoints: int = 0
-    """The number of checkpoints of earlier epochs."""
+    """The number of checkpoints of earlier starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An epoch as rank 0 knows it, with the job's lease, which `end` releases, and the surviving attempts of older epochs."""
+    """A start as rank 0 knows it, with the job's lease, which `end` releases, and the surviving attempts of older starts."""
 
     begun: Begun
     lease: HeldLease
     surviving: tuple[str, ...]
 
 
-def begin_epoch(
+def begin_start(
     writer: WriterThread,
     store: Store,
     ranks: Ranks,
@@ -73,10 +73,10 @@ def begin_epoch(
     *,
     create: bool = True,
 ) -> tuple[Begun, Started | None]:
-    """On rank 0, take the next epoch and recover; on every rank, learn its number and nonce. They meet in the store
+    """On rank 0, take the next start and recover; on every rank, learn its number and nonce. They meet in the store
     `meeting`, by default the job's.
 
-    `surviving` gives the attempts of older epochs ("tag/attempt") that rank 0's sidecar still works at and may commit. Only
+    `surviving` gives the attempts of older starts ("tag/attempt") that rank 0's sidecar still works at and may commit. Only
     rank 0 calls it. If another job is alive at the root, every rank raises RootInUseError. Without `create`, every rank raises
     NotFoundError if there is no root, and nothing is made.
     """
@@ -150,27 +150,27 @@ async def _say_new(store: Store) -> None:
 
 
 async def begin(store: Store, beginner: Beginner) -> Started:
-    """Take the next epoch, and recover: decide the attempts that older epochs left in doubt."""
-    before, known = await epochs.newest(store), CatalogLog(store)
+    """Take the next start, and recover: decide the attempts that older starts left in doubt."""
+    before, known = await starts.newest(store), CatalogLog(store)
     if not before and await is_new(store):
         await _say_new(store)
     await check_conditions_of(store, new=not before)
     try:
-        epoch, lease = await leases.begin(store, beginner, known)
+        start, lease = await leases.begin(store, beginner, known)
     except StoreFullError as error:
         log.error("%s; dropping the ballast to make room for a start", error)
         await reserve.drop(store)
-        epoch, lease = await leases.begin(store, beginner, known)
+        start, lease = await leases.begin(store, beginner, known)
     try:
         if before:
             await _say_who_is_fenced(store, before)
-        found = await recover(store, epoch.epoch, epoch.surviving, known=known)
+        found = await recover(store, start.start, start.surviving, known=known)
         await reserve.lay(store)
         latest = await _latest(store)
     except BaseException:
         await lease.release()
         raise
-    return Started(Begun(epoch.epoch, epoch.nonce, latest, found.checkpoints), lease, epoch.surviving)
+    return Started(Begun(start.start, start.nonce, latest, found.checkpoints), lease, start.surviving)
 
 
 async def _latest(store: Store) -> str | None:
@@ -200,22 +200,22 @@ def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
 
 async def _say_who_is_fenced(store: Store, before: int) -> None:
     try:
-        holder = await epochs.read(store, before)
+        holder = await starts.read(store, before)
     except CheckpointdError as error:
-        log.error("the record of epoch %d cannot be read: %s", before, error)
+        log.error("the record of start %d cannot be read: %s", before, error)
         return
     who = holder.writer
-    # An epoch of this very process has ended: its Checkpointer was closed, since a second one at the root is refused.
+    # A start of this very process has ended: its Checkpointer was closed, since a second one at the root is refused.
     ended = writers.is_this_process(holder.process) or writers.has_ended(holder.process)
     log.log(
         logging.INFO if ended else logging.WARNING,
-        "epoch %d of %s (process %d on %s, %s) is over: this job runs it now%s",
+        "this job takes over from start %d at %s (process %d on %s, %s), which %s",
         before,
         store.url,
         who.pid,
         who.host,
         who.time,
-        "" if ended else "; if that one still runs, its saves fail from here on",
+        "has ended" if ended else "may still run: if so, its saves fail from now on",
     )
 
 
@@ -227,7 +227,7 @@ def _faults(board: Board, key: str, own: str, timeout_s: float, doing: str) -> t
 
 
 def check_shared(writer: WriterThread, store: Store, ranks: Ranks, board: Board, begun: Begun, timeout_s: float) -> None:
-    """Raise RootNotSharedError on every rank if one does not see the epoch that rank 0 wrote."""
+    """Raise RootNotSharedError on every rank if one does not see the start that rank 0 wrote."""
     if ranks.world_size == 1:
         return
     _, named = _faults(board, "root", root_fault(writer, store, begun), timeout_s, _DOING)
@@ -255,15 +255,15 @@ def reach_sidecars(ranks: Ranks, board: Board, reach: Callable[[], object], time
 
 
 def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
-    """ "ok", or the reason why this rank does not see the epoch that rank 0 wrote."""
+    """ "ok", or the reason why this rank does not see the start that rank 0 wrote."""
     problem = ""
     pause = threading.Event()
     for look in range(_LOOKS):
         pause.wait(0.05 * (2**look - 1))
         try:
-            seen = writer.call(epochs.read(store, begun.number), LOOK_TIMEOUT_S)
+            seen = writer.call(starts.read(store, begun.number), LOOK_TIMEOUT_S)
         except NotFoundError:
-            problem = f"{store.url} on {socket.gethostname()} does not have {epoch_key(begun.number)}"
+            problem = f"{store.url} on {socket.gethostname()} does not have {start_key(begun.number)}"
             continue
         except CheckpointdError as error:
             problem = str(error)
@@ -271,7 +271,7 @@ def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
         if seen.nonce == begun.nonce:
             return "ok"
         problem = (
-            f"{store.url} on {socket.gethostname()} has another epoch {begun.number}, begun by process {seen.writer.pid} on "
+            f"{store.url} on {socket.gethostname()} has another start {begun.number}, begun by process {seen.writer.pid} on "
             f"{seen.writer.host}"
         )
     return problem

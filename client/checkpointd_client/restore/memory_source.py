@@ -4,7 +4,7 @@ Invariants
   RETAINED-1  A retained snapshot is loaded only by all ranks together: the same attempt, held whole for each of them.
   RETAINED-2  Every byte that is copied belongs to a box whose digest, taken when the snapshot was complete, is checked here. A
       box that lies in one run in its target is checked there, and so it is read once.
-  RETAINED-3  A snapshot of an earlier root at the same path is never loaded: its epoch's nonce must be the one in the store.
+  RETAINED-3  A snapshot of an earlier root at the same path is never loaded: its start's nonce must be the one in the store.
       Its attempt must be committed, or its sidecar must still work at it: no aborted or removed attempt is loaded.
   RETAINED-4  Tensors that ranks hold together are assembled from the snapshots of one attempt in this node's sidecar, if these
       have every wanted element. Otherwise the store is read.
@@ -34,7 +34,7 @@ from checkpointd.layout.boxes import Box, intersect, tiling_fault, whole
 from checkpointd.layout.keys import AttemptId, is_tag
 from checkpointd.layout.regions import relative, slices
 from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink, SharedRun
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.shard import Bytes, ShardTensor
 from checkpointd.store.base import Store
 from checkpointd_client.restore.bind import Target
@@ -73,7 +73,7 @@ async def counts(store: Store, held: RetainedSnapshot) -> bool:
     UnreadableError if that cannot be read now: otherwise a deleted checkpoint could come back.
     """
     try:
-        if (await epochs.read(store, held.order[0])).nonce != held.nonce:
+        if (await starts.read(store, held.order[0])).nonce != held.nonce:
             return False
     except (NotFoundError, DamagedError):
         return False

@@ -6,7 +6,7 @@ Invariants
   NEAR-2  An object that is missing in the spool, too short there, or cannot be read, is read at the root. If its bytes are
       wrong, all ranks load the same checkpoint once more, from the root alone.
   NEAR-3  An attempt that is not decided is loaded only if it may still commit: every rank has its shard in the spool of its
-      node, the attempt is of the newest epoch or survives in it, and no rank has given it up.
+      node, the attempt is of the newest start or survives in it, and no rank has given it up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import AttemptId, holds_bytes, object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Outcome, digest
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, decode_record
@@ -221,11 +221,11 @@ def _order(one: SpooledOffer) -> Order:
 
 async def may_commit(store: Store, offered: SpooledOffer, surviving: Iterable[str]) -> bool:
     """Whether the attempt is undecided and may still commit (NEAR-3). Raises StoreError if the storage does not tell."""
-    epoch = offered.order[0]
+    start = offered.order[0]
     prefix = f"{offered.tag}/{offered.attempt}"
-    if prefix not in surviving and epoch != await epochs.newest(store):
+    if prefix not in surviving and start != await starts.newest(store):
         return False
-    if not await epochs.is_of_root(store, epoch, offered.nonce):
+    if not await starts.is_of_root(store, start, offered.nonce):
         return False
     attempt = AttemptId.parse(offered.attempt)
     return attempt is not None and (await catalog.view(store, offered.tag, attempt)).state == "in-doubt"

@@ -23,13 +23,13 @@ log = logging.getLogger("checkpointd")
 class SaveAdvice:
     """The advice of one rank's saves. Rank 0 gives that about retention, each rank that about its own waits."""
 
-    def __init__(self, state: WriterState, rank: int, epoch: Begun, *, afresh: bool) -> None:
-        self._state, self._rank, self._epoch = state, rank, epoch
+    def __init__(self, state: WriterState, rank: int, start: Begun, *, afresh: bool) -> None:
+        self._state, self._rank, self._start = state, rank, start
         self._said: set[str] = set()
         self._loaded_step: int | None = None
         self._repeats = False
         """Whether this job saves steps that the loaded checkpoint already had."""
-        state.tidier.keeps_before = KEEPS_NONE if afresh else (epoch.number, 0)
+        state.tidier.keeps_before = KEEPS_NONE if afresh else (start.number, 0)
 
     def loaded(self, step: int | None) -> None:
         """A load has ended, with a checkpoint of `step`; None if there was none."""
@@ -54,7 +54,7 @@ class SaveAdvice:
                 self._loaded_step,
             )
         elif self._state.tidier.keeps_before != KEEPS_NONE and not self._repeats and self._is_first("unknown"):
-            say_unknown(self._epoch, self._state.store.url, "load()", "Checkpointer(..., afresh=True)")
+            say_unknown(self._start, self._state.store.url, "load()", "Checkpointer(..., afresh=True)")
         metric = self._state.commit.retention.metric
         if metric is not None and metric not in metrics and self._is_first("metric"):
             log.warning(

@@ -1,7 +1,7 @@
 """The spool of a process without a sidecar: its own saves go through it, and it uploads what an earlier start has left there.
 
 Invariants
-  OWNSPOOL-1  A start takes up only attempts that survive in its epoch: those whose shard of rank 0 lies in the spool of the
+  OWNSPOOL-1  A start takes up only attempts that survive in its start: those whose shard of rank 0 lies in the spool of the
       node on which rank 0 starts. All others are decided by its recovery, and what is in the spool of them is dropped.
   OWNSPOOL-2  Each shard is uploaded by one process of this node, whichever claims it first (SPOOL-3).
 """
@@ -17,7 +17,7 @@ from functools import partial
 from checkpointd.config import PersistConfig, SpoolConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root import leases, starts
 from checkpointd.pipeline.root.leases import HeldLease
 from checkpointd.pipeline.shard import COORDINATOR, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
@@ -42,7 +42,7 @@ class ProcessSpool:
     directory: SpoolDirectory = field(init=False)
     _lock: FileClaim | None = None
     _states: dict[tuple[int, str], WriterState] = field(default_factory=dict)
-    """By rank and nonce of the epoch."""
+    """By rank and nonce of the start."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -64,9 +64,9 @@ class ProcessSpool:
     async def surviving(self) -> tuple[str, ...]:
         """The attempts ("tag/attempt") of earlier starts of which rank 0 left its shard here (OWNSPOOL-1)."""
         found = [one.record for one in await self._found() if one.record.vote.rank == COORDINATOR]
-        begun = {(one.attempt.epoch, one.nonce) for one in found}
-        here = {one for one in begun if await epochs.is_of_root(self.store, *one)}
-        return tuple(dict.fromkeys([one.prefix for one in found if (one.attempt.epoch, one.nonce) in here]))
+        begun = {(one.attempt.start, one.nonce) for one in found}
+        here = {one for one in begun if await starts.is_of_root(self.store, *one)}
+        return tuple(dict.fromkeys([one.prefix for one in found if (one.attempt.start, one.nonce) in here]))
 
     async def _found(self) -> list[SpooledShard]:
         try:
@@ -76,20 +76,20 @@ class ProcessSpool:
             return []
 
     async def own(self, nonce: str) -> OwnSpool | None:
-        """The spool for the saves of this rank's epoch; None if its disk fails, since saves then go straight to the root."""
+        """The spool for the saves of this rank's start; None if its disk fails, since saves then go straight to the root."""
         try:
             return OwnSpool(self.directory, await self.directory.at(self.store.url), nonce, os.geteuid())
         except CheckpointdError as error:
             log.error("the spool %s cannot be used: %s", self.config.directory, error)
             return None
 
-    async def take_up(self, epoch: int) -> None:
+    async def take_up(self, start: int) -> None:
         """Upload what earlier starts have left, in the background, and remove what they had not finished."""
         try:
-            await self.directory.sweep(self.store.url, before_epoch=epoch)
+            await self.directory.sweep(self.store.url, before_start=start)
         except CheckpointdError as error:
             log.warning("leftovers stay in the spool %s: %s", self.config.directory, error)
-        left = [one for one in await self._found() if one.record.attempt.epoch < epoch and await one.claimed()]
+        left = [one for one in await self._found() if one.record.attempt.start < start and await one.claimed()]
         for shard in left:
             log.warning("%s: rank %d left its shard in the spool", shard.prefix, shard.record.vote.rank)
         await asyncio.gather(*map(self._begin, left))  # many may be announced, and each of these puts a lease
@@ -101,12 +101,12 @@ class ProcessSpool:
             own = OwnSpool(self.directory, shard.spool, record.nonce, record.uid)
             state = WriterState(store=self.store, persist=self.persist, commit=shard.commit, spool=own)
             state.tidier.keeps_before = record.keeps_before
-            state.own_root.expect(record.attempt.epoch, record.nonce)
+            state.own_root.expect(record.attempt.start, record.nonce)
             self._states[key] = state
         self.directory.began(shard)
         state, lease, on_root = self._states[key], None, lambda: None
         if record.vote.rank == COORDINATOR:  # so that a load, or another start, leaves what is at the root to this process
-            check = partial(state.own_root.check, record.attempt.epoch)
+            check = partial(state.own_root.check, record.attempt.start)
             lease = leases.of_attempt(self.store, shard.prefix, check=check)
             on_root = lease.keep
             if shard.is_announced:

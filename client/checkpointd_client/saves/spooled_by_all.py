@@ -52,7 +52,7 @@ class SpooledByAll:
         key = f"spooled/{info.prefix}"
         if phase not in IN_SPOOL or self._board.is_solo or not info.save_latest or key in self._counted:
             return
-        self._counted[key] = (info.attempt.epoch, info.n)
+        self._counted[key] = (info.attempt.start, info.n)
         self._spawn(self._ask([key], 1))
         if len(self._counted) > COUNTED_MAX:
             oldest, _ = self._counted.popitem(last=False)

@@ -91,7 +91,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """This rank's view of its root: the saves in flight and the last ones that ended, newest last."""
 
     root: str
-    epoch: int
+    start: int
     rank: int
     world_size: int
     latest: str | None

@@ -30,7 +30,7 @@ from checkpointd.errors import CheckpointdError, SidecarError, WireError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import ErrorReport, Inline, InlineReason
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store.base import Store
 from checkpointd.waits import Waiting
@@ -53,7 +53,7 @@ _PAUSE_S_MIN, _PAUSE_S_MAX = 0.05, 2.0
 _REJOIN_S_MIN, _REJOIN_S_MAX = 2.0, 30.0
 """The pause between two tries to connect again while no save needs the daemon."""
 _REFUSED_S = 2 * _REJOIN_S_MAX
-"""How long saves avoid a daemon that refused the epoch. The refusal takes the daemon seconds; `_rejoin` tries meanwhile."""
+"""How long saves avoid a daemon that refused the start. The refusal takes the daemon seconds; `_rejoin` tries meanwhile."""
 _LAST_WORD_S = 5.0
 """A rank that waits for its sidecar votes no this long before the save's deadline, or a tenth of the commit time-out before it
 if that is less. The vote tells the other ranks why the shard is missing.
@@ -69,12 +69,12 @@ class SidecarClient:
         self._store, self._ranks = store, ranks
         self._root = store.url if directory is None else os.path.realpath(directory)
         self._is_of_root: dict[tuple[int, str], bool] = {}
-        """Whether an epoch (number and nonce) of the daemon's attempts belongs to this root."""
+        """Whether a start (number and nonce) of the daemon's attempts belongs to this root."""
         self._begin: wire.Begin | None = None
         self._link: Link | None = None
         self._opening = asyncio.Lock()
         self._silence: tuple[float, SidecarError] | None = None
-        """The time until which saves do not ask the daemon, and the error of the last try: no answer, or a refused epoch."""
+        """The time until which saves do not ask the daemon, and the error of the last try: no answer, or a refused start."""
         self._untold: deque[tuple[float, wire.Inlined]] = deque(maxlen=UNTOLD_MAX)
         """Inline saves that the daemon was not told of yet, each with the time of its end. It finds older ones in the store."""
         self._rejoining: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class SidecarClient:
     async def link(self) -> Link:
         """The connection; connects if there is none. Raises SidecarError if that fails.
 
-        After a daemon did not answer, or refused the epoch, this fails at once for a while: otherwise each save would wait.
+        After a daemon did not answer, or refused the start, this fails at once for a while: otherwise each save would wait.
         """
         if not self.connected:
             self._check_silence(SidecarError)
@@ -177,7 +177,7 @@ class SidecarClient:
             link.tell_inline(msgspec.structs.replace(message, **aged))
 
     async def start(self, patience_s: float) -> wire.Joined | None:
-        """Connect before the epoch begins; returns the daemon's snapshots and attempts.
+        """Connect before the start; returns the daemon's snapshots and attempts.
 
         If the daemon is out of reach: "inline" returns None, "raise" raises LinkLost, and "wait" tries again for `patience_s`
         before it raises LinkLost. A daemon that refuses this rank always raises SidecarError.
@@ -196,13 +196,13 @@ class SidecarClient:
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     async def begin(self, number: int, nonce: str, persist: PersistConfig, commit: CommitConfig) -> None:
-        """Tell the daemon, now or when it is back, which epoch the saves belong to and how to persist them.
+        """Tell the daemon, now or when it is back, which start the saves belong to and how to persist them.
 
         If the daemon refuses, "raise" and "wait" raise SidecarError. If it does not answer, only "raise" does. In all other
         cases the daemon counts as lost for now.
         """
         self._begin = wire.Begin(
-            epoch=number,
+            start=number,
             nonce=nonce,
             compression=persist.compression,
             chunk_bytes=persist.chunk_bytes,
@@ -267,10 +267,10 @@ class SidecarClient:
             attempt = AttemptId.parse(flight.attempt)
             if attempt is None:
                 continue
-            epoch = (attempt.epoch, flight.nonce)
-            if epoch not in self._is_of_root:
-                self._is_of_root[epoch] = await epochs.is_of_root(self._store, *epoch)
-            if self._is_of_root[epoch]:
+            start = (attempt.start, flight.nonce)
+            if start not in self._is_of_root:
+                self._is_of_root[start] = await starts.is_of_root(self._store, *start)
+            if self._is_of_root[start]:
                 flights.append(flight)
         return tuple(flights)
 

@@ -413,9 +413,9 @@ class Link:
         return joined
 
     async def begin(self, begin: wire.Begin) -> None:
-        """Tell the daemon the epoch of the saves on this link. Returns when the daemon has accepted it.
+        """Tell the daemon the start of the saves on this link. Returns when the daemon has accepted it.
 
-        If the daemon refuses, for example because it does not see that epoch at the root, the link is lost and SidecarError is
+        If the daemon refuses, for example because it does not see that start at the root, the link is lost and SidecarError is
         raised.
         """
         try:

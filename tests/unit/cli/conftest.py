@@ -98,15 +98,15 @@ def at(root: Path) -> With:
 
 @pytest.fixture
 def job_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs are taken by a process of this machine that is gone: this one's pid, with the start time of another."""
+    """Starts are taken by a process of this machine that is gone: this one's pid, with the start time of another."""
     place, pid, start, nonce = new_writer().rsplit(".", 3)
-    monkeypatch.setattr("checkpointd.pipeline.root.epochs.new_writer", lambda: f"{place}.{pid}.{int(start) + 1}.{nonce}")
+    monkeypatch.setattr("checkpointd.pipeline.root.starts.new_writer", lambda: f"{place}.{pid}.{int(start) + 1}.{nonce}")
 
 
 @pytest.fixture
 def job_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs are taken by a process of another machine."""
-    monkeypatch.setattr("checkpointd.pipeline.root.epochs.new_writer", lambda: "node7.0123456789ab.4026531836.17.99.cafecafe")
+    """Starts are taken by a process of another machine."""
+    monkeypatch.setattr("checkpointd.pipeline.root.starts.new_writer", lambda: "node7.0123456789ab.4026531836.17.99.cafecafe")
 
 
 def contents(root: Path) -> dict[str, bytes]:

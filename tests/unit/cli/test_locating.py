@@ -47,7 +47,7 @@ def suggested(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", ONE_ROOT)
-@pytest.mark.parametrize("spelling", ["{root}/", "{root}/.checkpointd", "{root}/.checkpointd/epochs", "{root}/../run1"])
+@pytest.mark.parametrize("spelling", ["{root}/", "{root}/.checkpointd", "{root}/.checkpointd/starts", "{root}/../run1"])
 def test_spellings_of_a_root(used: Path, cli: Cli, name: str, spelling: str) -> None:
     answer = call(cli, name, spelling.format(root=used), "--json")
     assert answer.code == 0, answer.err

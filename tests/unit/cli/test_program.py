@@ -175,7 +175,7 @@ def test_watch_with_json_is_one_document_per_change(root: Path, at: With) -> Non
 
 
 def test_recover_after_the_process_really_died(root: Path) -> None:
-    """No stand-in: another process takes the epoch and ends, and recovery finds its pid gone."""
+    """No stand-in: another process takes the start and ends, and recovery finds its pid gone."""
     here = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", DIES, str(root)], check=True, cwd=here)
     done = subprocess.run([*COMMAND, "recover", str(root)], capture_output=True, text=True, check=False)

@@ -238,7 +238,7 @@ def test_a_living_job_of_another_name_is_left_alone(tmp_path: Path) -> None:
             ) as refused:
                 Checkpointer(tmp_path, job=job)
             assert f"open_checkpoint({str(tmp_path)!r})" in str(refused.value)
-        assert [path.name for path in (tmp_path / ".checkpointd" / "epochs").iterdir()] == ["00000001"]
+        assert [path.name for path in (tmp_path / ".checkpointd" / "starts").iterdir()] == ["00000001"]
     Checkpointer(tmp_path).close()  # and nothing was left claimed, here or there
 
 
@@ -250,9 +250,9 @@ def test_a_living_job_is_taken_over_from_by_itself_and_on_request(tmp_path: Path
 
 def test_a_checkpointer_that_was_closed_leaves_no_lease(tmp_path: Path) -> None:
     held = tmp_path / ".checkpointd" / "leases"
-    for epoch in ("00000001", "00000002"):
+    for start in ("00000001", "00000002"):
         with Checkpointer(tmp_path):
-            assert [path.name for path in held.iterdir()] == [epoch]
+            assert [path.name for path in held.iterdir()] == [start]
         assert list(held.iterdir()) == []
 
 

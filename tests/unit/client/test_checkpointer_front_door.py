@@ -90,7 +90,7 @@ def test_deleting_removes_what_is_named_and_refuses_the_newest(tmp_path: Path) -
 def test_its_repr_says_where_it_is_and_how_it_stands(tmp_path: Path) -> None:
     ckpt = Checkpointer(tmp_path)
     ckpt.save(1, state()).wait()
-    said = f"Checkpointer({str(tmp_path)!r}, rank=0, world_size=1, epoch=1, latest='global_step1', in_flight=0"
+    said = f"Checkpointer({str(tmp_path)!r}, rank=0, world_size=1, start=1, latest='global_step1', in_flight=0"
     assert repr(ckpt) == f"{said})"
     ckpt.close()
     assert repr(ckpt) == f"{said}, closed)"

@@ -561,10 +561,10 @@ def test_a_file_with_the_name_of_its_place_is_shown_as_that_place_and_latest_nam
 
 
 def test_a_state_can_be_shown_as_an_empty_directory(ckpt: Checkpointer) -> None:
-    place = beside(ckpt) / "epoch=0.ckpt"
+    place = beside(ckpt) / "start=0.ckpt"
     for value in (1, 2):
         state = {"weights": torch.full((3,), value)}
-        core_of(ckpt).save(value, state, tag="epoch=0.ckpt", shown_at="epoch=0.ckpt").wait(60)
+        core_of(ckpt).save(value, state, tag="start=0.ckpt", shown_at="start=0.ckpt").wait(60)
         assert list(place.iterdir()) == []
     assert not (beside(ckpt) / "latest").exists()
     found = {"weights": torch.zeros(3, dtype=torch.int64)}
@@ -573,7 +573,7 @@ def test_a_state_can_be_shown_as_an_empty_directory(ckpt: Checkpointer) -> None:
     assert found["weights"].tolist() == [2, 2, 2]
     assert run(["verify", ckpt.status().root]) == 0
     (place / "notes").write_text("mine")
-    delete(ckpt, "epoch=0.ckpt")
+    delete(ckpt, "start=0.ckpt")
     assert (place / "notes").read_text() == "mine"
     core_of(ckpt).save(3, {"weights": torch.ones(3)}, tag="other", shown_at="other").wait(60)
     delete(ckpt, "other")

@@ -1,4 +1,4 @@
-"""open_checkpoint: a checkpoint read without an epoch, a process group, or a byte written. Invariants OPEN-1 and OPEN-2."""
+"""open_checkpoint: a checkpoint read without a start, a process group, or a byte written. Invariants OPEN-1 and OPEN-2."""
 
 from __future__ import annotations
 

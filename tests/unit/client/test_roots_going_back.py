@@ -38,7 +38,7 @@ def run(root: Path, *steps: int, load: str | None = None, offset: float = 0.0, r
 
 
 def states(root: Path) -> dict[str, str]:
-    """The rows of a listing: the state of each attempt, by tag, with its epoch if that is not the first."""
+    """The rows of a listing: the state of each attempt, by tag, with its start if that is not the first."""
     found = asyncio.run(_ask(root, listing))
     assert not found.latest.problem, found.latest.problem
     return {f"{row.tag}/{int(row.attempt[:8])}".removesuffix("/1"): row.state for row in found.rows}

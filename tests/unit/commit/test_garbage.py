@@ -33,7 +33,7 @@ def attempts(draw: st.DrawFn) -> list[AttemptFacts]:
     found = []
     for n, attempt in enumerate(ids):
         state: State = draw(st.sampled_from(["committed", "aborted", "in-doubt", "deleted", "damaged"]))
-        order: Order | None = (attempt.epoch, n) if state == "committed" else None
+        order: Order | None = (attempt.start, n) if state == "committed" else None
         found.append(AttemptFacts(draw(st.sampled_from("ab")), attempt, state, order, draw(st.booleans())))
     return found
 
@@ -61,7 +61,7 @@ def test_garbage_2_of_an_aborted_attempt_only_the_bulk_goes(known: list[AttemptF
 
 def test_garbage_2_so_many_aborted_attempts_of_all_tags_keep_their_records() -> None:
     known = [
-        AttemptFacts(tag, AttemptId(epoch, 0), "aborted", (epoch, 0), bulk=False) for epoch in range(1, 50) for tag in "ab"
+        AttemptFacts(tag, AttemptId(start, 0), "aborted", (start, 0), bulk=False) for start in range(1, 50) for tag in "ab"
     ]
     left = set(known) - set(spent_records(known[::-1]))
     assert left == set(known[-ABORTED_KEPT:])

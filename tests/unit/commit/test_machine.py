@@ -158,7 +158,7 @@ def test_a_phase_is_reached_when_it_or_a_later_one_is(phase: Phase, until: Phase
     assert reached(phase, until) == (phase in ORDER and LEVEL[phase] >= LEVEL[until])
 
 
-def test_a_save_that_a_newer_epoch_ended_is_shown_as_fenced_and_no_other() -> None:
+def test_a_save_that_a_newer_start_ended_is_shown_as_fenced_and_no_other() -> None:
     for phase in Phase:
         fenced = shown(phase, "FencedError")
         assert fenced == ("committed" if phase is Phase.COMMITTED else "fenced")

@@ -23,10 +23,10 @@ def checkpoint(n: int, **options: Any) -> CheckpointFacts:
     return CheckpointFacts(attempt=facts, order=(1, n), step=10 * n, **options)
 
 
-def commit(tag: str, epoch: int, n: int, **options: Any) -> CheckpointFacts:
-    """The `n`th save of `epoch`, of a tag that may have been saved before."""
-    facts = AttemptFacts(tag, AttemptId(epoch, n), "committed", (epoch, n), True)
-    return CheckpointFacts(attempt=facts, order=(epoch, n), **{"step": n, **options})
+def commit(tag: str, start: int, n: int, **options: Any) -> CheckpointFacts:
+    """The `n`th save of `start`, of a tag that may have been saved before."""
+    facts = AttemptFacts(tag, AttemptId(start, n), "committed", (start, n), True)
+    return CheckpointFacts(attempt=facts, order=(start, n), **{"step": n, **options})
 
 
 def gone(choice: RemovalChoice) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """A raw client in a process of its own, to be killed: python client_child.py SOCKET ROOT [staged] [marked] [forking].
 
-Saves global_step1 as rank 0 of 1 in epoch 1 and prints "ready". The snapshot is said to be whole with `staged`; with `marked`
+Saves global_step1 as rank 0 of 1 in start 1 and prints "ready". The snapshot is said to be whole with `staged`; with `marked`
 its mark alone says so.
 With `forking`, a child of its own holds the connection open for as long as standard input stays open.
 """
@@ -23,7 +23,7 @@ def main(path: str, root: str, *how: str) -> None:
     connection.connect(path)
     connection.sendall(wire.encode(wire.Hello(protocols=wire.PROTOCOLS, release="child")))
     assert connection.recv(1 << 16), "the daemon hung up"
-    begin = wire.Begin(epoch=1, nonce="n1", compression="none", chunk_bytes=4096, budget_bytes=64 << 20, commit_timeout_s=60.0)
+    begin = wire.Begin(start=1, nonce="n1", compression="none", chunk_bytes=4096, budget_bytes=64 << 20, commit_timeout_s=60.0)
     save = wire.Save(save=1, tag="global_step1", attempt="00000001-0", step=1, n=1, save_latest=True, takeover=0, left_s=60.0)
     said: list[wire.Message] = [wire.Join(root=root, rank=0, world_size=1), begin, save]
     for message in said:

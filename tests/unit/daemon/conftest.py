@@ -24,8 +24,8 @@ from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel, Received, connect
 from checkpointd.daemon.protocol.parts import contents_parts, layout_parts, snapshot_of
 from checkpointd.daemon.service import Service
-from checkpointd.layout.keys import AttemptId, epoch_key
-from checkpointd.layout.manifest import Epoch, ErrorReport, encode
+from checkpointd.layout.keys import AttemptId, start_key
+from checkpointd.layout.manifest import ErrorReport, Start, encode
 from checkpointd.pipeline.root import own_root
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import PAGE, Shard
@@ -162,8 +162,8 @@ class RawClient:
         await self.send(wire.Join(root=self.root, rank=rank, world_size=world_size))
         return await self.next(wire.Joined)
 
-    async def begin(self, epoch: int, **options: object) -> None:
-        """The job has begun `epoch`: its record is there, and the daemon is told."""
+    async def begin(self, start: int, **options: object) -> None:
+        """The job has begun `start`: its record is there, and the daemon is told."""
         settings = {
             "nonce": "n1",
             "compression": "none",
@@ -174,8 +174,8 @@ class RawClient:
         }
         if self.root:
             async with PosixStore(self.root) as store:
-                await put_epoch(store, epoch, str(settings["nonce"]))
-        await self.send(wire.Begin(epoch=epoch, **settings))  # type: ignore[arg-type]  # fields of Begin, named by the test
+                await put_start(store, start, str(settings["nonce"]))
+        await self.send(wire.Begin(start=start, **settings))  # type: ignore[arg-type]  # fields of Begin, named by the test
 
     async def slot(self, number: int, shard: Shard) -> None:
         descriptor = slot_of(shard)
@@ -220,10 +220,10 @@ class RawClient:
     async def outcome(self, save: int) -> wire.PhaseEntered:
         return await self.next(wire.PhaseEntered, lambda m: m.save == save and m.phase in ENDS)
 
-    async def ready(self, root: Path, shard: Shard, *, rank: int = 0, world_size: int = 1, epoch: int = 1) -> wire.Joined:
+    async def ready(self, root: Path, shard: Shard, *, rank: int = 0, world_size: int = 1, start: int = 1) -> wire.Joined:
         """Join, begin, and hand over slot 0 and layout 0 for `shard`."""
         joined = await self.join(root, rank, world_size)
-        await self.begin(epoch)
+        await self.begin(start)
         await self.slot(0, shard)
         await self.layout(0, shard)
         return joined
@@ -316,7 +316,7 @@ def slot_bytes_charged(daemon: Daemon) -> int:
     return sum(slot.nbytes for slot in daemon.hub.memory._slots.values())
 
 
-Start = Callable[..., "contextlib.AbstractAsyncContextManager[Daemon]"]
+StartDaemon = Callable[..., "contextlib.AbstractAsyncContextManager[Daemon]"]
 
 
 @contextlib.asynccontextmanager
@@ -343,16 +343,16 @@ async def daemon(root: Path) -> AsyncIterator[Daemon]:
 
 @pytest.fixture
 async def store(root: Path) -> AsyncIterator[PosixStore]:
-    """The store at `root`, with epoch 1 begun."""
+    """The store at `root`, with start 1 begun."""
     async with PosixStore(root) as opened:
-        await put_epoch(opened, 1, "n1")
+        await put_start(opened, 1, "n1")
         yield opened
 
 
-async def put_epoch(store: Store, epoch: int, nonce: str) -> None:
-    """The record of an epoch with a nonce that the test knows."""
+async def put_start(store: Store, start: int, nonce: str) -> None:
+    """The record of a start with a nonce that the test knows."""
     await store.put(
-        epoch_key(epoch), encode(Epoch(epoch=epoch, nonce=nonce, world_size=1, process=new_writer(), writer=writer()))
+        start_key(start), encode(Start(start=start, nonce=nonce, world_size=1, process=new_writer(), writer=writer()))
     )
 
 

@@ -85,7 +85,7 @@ def rank_status(rank: int, world_size: int, *, connected: bool = True, failed: i
     return RankStatus(
         rank=rank,
         world_size=world_size,
-        epoch=3,
+        start=3,
         pid=4000 + rank,
         connected=connected,
         since=NOW - 7300,
@@ -351,7 +351,7 @@ def many(count: int = 20) -> DaemonStatus:
 
 def fresh() -> DaemonStatus:
     """A daemon that has just begun: a trainer is there, and nothing is known yet."""
-    new = structs.replace(rank_status(0, 1), saves_committed=0, epoch=None, bytes_persisted=0, bytes_stored=0, stall_s=0.0)
+    new = structs.replace(rank_status(0, 1), saves_committed=0, start=None, bytes_persisted=0, bytes_stored=0, stall_s=0.0)
     root = root_status("/mnt/ckpts/new", ranks=[new], newest=None)
     return daemon_status(structs.replace(root, commit_s=(), space=None))
 

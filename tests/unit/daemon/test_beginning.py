@@ -1,4 +1,4 @@
-"""What a client says of its epoch is believed when the store shows it; a storage that cannot tell now refuses nobody."""
+"""What a client says of its start is believed when the store shows it; a storage that cannot tell now refuses nobody."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from checkpointd.daemon.protocol import wire
 from checkpointd.errors import StoreError, UnreadableError
-from checkpointd.layout.keys import AttemptId, epoch_key
-from checkpointd.layout.manifest import Epoch, encode
+from checkpointd.layout.keys import AttemptId, start_key
+from checkpointd.layout.manifest import Start, encode
 from checkpointd.pipeline.root import own_root
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import SMALL_BYTES_MAX
@@ -22,7 +22,7 @@ from checkpointd.store.writers import new_writer
 from tests.unit.daemon.conftest import Daemon, RawClient, shard_of, until
 
 SHARD = shard_of()
-RECORD = epoch_key(1)
+RECORD = start_key(1)
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +31,13 @@ def absence_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def begin_unseen(client: RawClient, nonce: str) -> None:
-    """Say that epoch 1 has begun, whatever the store shows."""
+    """Say that start 1 has begun, whatever the store shows."""
     client.root = ""
     await client.begin(1, nonce=nonce)
 
 
 @pytest.mark.parametrize("shown", ["another nonce", "no record", "no root", "a link to the record", "a record that is damaged"])
-async def test_an_epoch_that_the_store_does_not_show_is_refused(
+async def test_a_start_that_the_store_does_not_show_is_refused(
     daemon: Daemon, store: PosixStore, root: Path, shown: str
 ) -> None:
     client = await daemon.client()
@@ -57,10 +57,10 @@ async def test_an_epoch_that_the_store_does_not_show_is_refused(
     assert ("same node, mount namespace or volume" in refused.message) == (refused.code == "RootGoneError")
     assert "put it back" not in refused.message
     await client.save(1)
-    assert "begin an epoch first" in (await client.refused()).message
+    assert "send begin first" in (await client.refused()).message
 
 
-async def test_a_refused_epoch_changes_nothing_of_the_one_before(daemon: Daemon, store: PosixStore, root: Path) -> None:
+async def test_a_refused_start_changes_nothing_of_the_one_before(daemon: Daemon, store: PosixStore, root: Path) -> None:
     """Neither what is held nor what was seen at the root is forgotten for it, and saves go on."""
     client = await daemon.client()
     await client.ready(root, SHARD)
@@ -99,7 +99,7 @@ async def test_a_storage_that_cannot_tell_now_refuses_nobody(
         await client.ready(root, SHARD)
         await client.send(wire.Look())
         await client.next(wire.Joined)
-    assert "whether epoch 1 began here cannot be seen now" in caplog.text
+    assert "whether start 1 began here cannot be seen now" in caplog.text
     works.set()
     await client.whole_save(1, SHARD)
     assert (await client.outcome(1)).phase == "committed"
@@ -134,8 +134,8 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     daemon: Daemon, store: PosixStore, root: Path, surviving: tuple[str, ...], goes: str
 ) -> None:
     """Its trainer, which still runs, joins again after the daemon was started anew, say. Its surviving attempts go on."""
-    newer = Epoch(epoch=2, nonce="n2", world_size=1, process=new_writer(), surviving=surviving, writer=writer())
-    await store.put(epoch_key(2), encode(newer))
+    newer = Start(start=2, nonce="n2", world_size=1, process=new_writer(), surviving=surviving, writer=writer())
+    await store.put(start_key(2), encode(newer))
     client = await daemon.client()
     await client.join(root)
     client.root = ""  # the record is there
@@ -156,7 +156,7 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     if not surviving:
         refused = await old.refused()
         assert refused.code == "FencedError"
-        assert "epoch 1 of" in refused.message
+        assert "start 1 of" in refused.message
     await old.next(wire.Joined)
     if goes == "closes":
         await old.send(wire.Leave())
@@ -165,7 +165,7 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     old.close()
     await until(lambda: record.connections == 1)
     assert remade == []
-    assert (record.epoch, record.begun, record.world_size, record.since) == (2, (2, "n2"), 1, since)
+    assert (record.start, record.begun, record.world_size, record.since) == (2, (2, "n2"), 1, since)
     assert not record.left_well
     assert [kept.nonce for kept in daemon.hub.tier.at(str(root), os.getuid())] == ["n2"]
     if surviving:

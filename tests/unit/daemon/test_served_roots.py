@@ -55,13 +55,13 @@ async def test_the_roots_of_a_bucket_are_not_forgotten_while_it_is_away(monkeypa
     bucket = Bucket()
     roots = ServedRoots(["s3://bucket?region=x"])
     monkeypatch.setattr(roots, "_open", lambda *_: bucket)
-    await bucket.put("run/.checkpointd/epochs/00000001", b"")
+    await bucket.put("run/.checkpointd/starts/00000001", b"")
     found = await roots.seen_in_buckets()
     assert [root.partition("?")[0] for root in found] == ["s3://bucket/run"]
     bucket.away = True
     assert await roots.seen_in_buckets() == found
     bucket.away = False
-    await bucket.delete("run/.checkpointd/epochs/00000001")
+    await bucket.delete("run/.checkpointd/starts/00000001")
     assert await roots.seen_in_buckets() == [], "it is gone"
 
 
@@ -182,13 +182,13 @@ def test_a_root_that_shows_files_beside_itself_needs_the_directory_that_they_sta
 
 def test_roots_of_plain_files_are_found_too(folder: Path) -> None:
     for place in (folder, folder / "job"):
-        (place / ".checkpointd" / ".checkpointd" / "epochs").mkdir(parents=True)
+        (place / ".checkpointd" / ".checkpointd" / "starts").mkdir(parents=True)
     assert ServedRoots([str(folder)]).found() == [str(folder / ".checkpointd"), str(folder / "job" / ".checkpointd")]
 
 
 def test_roots_are_found_at_and_below_the_configured_ones(folder: Path) -> None:
     for root in (folder, folder / "job"):
-        (root / ".checkpointd" / "epochs").mkdir(parents=True)
+        (root / ".checkpointd" / "starts").mkdir(parents=True)
     (folder / "link").symlink_to(folder / "job")
     assert ServedRoots([str(folder), "/no/such/place"]).found() == [str(folder), str(folder / "job")]
 

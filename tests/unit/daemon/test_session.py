@@ -21,7 +21,7 @@ from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.process.logs import JsonFormatter
 from checkpointd.daemon.protocol import wire
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.posix import rooted
 from checkpointd.store.posix.store import PosixStore
@@ -199,7 +199,7 @@ async def test_whose_votes_are_missing_is_told_when_the_bytes_are_long_there(
     await client.whole_save(1, SHARD)
     await client.phase(1, Phase.PREPARED)
     await client.next(wire.Progress, lambda m: m.votes_missing == (1, 2))
-    others = await plan_save(store, epoch=1, world_size=3, tag="global_step1", n=1)
+    others = await plan_save(store, start=1, world_size=3, tag="global_step1", n=1)
     await others.vote(2)
     await client.next(wire.Progress, lambda m: m.votes_missing == (1,))
     await others.vote(1)
@@ -356,7 +356,7 @@ async def test_what_a_client_said_before_it_died_is_heard_though_it_cannot_be_an
     client = await daemon.client()
     frames = [
         wire.Join(root=str(root), rank=0, world_size=1),
-        wire.Begin(epoch=1, nonce="n1", compression="none", chunk_bytes=4096, budget_bytes=1 << 26, commit_timeout_s=60.0),
+        wire.Begin(start=1, nonce="n1", compression="none", chunk_bytes=4096, budget_bytes=1 << 26, commit_timeout_s=60.0),
         *[wire.Look()] * 20,
     ]
     client.channel._socket.setblocking(True)
@@ -454,7 +454,7 @@ async def test_an_attempt_that_is_over_before_the_snapshot_is_whole(daemon: Daem
     client = await daemon.client()
     await client.ready(root, SHARD, world_size=2)
     await client.save(1)
-    other = await plan_save(store, epoch=1, tag="global_step1", n=1, failing={1: RuntimeError("no")})
+    other = await plan_save(store, start=1, tag="global_step1", n=1, failing={1: RuntimeError("no")})
     await other.vote(1)
     assert (await client.outcome(1)).phase == "aborted"
     await until(lambda: len(daemon.hub.jobs) == 0)
@@ -545,9 +545,9 @@ async def test_what_still_runs_behind_an_error_runs_to_its_end(
         for rank in range(2):
             client = await daemon.client()
             await client.ready(root, shard_of(rank), rank=rank, world_size=2)
-            await answered(client)  # messages are taken in order: the daemon has begun the epoch
+            await answered(client)  # messages are taken in order: the daemon has begun the start
             clients.append(client)
-        await epochs.take(store, 2)
+        await starts.take(store, 2)
         for rank, client in enumerate(clients):  # each puts the abort; one comes second, and makes durable what it finds
             await client.whole_save(1, shard_of(rank))
         for client in clients:

@@ -147,10 +147,10 @@ async def test_the_newest_four_layouts_are_kept(daemon: Daemon, store: PosixStor
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"attempt": "00000002-0"}, "is not an attempt of epoch 1"),
-        ({"attempt": "1-0"}, "is not an attempt of epoch 1"),
-        ({"attempt": "../../etc"}, "is not an attempt of epoch 1"),
-        ({"attempt": ""}, "is not an attempt of epoch 1"),
+        ({"attempt": "00000002-0"}, "is not an attempt of start 1"),
+        ({"attempt": "1-0"}, "is not an attempt of start 1"),
+        ({"attempt": "../../etc"}, "is not an attempt of start 1"),
+        ({"attempt": ""}, "is not an attempt of start 1"),
         ({"tag": ".."}, "cannot be used"),
         ({"tag": "a/b"}, "cannot be used"),
         ({"tag": ""}, "cannot be used"),
@@ -193,7 +193,7 @@ async def test_what_does_not_belong_there_yet_or_at_all(daemon: Daemon, root: Pa
         await client.send(message)
         assert why in (await client.refused()).message
     await client.save(1)
-    assert "begin an epoch first" in (await client.refused()).message
+    assert "send begin first" in (await client.refused()).message
     await client.join(root)
     await client.send(wire.Join(root=str(root), rank=0, world_size=1))
     assert "has joined a root already" in (await client.refused()).message

@@ -16,7 +16,7 @@ from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_epoch, load_arrays, plan_save, rank_arrays
+from tests.builders import begin_start, load_arrays, plan_save, rank_arrays
 from tests.unit.daemon.conftest import (
     Daemon,
     answered,
@@ -135,7 +135,7 @@ async def test_a_snapshot_is_given_to_other_ranks_of_its_root_alone_and_only_by_
     os.close(received.descriptor)
     elsewhere = await (await daemon.client()).join(root.parent, 1, 2)
     assert (elsewhere.held, elsewhere.beside) == ((), ())
-    await (await plan_save(store, epoch=1, tag="global_step1", n=1)).vote(1)
+    await (await plan_save(store, start=1, tag="global_step1", n=1)).vote(1)
     assert (await client.outcome(1)).phase == "committed"
 
 
@@ -223,7 +223,7 @@ async def test_attempts_have_names_of_their_own(daemon: Daemon, store: PosixStor
 async def test_a_root_that_was_removed_and_made_again_has_saves_of_its_own(
     daemon: Daemon, store: PosixStore, root: Path
 ) -> None:
-    """SAVEJOB-1: its first epoch is 1 again, and so are its attempts; what was saved there before says nothing of them."""
+    """SAVEJOB-1: its first start is 1 again, and so are its attempts; what was saved there before says nothing of them."""
     before = await daemon.client()
     await before.ready(root, SHARD)
     await before.whole_save(1, SHARD)
@@ -234,7 +234,7 @@ async def test_a_root_that_was_removed_and_made_again_has_saves_of_its_own(
     daemon.hub.on_remade = remade.append
     shutil.rmtree(root)
     async with PosixStore(root) as again:
-        await begin_epoch(again, 1)
+        await begin_start(again, 1)
         after = await daemon.client()
         joined = await after.join(root)
         assert [held.nonce for held in joined.held] == ["n1"]

@@ -37,7 +37,7 @@ from checkpointd.pipeline.shard import Shard
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.posix.users import User
-from tests.unit.daemon.conftest import Daemon, RawClient, answered, put_epoch, serving, shard_of, until
+from tests.unit.daemon.conftest import Daemon, RawClient, answered, put_start, serving, shard_of, until
 
 ALICE, BOB, TEAM = 12345, 12346, 12400
 
@@ -116,7 +116,7 @@ def test_looks_are_made_as_the_owner_and_not_as_whoever_joined(tmp_path: Path) -
 def test_user_2_nothing_is_done_with_roots_rights_for_a_user_who_is_not_named(tmp_path: Path) -> None:
     """Not even looking: what was in doubt there would be decided, and written, by root."""
     for name, owner in (("alices", ALICE), ("strangers", 23456)):
-        (tmp_path / name / ".checkpointd" / "epochs").mkdir(parents=True)
+        (tmp_path / name / ".checkpointd" / "starts").mkdir(parents=True)
         os.chown(tmp_path / name, owner, owner)
     assert ServedRoots([str(tmp_path)], uids=[ALICE]).found() == [str(tmp_path / "alices")]
     assert len(ServedRoots([str(tmp_path)], uids=[ALICE, 0]).found()) == 2
@@ -238,9 +238,9 @@ async def client_of(daemon: Daemon, uid: int, groups: Sequence[int] = ()) -> Asy
 
 
 async def begun(root: Path, uid: int = ALICE) -> None:
-    """Let the user's own process begin epoch 1 there."""
+    """Let the user's own process begin start 1 there."""
     async with PosixStore(root, user=User(uid, uid)) as store:
-        await put_epoch(store, 1, "n1")
+        await put_start(store, 1, "n1")
 
 
 def below(root: Path) -> list[Path]:
@@ -254,7 +254,7 @@ def owners(root: Path) -> set[tuple[int, int]]:
 
 async def ready(client: RawClient, root: Path, shard: Shard) -> None:
     await client.join(root)
-    client.root = ""  # the record of the epoch is there, written by its own user
+    client.root = ""  # the record of the start is there, written by its own user
     await client.begin(1)
     await client.slot(0, shard)
     await client.layout(0, shard)
@@ -294,13 +294,13 @@ async def test_user_1_nobody_joins_a_root_that_the_kernel_keeps_them_from(daemon
 
 
 async def team_root(root: Path, uid: int) -> Path:
-    """A root beside `root` at which all of a group may write; `uid` has begun its first epoch."""
+    """A root beside `root` at which all of a group may write; `uid` has begun its first start."""
     team = root.parents[1] / "team"
     team.mkdir()
     os.chown(team, 0, TEAM)
     team.chmod(0o2770)
     async with PosixStore(team, user=User(uid, uid, (TEAM,))) as store:
-        await put_epoch(store, 1, "n1")
+        await put_start(store, 1, "n1")
     return team
 
 
@@ -386,18 +386,18 @@ async def test_what_one_user_of_a_team_says_answers_no_save_of_another_one(daemo
 
 
 @pytest.mark.root
-async def test_nobody_begins_an_epoch_whose_record_they_may_not_read(
+async def test_nobody_begins_a_start_whose_record_they_may_not_read(
     daemon: Daemon, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_root, "ABSENCE_S", 0.05)
     team = await team_root(root, ALICE)
-    (team / ".checkpointd" / "epochs").chmod(0o700)
+    (team / ".checkpointd" / "starts").chmod(0o700)
     async with client_of(daemon, ALICE, groups=[TEAM]) as alice, client_of(daemon, BOB, groups=[TEAM]) as bob:
         await ready(bob, team, shard_of())
         assert "does not see that the job began there: reading" in (refused := (await bob.refused()).message)
         assert "permission is missing" in refused
         await bob.save(1)
-        assert "begin an epoch first" in (await bob.refused()).message
+        assert "send begin first" in (await bob.refused()).message
         assert (await saved(alice, team)).phase == Phase.COMMITTED
 
 

@@ -11,8 +11,8 @@ from checkpointd.layout.files import (
     check_names,
     check_unfinished,
     clash,
-    unfinished_epoch,
     unfinished_folder,
+    unfinished_start,
 )
 
 
@@ -31,7 +31,7 @@ def test_the_name_of_an_unfinished_directory_says_which_directory_it_will_be() -
     assert unfinished_folder("00000003-1", "runs/checkpoint-8/step8") == "runs/checkpoint-8"
     assert unfinished_folder("00000003-1", "step8") == ""
     assert unfinished_folder(check_unfinished(f"00000003-1{WHOLE}"), "runs/checkpoint-8") == "runs/checkpoint-8"
-    assert unfinished_epoch(f"00000003-1{WHOLE}") == unfinished_epoch("00000003-1") == 3
+    assert unfinished_start(f"00000003-1{WHOLE}") == unfinished_start("00000003-1") == 3
     for wrong in ("", WHOLE, f"3{WHOLE}", f"00000003-1{WHOLE}{WHOLE}", "../00000003-1"):
         with pytest.raises(FormatError, match="unfinished directory"):
             check_unfinished(wrong)

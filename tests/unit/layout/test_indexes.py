@@ -306,7 +306,7 @@ def test_an_object_without_a_holder_lies_in_the_indexs_own_attempt() -> None:
         "00000001-0",
         "..",
         ".checkpointd/00000001-0",
-        ".checkpointd/epochs/00000001-0",
+        ".checkpointd/starts/00000001-0",
         "a/b/00000001-0",
         "a\\b/00000001-0",
         "latest/00000001-0",

@@ -100,9 +100,9 @@ def test_no_other_spelling_names_an_attempt(name: str) -> None:
 
 
 @given(st.lists(attempts, min_size=2, max_size=2))
-def test_attempts_are_in_the_order_of_epoch_then_count(pair: list[AttemptId]) -> None:
+def test_attempts_are_in_the_order_of_start_then_count(pair: list[AttemptId]) -> None:
     a, b = pair
-    assert (a < b) == ((a.epoch, a.k) < (b.epoch, b.k))
+    assert (a < b) == ((a.start, a.k) < (b.start, b.k))
 
 
 @given(ranks, st.integers(0, 9999))
@@ -206,13 +206,13 @@ def test_a_plan_is_named_by_a_digest_and_nothing_else(digest: str) -> None:
 
 
 @given(st.integers(0, 10**12 - 1))
-def test_an_epoch_is_named_and_found_again(epoch: int) -> None:
-    assert keys.epoch_of(keys.epoch_key(epoch).rpartition("/")[2]) == epoch
+def test_a_start_is_named_and_found_again(start: int) -> None:
+    assert keys.start_of(keys.start_key(start).rpartition("/")[2]) == start
 
 
 @pytest.mark.parametrize("name", ["", "1", "000000001", "0000000\u0661", "00000001.tmp", "00000001\n", "-0000001"])
-def test_no_other_spelling_names_an_epoch(name: str) -> None:
-    assert keys.epoch_of(name) is None
+def test_no_other_spelling_names_a_start(name: str) -> None:
+    assert keys.start_of(name) is None
 
 
 @pytest.mark.parametrize(("name", "number"), [("deleted", 0), ("deleted-1", 1), ("deleted-20", 20)])

@@ -21,7 +21,6 @@ from checkpointd.layout.manifest import (
     BallotRef,
     Damaged,
     Deleted,
-    Epoch,
     ErrorReport,
     IndexRef,
     Lease,
@@ -32,6 +31,7 @@ from checkpointd.layout.manifest import (
     ReadBack,
     Shown,
     SmallObject,
+    Start,
     Verified,
     Vote,
     WriterIdentity,
@@ -99,7 +99,7 @@ def outcomes(draw: st.DrawFn) -> Outcome:
 
 
 small_objects: st.SearchStrategy[SmallObject] = st.one_of(
-    st.builds(Epoch, epoch=sizes, nonce=texts, world_size=sizes, process=texts, writer=writers),
+    st.builds(Start, start=sizes, nonce=texts, world_size=sizes, process=texts, writer=writers),
     st.builds(Lease, process=texts, job=texts, count=sizes, length_s=st.floats(0.001, LEASE_S_MAX), writer=writers),
     st.builds(Plan, rank=sizes, world_size=sizes, tensors=st.lists(plan_tensors, max_size=3).map(tuple)),
     votes(),
@@ -164,7 +164,7 @@ def every_object() -> list[SmallObject]:
     return [
         VOTE,
         msgspec.structs.replace(OUTCOME, error=ErrorReport(code="AbortedError", message="é")),
-        Epoch(epoch=12, nonce="ab" * 16, world_size=2, writer=WRITER),
+        Start(start=12, nonce="ab" * 16, world_size=2, writer=WRITER),
         Lease(process="p", job="j", count=3, length_s=30.0, writer=WRITER),
         Deleted(reason="the tag was saved again since", kept=("00000-0.chunks",), writer=WRITER),
         Verified(nbytes=5, uncached=True, writer=WRITER),

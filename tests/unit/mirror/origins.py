@@ -22,7 +22,7 @@ from tests.builders import Arrays, load_arrays, save_checkpoint
 
 T = TypeVar("T")
 TAG = "global_step{}/00000001-0"
-"""The attempt of a step, when it is saved for the first time in the first epoch."""
+"""The attempt of a step, when it is saved for the first time in the first start."""
 QUICK = LoadConfig(absence_s=0.1, retry_s=0.1)
 
 

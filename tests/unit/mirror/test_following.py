@@ -14,7 +14,7 @@ from checkpointd.mirror import copying
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import Mirroring
 from checkpointd.mirror.news import News
-from checkpointd.pipeline.root import catalog, epochs, leases
+from checkpointd.pipeline.root import catalog, leases, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.leases import Beginner, Sight
 from checkpointd.store.base import Entry, ObjectWriter, Store
@@ -217,7 +217,7 @@ def test_an_origin_at_which_no_job_has_begun_is_not_in_step() -> None:
         task = asyncio.create_task(follower.run())
         await asyncio.sleep(3 * PACE.poll_s)
         assert (follower.progress.state, follower.progress.in_step_at) == ("beginning", None)
-        await epochs.take(origin, 2)
+        await starts.take(origin, 2)
         assert await until(lambda: follower.progress.state == "in step") <= PACE.poll_s + 1
         await stopped(task)
 

@@ -8,7 +8,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError
 from checkpointd.layout.keys import DELETED, LATEST, OUTCOME
 from checkpointd.mirror.mirroring import error_of
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.store.memory import MemoryStore
 from tests.builders import leave_in_doubt
 from tests.unit.mirror.origins import TAG, arrays, check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of
@@ -170,7 +170,7 @@ def test_a_holder_that_is_no_checkpoint_at_the_mirror_looks_like_a_removed_one()
         assert {tag: view.state for tag, view in views.items()} == {"global_step1": "deleted", "global_step3": "committed"}
         await recovery(mirror)  # a start at the mirror neither decides nor sweeps it
         await check_whole(mirror, origin)
-        await save(mirror, 4, dedup=False, epoch=await epochs.newest(mirror) + 1)
+        await save(mirror, 4, dedup=False, start=await starts.newest(mirror) + 1)
         await deletion(mirror, "global_step3", force=True, dry_run=False)
         await collection(mirror, Retention(), dry_run=False)  # nobody needs its objects any more
         assert not [key for key in contents(mirror) if key.startswith(("global_step1/", "global_step3/")) and "chunks" in key]

@@ -18,7 +18,7 @@ from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of
 from checkpointd.mirror.news import News
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
@@ -220,7 +220,7 @@ def test_the_origin_is_healed_from_its_mirror() -> None:
         await found_damaged(origin, 1, 2)
         assert kinds(await mirrored(mirror, origin)) == {"global_step1": "healed", "global_step2": "healed"}
         await check_whole(origin, mirror)
-        await save(origin, 3, epoch=await epochs.newest(origin) + 1)
+        await save(origin, 3, start=await starts.newest(origin) + 1)
         assert kinds(await mirrored(origin, mirror)) == {"global_step3": "mirrored"}
 
     simulated(main())

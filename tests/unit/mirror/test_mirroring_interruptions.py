@@ -13,7 +13,7 @@ from checkpointd.layout.keys import MIRROR, OUTCOME, VERIFIED
 from checkpointd.layout.manifest import Mirrored, decode
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.news import News
-from checkpointd.pipeline.root import epochs, reserve
+from checkpointd.pipeline.root import reserve, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.objects.multipart import PART_BYTES_MIN
@@ -148,9 +148,9 @@ def test_the_record_says_how_far_it_came() -> None:
         origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
         await mirrored(origin, mirror)
         record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)
-        nonce = (await epochs.read(origin, 1)).nonce
+        nonce = (await starts.read(origin, 1)).nonce
         assert (record.origin, record.starts, record.reached) == (origin.url, ((1, nonce),), (1, 2))
-        await save(origin, 3, epoch=2)
+        await save(origin, 3, start=2)
         await mirrored(origin, mirror)
         record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)
         assert ([number for number, _ in record.starts], record.reached) == ([1, 2], (2, 3))
@@ -166,7 +166,7 @@ def test_new_starts_of_the_origin_are_recorded_while_it_is_followed() -> None:
         await mirroring.begin()
         await mirroring.step()
         assert not await mirroring.has_news()
-        await save(origin, 2, epoch=2)
+        await save(origin, 2, start=2)
         assert await mirroring.has_news()
         await mirroring.step()
         record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)

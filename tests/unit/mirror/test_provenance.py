@@ -16,7 +16,7 @@ from checkpointd.layout.keys import LEASES, MIRROR, SERVICE
 from checkpointd.layout.manifest import VERSION, Mirrored, decode
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.provenance import check_apart
-from checkpointd.pipeline.root import catalog, epochs, leases
+from checkpointd.pipeline.root import catalog, leases, starts
 from checkpointd.pipeline.root.leases import Beginner, Sight
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
@@ -58,7 +58,7 @@ def test_a_root_of_another_run_is_refused() -> None:
     simulated(main())
 
 
-def test_checkpoints_without_their_epochs_are_foreign_all_the_same() -> None:
+def test_checkpoints_without_their_starts_are_foreign_all_the_same() -> None:
     async def main() -> None:
         origin, other = await origin_with(1), await origin_with(2, name="other")
         for key in contents(other):
@@ -91,8 +91,8 @@ def test_a_mirror_of_one_root_is_not_taken_for_that_of_another() -> None:
         await mirrored(origin, mirror)
         await refused(other, mirror, UsageError, "mirrors another root")
         for start in range(2, 20):
-            await epochs.take(other, 2)
-            assert await epochs.newest(other) == start
+            await starts.take(other, 2)
+            assert await starts.newest(other) == start
         await refused(other, mirror, UsageError, "neither a start nor a checkpoint in common|mirrors another root")
 
     simulated(main())
@@ -102,18 +102,18 @@ def test_a_job_that_goes_on_at_the_mirror_ends_the_mirroring_for_good() -> None:
     """The storage of the origin was lost: a job starts at the mirror. Later the origin is back, and must not be mirrored."""
 
     async def main() -> None:
-        origin, mirror = await origin_with(1, 2, epoch=3), MemoryStore("mirror")
+        origin, mirror = await origin_with(1, 2, start=3), MemoryStore("mirror")
         await mirrored(origin, mirror)
-        first = await epochs.following(mirror)
+        first = await starts.following(mirror)
         assert first > 3
-        epoch, lease = await leases.begin(mirror, Beginner(world_size=2))
-        assert epoch.epoch >= first
-        await save(mirror, 3, epoch=epoch.epoch)
+        start, lease = await leases.begin(mirror, Beginner(world_size=2))
+        assert start.start >= first
+        await save(mirror, 3, start=start.start)
         await lease.release()
         assert (await tags_of(mirror))[0] == "global_step3"
         assert (await catalog.find(mirror, "global_step3")).outcome.holders  # it refers to what was mirrored
         await check_whole(mirror)
-        await save(origin, 3, 4, epoch=4)
+        await save(origin, 3, 4, start=4)
         await refused(origin, mirror, FencedError, "no mirror of memory://origin any more")
         # Nor if many starts came since, so that the record of that start is gone.
         for _ in range(20):
@@ -133,7 +133,7 @@ def test_a_damaged_record_of_a_mirror_is_put_again_and_lets_no_more_be_mirrored_
         if origin is not first:
             await mirrored(first, origin)
         await mirrored(origin, mirror)
-        await save(first, 3, epoch=2)
+        await save(first, 3, start=2)
         if origin is not first:
             await mirrored(first, origin)
         flip(mirror if which == "mirror" else origin, MIRROR)
@@ -142,7 +142,7 @@ def test_a_damaged_record_of_a_mirror_is_put_again_and_lets_no_more_be_mirrored_
         await check_whole(mirror, origin)
         flip(mirror, MIRROR)
         await refused(await origin_with(7), mirror, UsageError, "does not know|another root|another checkpoint")
-        await save(mirror, 4, epoch=await epochs.newest(mirror) + 1)
+        await save(mirror, 4, start=await starts.newest(mirror) + 1)
         await refused(origin, mirror, UsageError, "is the root of another run")
 
     simulated(main())
@@ -162,10 +162,10 @@ def test_the_mirror_that_went_on_is_mirrored_back() -> None:
     async def main() -> None:
         origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
         await mirrored(origin, mirror)
-        await save(mirror, 3, epoch=await epochs.newest(mirror) + 1)
+        await save(mirror, 3, start=await starts.newest(mirror) + 1)
         assert kinds(await mirrored(mirror, origin)) == {"global_step3": "mirrored"}
         await check_whole(origin)
-        await save(mirror, 4, epoch=await epochs.newest(mirror) + 1)
+        await save(mirror, 4, start=await starts.newest(mirror) + 1)
         assert kinds(await mirrored(mirror, origin)) == {"global_step4": "mirrored"}
 
     simulated(main())
@@ -176,7 +176,7 @@ def test_the_mirror_is_not_mirrored_back_over_what_it_never_got() -> None:
         origin, mirror = await origin_with(1), MemoryStore("mirror")
         await mirrored(origin, mirror)
         await save(origin, 2)
-        await save(mirror, 3, epoch=await epochs.newest(mirror) + 1)
+        await save(mirror, 3, start=await starts.newest(mirror) + 1)
         await refused(mirror, origin, UsageError, "does not know .global_step2.")
 
     simulated(main())
@@ -193,19 +193,19 @@ def test_the_rules_of_a_mirror_remove_nothing_at_its_origin_if_the_two_are_swapp
         assert contents(origin) == before
         assert (await mirrored(mirror, origin)).checkpoints == ()  # harmless without rules
         # The origin has a record of a mirror now, and is none.
-        await save(origin, 4, epoch=await epochs.newest(origin) + 1)
+        await save(origin, 4, start=await starts.newest(origin) + 1)
         assert kinds(await mirrored(origin, mirror, rules=rules)) == {"global_step4": "mirrored"}
         assert await tags_of(origin) == ["global_step4", "global_step3", "global_step2", "global_step1"]
 
     simulated(main())
 
 
-@pytest.mark.parametrize("epoch", [1, 2], ids=["of the same start", "of a later start"])
-def test_an_old_mirror_is_not_taken_for_the_origin_of_newer_checkpoints(epoch: int) -> None:
+@pytest.mark.parametrize("start", [1, 2], ids=["of the same start", "of a later start"])
+def test_an_old_mirror_is_not_taken_for_the_origin_of_newer_checkpoints(start: int) -> None:
     async def main() -> None:
         origin, mirror = await origin_with(1), MemoryStore("mirror")
         await mirrored(origin, mirror)
-        await save(origin, 2, epoch=epoch)
+        await save(origin, 2, start=start)
         before = contents(origin)
         with pytest.raises(UsageError, match=r"mirror is a mirror of memory://origin.* Did you swap the two"):
             await mirrored(mirror, origin)
@@ -218,7 +218,7 @@ def test_a_mirror_at_which_a_job_went_on_is_mirrored_back_with_rules() -> None:
     async def main() -> None:
         origin, mirror = await origin_with(1), MemoryStore("mirror")
         await mirrored(origin, mirror)
-        await save(mirror, 2, epoch=await epochs.newest(mirror) + 1)
+        await save(mirror, 2, start=await starts.newest(mirror) + 1)
         report = await mirrored(mirror, origin, rules=Retention(keep_last=1))
         assert (kinds(report), report.retired) == ({"global_step2": "mirrored"}, ("global_step1",))
 
@@ -361,7 +361,7 @@ async def test_a_directory_that_is_mounted_twice_is_one_root(tmp_path: Path, mon
         await save(origin, 1)
         shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
         await check_apart(origin, mirror)  # a copy is another directory
-        same = await origin.identity(f"{SERVICE}/epochs/00000001")
+        same = await origin.identity(f"{SERVICE}/starts/00000001")
         assert same is not None
 
         async def identity(self: PosixStore, key: str) -> object:
@@ -392,7 +392,7 @@ async def test_servers_may_have_buckets_of_one_name(one: str, two: str, apart: b
         await check_apart(origin, mirror)
 
 
-def test_two_addresses_of_one_place_are_noticed_by_the_epoch() -> None:
+def test_two_addresses_of_one_place_are_noticed_by_the_start() -> None:
     async def main() -> None:
         origin = await origin_with(1)
         with pytest.raises(UsageError, match="two addresses of one place"):

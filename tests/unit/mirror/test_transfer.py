@@ -81,7 +81,7 @@ async def test_a_fenced_process_neither_finishes_nor_discards() -> None:
     """MIRRORCOPY-4: the object of that name may be another process's by now."""
 
     async def fenced() -> None:
-        raise FencedError("a newer epoch")
+        raise FencedError("a newer start")
 
     source, target = MemoryStore("source"), MemoryStore("target")
     await source.put(KEY, DATA)

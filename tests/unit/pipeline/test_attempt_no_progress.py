@@ -15,7 +15,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.shard import Shard
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
-from tests.builders import Save, begin_epoch, make_shard, phases
+from tests.builders import Save, begin_start, make_shard, phases
 
 WORLD_SIZE = 2
 
@@ -37,13 +37,13 @@ async def saves(
     step: int | None = None,
 ) -> list[list[Attempt]]:
     """One save after another, with these weights on the two ranks."""
-    epoch, made = await begin_epoch(store), []
+    start, made = await begin_start(store), []
     for n, weight in enumerate(weights, 1):
         save = Save(
             store=store,
             tag=f"t{n}",
             step=step or n,
-            epoch=epoch,
+            start=start,
             n=n,
             shard_of=lambda rank, weight=weight: shard(rank, weight[rank], grad=grad),
             on_no_progress=on_no_progress,

@@ -15,7 +15,7 @@ from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_epoch, break_file, leave_in_doubt, load_arrays, objects, phases, rank_arrays, save_checkpoint
+from tests.builders import begin_start, break_file, leave_in_doubt, load_arrays, objects, phases, rank_arrays, save_checkpoint
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd", "planes", "auto"])
@@ -55,11 +55,11 @@ async def test_a_rank_that_never_saves_aborts_at_the_deadline_and_is_named(tmp_p
         assert attempt.error.ranks == (1,)
 
 
-async def test_an_older_epoch_cannot_commit(tmp_path: Path) -> None:
+async def test_an_older_start_cannot_commit(tmp_path: Path) -> None:
     async with PosixStore(tmp_path) as store:
-        old = await begin_epoch(store)
-        await begin_epoch(store)
-        attempts = await save_checkpoint(store, epoch=old)
+        old = await begin_start(store)
+        await begin_start(store)
+        attempts = await save_checkpoint(store, start=old)
         assert phases(attempts) == [Phase.ABORTED] * 2
         assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
         assert await catalog.latest(store) is None
@@ -69,7 +69,7 @@ async def test_recovery_rolls_forward_what_all_ranks_voted_for_and_aborts_the_re
     async with PosixStore(tmp_path) as store:
         await leave_in_doubt(store, tag="global_step1", voting=(0, 1))
         await leave_in_doubt(store, tag="global_step2", voting=(1,))
-        done = await recover(store, await begin_epoch(store))
+        done = await recover(store, await begin_start(store))
         assert {o.tag: o.outcome for o in done.decided} == {"global_step1": "commit", "global_step2": "abort"}
         assert done.latest_moved_to == "global_step1"
         assert await load_arrays(store, "global_step1", 1) == {f: a.tobytes() for f, a in rank_arrays(1).items()}

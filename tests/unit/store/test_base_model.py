@@ -22,10 +22,10 @@ KEYS = [
     "b/c/outcome",
     "b/c/vote",
     "b/latest",
-    ".checkpointd/epochs/1",
-    ".checkpointd/epochs/2",
+    ".checkpointd/starts/1",
+    ".checkpointd/starts/2",
 ]
-PREFIXES = ["", "a", "b", "b/c", "b/c/d", ".checkpointd", ".checkpointd/epochs", "none"]
+PREFIXES = ["", "a", "b", "b/c", "b/c/d", ".checkpointd", ".checkpointd/starts", "none"]
 
 keys = st.sampled_from(KEYS)
 bodies = st.binary(max_size=6)

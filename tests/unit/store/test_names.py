@@ -10,7 +10,7 @@ from checkpointd.store.names import check_key, check_prefix, is_key
 
 @pytest.mark.parametrize(
     "key",
-    ["latest", "t/00000001-0/outcome", ".checkpointd/epochs/00000001", ".checkpointd/locks", ".checkpointd/tmp2/x", "tmp/x"],
+    ["latest", "t/00000001-0/outcome", ".checkpointd/starts/00000001", ".checkpointd/locks", ".checkpointd/tmp2/x", "tmp/x"],
 )
 def test_keys(key: str) -> None:
     assert check_key(key) == key

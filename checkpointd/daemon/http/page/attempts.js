@@ -49,7 +49,7 @@ export function foremost(found, most) {
 export function liveAttempts(root, now) {
   const found = attempts([...root.recent, ...root.in_flight], now).filter((attempt) => attempt.live);
   for (const attempt of found) {
-    const begun = root.ranks.filter((rank) => rank.connected && rank.epoch === parseInt(attempt.attempt, 10));
+    const begun = root.ranks.filter((rank) => rank.connected && rank.start === parseInt(attempt.attempt, 10));
     attempt.absent = begun.map((rank) => rank.rank).filter((rank) => !attempt.saves.some((save) => save.rank === rank));
   }
   return found;

@@ -232,7 +232,7 @@ function ranksOf(root, ui) {
   const gone = root.ranks.filter((rank) => !rank.connected && !rank.left_well), closed = root.ranks.filter((rank) => rank.left_well);
   const told = [gone.length && `No trainer is connected for ${named(gone)}.`, closed.length && `The trainer of ${named(closed)} has closed it.`].filter(Boolean);
   const note = told.length ? told.join(" ") : "All trainers of this node are connected.";
-  const all = () => table("Ranks", ["Rank", "Process", "Epoch", "Committed", "Failed", "Persisted", "Stored", "Held up"], root.ranks.map(rankRow));
+  const all = () => table("Ranks", ["Rank", "Process", "Start", "Committed", "Failed", "Persisted", "Stored", "Held up"], root.ranks.map(rankRow));
   return h(
     "section",
     { class: "part", "aria-label": "Ranks" },
@@ -257,7 +257,7 @@ function rankRow(rank) {
     cells: [
       number(String(rank.rank)),
       state,
-      number(rank.epoch === null ? unknown("it has begun no epoch yet") : String(rank.epoch)),
+      number(rank.start === null ? unknown("it has not started yet") : String(rank.start)),
       number(rank.saves_committed.toLocaleString("en")),
       number(h("span", { class: rank.saves_failed ? "bad" : null }, rank.saves_failed.toLocaleString("en"))),
       number(saves ? size(rank.bytes_persisted) : unknown(NO_SAVE)),

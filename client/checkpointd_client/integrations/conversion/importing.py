@@ -42,9 +42,7 @@ from checkpointd_client.ranks.startup import begin
 
 MEMORY_BYTES = 512 * MIB
 MEMORY_BYTES_MIN = 64 * MIB
-_INSTEAD = (
-    "An import takes an epoch, so every save of that job would fail: import into a root of its own, or end that job first"
-)
+_INSTEAD = "An import takes a start, so every save of that job would fail: import into a root of its own, or end that job first"
 
 
 class ElementReader(Protocol):
@@ -212,7 +210,7 @@ def import_at(root: str | os.PathLike[str], job: ImportJob, *, force: bool) -> t
 
     UsageError if the tag exists and `force` is not set or if the root is in the source, RootInUseError if a job is alive there.
     """
-    claim_root(root)()  # the epoch of an import would fence a Checkpointer of this process
+    claim_root(root)()  # the start of an import would fence a Checkpointer of this process
 
     async def act(store: Store) -> tuple[str, int, int]:
         if directory_of(store.url) is not None:

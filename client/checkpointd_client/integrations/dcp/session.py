@@ -1,9 +1,9 @@
-"""State that the DCP writers of this process share for one root: the thread, the store, the epoch, and running attempts.
+"""State that the DCP writers of this process share for one root: the thread, the store, the start, and running attempts.
 
 DCP opens and closes nothing: users make a writer for each save, or keep one. So a session stays when its writers have gone.
 
 Invariants
-  DCPSESSION-1  A session keeps the epoch that it took. If another job has begun a newer one, the session is fenced and stays
+  DCPSESSION-1  A session keeps the start that it took. If another job has begun a newer one, the session is fenced and stays
       fenced, and so does a later session at its root. Processes of the same job, and this process itself, do not fence it.
   DCPSESSION-2  By the time that a writer saves at another root, the sessions without writers and running attempts have ended.
 """
@@ -24,7 +24,7 @@ from checkpointd.config import PersistConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -40,7 +40,7 @@ LEAVE_S = 10.0
 
 _sessions: dict[tuple[int, str], DcpSession] = {}
 _left: dict[tuple[int, str], Begun] = {}
-"""The last epoch of each session that has ended."""
+"""The last start of each session that has ended."""
 _loaded: set[tuple[int, str]] = set()
 """The roots that this process has loaded from."""
 _lock = threading.Lock()
@@ -48,7 +48,7 @@ _lock = threading.Lock()
 
 def session_of(root: str, writer: object) -> DcpSession:
     """The session of this process at `root`, for `writer`. UsageError if a Checkpointer of this process uses the root."""
-    claim_root(root)()  # a DCP save may take a new epoch, which would fence the Checkpointer
+    claim_root(root)()  # a DCP save may take a new start, which would fence the Checkpointer
     key = _key(root)
     with _lock:
         for idle in [one for one, session in _sessions.items() if one != key and session.is_idle]:
@@ -83,7 +83,7 @@ class DcpSession:
     """One root in one process. Its methods are called on any thread but the writer's."""
 
     def __init__(self, root: str, before: Begun | None) -> None:
-        """`before`: the last epoch of the session that this process had there before."""
+        """`before`: the last start of the session that this process had there before."""
         persist = PersistConfig()
         self.writer = WriterThread(threads=persist.encoders + persist.writes)
         self.store: Store = open_store(root)
@@ -92,7 +92,7 @@ class DcpSession:
         self._started: Started | None = None
         self._world_size = 0
         self.first = 0
-        """The first epoch that was begun here."""
+        """The first start that was begun here."""
         self._has_said, self._has_left = False, False
         self._saves: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -107,14 +107,14 @@ class DcpSession:
 
     @property
     def begun(self) -> Begun | None:
-        """The epoch that was taken last, here or by the session before."""
+        """The start that was taken last, here or by the session before."""
         return self._before if self._started is None else self._started.begun
 
     def next_attempt(self, tag: str, beginner: Beginner) -> tuple[Begun, AttemptId, int]:
-        """On the coordinator: the epoch, the next attempt at `tag` in it, and the number of saves before it.
+        """On the coordinator: the start, the next attempt at `tag` in it, and the number of saves before it.
 
-        A new epoch is taken at first, for another number of ranks, and if a process of this job has begun one since.
-        FencedError if another job has begun one (DCPSESSION-1), RootInUseError if another job is alive when the first epoch is
+        A new start is taken at first, for another number of ranks, and if a process of this job has begun one since.
+        FencedError if another job has begun one (DCPSESSION-1), RootInUseError if another job is alive when the first start is
         taken.
         """
         with self._lock:
@@ -127,7 +127,7 @@ class DcpSession:
     def _current(self, beginner: Beginner) -> Begun:
         before = self.begun
         if before is not None:
-            newest = self.writer.call(epochs.newest(self.store), LOOK_TIMEOUT_S)
+            newest = self.writer.call(starts.newest(self.store), LOOK_TIMEOUT_S)
             if newest > before.number:
                 self.writer.call(self._check_own(before.number, newest, beginner.job), LOOK_TIMEOUT_S)
             elif newest == before.number and self._started is not None and self._world_size == beginner.world_size:
@@ -140,12 +140,12 @@ class DcpSession:
         return self._started.begun
 
     async def _check_own(self, own: int, newest: int, job: str) -> None:
-        """FencedError unless epoch `newest`, which is newer than `own`, belongs to the same job or to this process."""
+        """FencedError unless start `newest`, which is newer than `own`, belongs to the same job or to this process."""
         with suppress(NotFoundError, DamagedError):  # an unknown process counts as another job
-            found = await epochs.read(self.store, newest)
+            found = await starts.read(self.store, newest)
             if is_this_process(found.process) or (job and found.job == job):
                 return
-        raise FencedError(await epochs.fence_message(self.store, own, newest))
+        raise FencedError(await starts.fence_message(self.store, own, newest))
 
     def say_unknown(self) -> None:
         """Warn once that the checkpoints from before this process stay, since it has not loaded."""

@@ -1,6 +1,6 @@
 """A DCP StorageWriter: DCP plans and gathers, our attempt writes, votes and commits.
 
-    coordinator   prepare_global_plan   takes the epoch and tells every rank its attempt, in the plan that DCP scatters
+    coordinator   prepare_global_plan   takes the start and tells every rank its attempt, in the plan that DCP scatters
     every rank    write_data            copies the items of its plan, persists them, and votes
     coordinator   finish                lets the attempt commit, and returns when it has committed
 

@@ -102,7 +102,7 @@ class TensorAdapter(Adapter):
 
     def _is_root(self, root: str) -> bool:
         """Whether `root` has checkpoints in checkpointd's own format."""
-        return root in self._roots or os.path.isdir(os.path.join(root, SERVICE, "epochs"))
+        return root in self._roots or os.path.isdir(os.path.join(root, SERVICE, "starts"))
 
     def _place(self, directory: str, tag: object) -> SaveTarget:
         if not directory:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from checkpointd.config import ABSENCE_S, PINNED_BYTES
 from checkpointd.errors import CheckpointdError, RootInUseError, StoreError, UnreadableError
-from checkpointd.layout.keys import LEASES, SERVICE, epoch_key
+from checkpointd.layout.keys import LEASES, SERVICE, start_key
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd_client.core import Core
 from checkpointd_client.examining import Taker
@@ -53,7 +53,7 @@ class Opened(Protocol):
 
 def said_of(store: str) -> Said:
     """The message of this rank about the root `store`, of which that of rank 0 counts."""
-    places = (store, *(os.path.join(store, key) for key in (SERVICE, os.path.dirname(epoch_key(1)), LEASES)))
+    places = (store, *(os.path.join(store, key) for key in (SERVICE, os.path.dirname(start_key(1)), LEASES)))
     return all(_may_write(place) for place in places if os.path.isdir(place)), secrets.token_hex(16)
 
 

@@ -90,7 +90,7 @@ class OpenRoots:
         """A root that was loaded from without its Checkpointer."""
         self._saved: set[str] = set()
         self._left: dict[str, int] = {}
-        """The roots that were loaded from and left, each with the epoch that ended there."""
+        """The roots that were loaded from and left, each with the start that ended there."""
 
     def __contains__(self, root: str) -> bool:
         return root in self.checkpointers
@@ -100,7 +100,7 @@ class OpenRoots:
         found = self.checkpointers.get(root)
         if found is None:
             found = self.checkpointers[root] = _borrow(self._store_of(root), self, self._options)
-            if self._left.pop(root, None) == found.status().epoch - 1:
+            if self._left.pop(root, None) == found.status().start - 1:
                 found.take_up()
         if root == self.went_on_from:
             found.take_up()
@@ -123,7 +123,7 @@ class OpenRoots:
     def _leave(self, root: str) -> None:
         checkpointer = self.checkpointers.pop(root)
         if checkpointer.has_taken_up:
-            self._left[root] = checkpointer.status().epoch
+            self._left[root] = checkpointer.status().start
         try:
             _give_back(self._store_of(root), self)
         except CheckpointdError as error:  # a save failed, whose handle reports it

@@ -5,7 +5,7 @@ replaces how a state is saved and loaded.
 
 Invariants
   TITAN-1  Rank 0 chooses the checkpoint to load, among the committed ones, and all ranks load that one.
-  TITAN-2  With `load_only`, and for `initial_load_path`, the job only reads: it has no epoch there and disturbs no other job.
+  TITAN-2  With `load_only`, and for `initial_load_path`, the job only reads: it has no start there and disturbs no other job.
   TITAN-3  A failed save ends the training only if it is the last one, or if `async_mode` is "disabled".
   TITAN-4  A checkpoint of torchtitan's own manager in the folder is loaded if its step is higher than that of our newest one.
 """

@@ -1,7 +1,7 @@
 """TorchFTCheckpointdManager: CheckpointdManager for runs of torchtitan with torchft, where replica groups come and go.
 
 Invariants
-  TORCHFT-1  Only the replica group whose participating rank is 0 has an epoch in the common folder. The others only read there.
+  TORCHFT-1  Only the replica group whose participating rank is 0 has a start in the common folder. The others only read there.
       A group that becomes the first one takes the folder over, so a save of the group before can no longer commit.
   TORCHFT-2  Each replica group saves its data loader at every step in a folder of its own. If the storage is slower than the
       steps, some of these saves are skipped.

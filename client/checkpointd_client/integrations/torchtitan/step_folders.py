@@ -51,7 +51,7 @@ def step_in(name: str) -> int:
 
 def is_root(folder: str) -> bool:
     """Whether checkpoints of ours may lie in `folder`. Every bucket may be a root."""
-    return is_bucket_url(folder) or os.path.isdir(os.path.join(folder, SERVICE, "epochs"))
+    return is_bucket_url(folder) or os.path.isdir(os.path.join(folder, SERVICE, "starts"))
 
 
 def other_steps(folder: str, ours: Collection[str]) -> list[OtherStep]:

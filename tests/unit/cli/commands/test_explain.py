@@ -12,7 +12,7 @@ from checkpointd.layout.manifest import Inline, Lease, encode
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
-from tests.builders import begin_epoch, break_file, leave_in_doubt, save_checkpoint
+from tests.builders import begin_start, break_file, leave_in_doubt, save_checkpoint
 from tests.job_elsewhere import ELSEWHERE
 from tests.unit.cli.conftest import Cli, With
 
@@ -164,7 +164,7 @@ def test_recovery_is_named_as_the_one_who_decided(root: Path, at: With, cli: Cli
     async def died(store: Store) -> None:
         await leave_in_doubt(store, tag="global_step1", voting=(0, 1))
         await leave_in_doubt(store, tag="global_step2", voting=(1,))
-        await recover(store, await begin_epoch(store))
+        await recover(store, await begin_start(store))
 
     at(died)
     kept = only_attempt(cli, root, "global_step1")
@@ -213,12 +213,12 @@ def test_a_vote_that_changed_since_the_commit_is_unreadable(root: Path, at: With
     assert "the vote of rank 1 is gone or changed since: it does not load" in attempt["why"]
 
 
-def test_a_damaged_epoch_record_hides_only_the_job(root: Path, at: With, cli: Cli) -> None:
+def test_a_damaged_start_record_hides_only_the_job(root: Path, at: With, cli: Cli) -> None:
     at(save_checkpoint)
-    break_file(root / ".checkpointd/epochs/00000001", "flip")
+    break_file(root / ".checkpointd/starts/00000001", "flip")
     answer = cli("explain", root, "global_step1")
     assert answer.code == 0
-    assert "job: unknown: the record of its epoch cannot be read" in answer.lines
+    assert "job: unknown: the record of its start cannot be read" in answer.lines
 
 
 def test_no_such_tag_names_what_is_like_it(root: Path, at: With, cli: Cli) -> None:
@@ -242,7 +242,7 @@ def test_a_tag_that_somebody_removed_is_not_called_one_that_never_was(root: Path
 
 
 def test_no_tag_at_all(root: Path, at: With, cli: Cli) -> None:
-    at(begin_epoch)
+    at(begin_start)
     assert "nothing is there at all" in cli("explain", root, "global_step1").err
     answer = cli("explain", root, "latest")
     assert answer.code == 4
@@ -252,7 +252,7 @@ def test_no_tag_at_all(root: Path, at: With, cli: Cli) -> None:
 def test_a_rank_that_the_abort_cut_short_is_not_blamed(root: Path, at: With, cli: Cli) -> None:
     async def no_first(store: Store) -> None:
         await leave_in_doubt(store, voting=(1,), failing={1: StoreFullError("no space left on device")})
-        await recover(store, await begin_epoch(store))
+        await recover(store, await begin_start(store))
 
     at(no_first)
     attempt = only_attempt(cli, root, "global_step1")

@@ -81,6 +81,6 @@ def test_the_save_dir_of_a_job_stands_for_the_root_in_it(cli: Cli, tmp_path: Pat
         ("recover", tmp_path, "--dry-run"),
     ):
         assert cli(*call).code == 0, call
-    assert not (tmp_path / ".checkpointd" / "epochs").exists(), "the directory has become a root of its own"
+    assert not (tmp_path / ".checkpointd" / "starts").exists(), "the directory has become a root of its own"
     with Checkpointer(tmp_path / ".checkpointd") as ckpt:
         assert [found.tag for found in ckpt.list()] == ["global_step4"]

@@ -20,7 +20,7 @@ VALUES: dict[str, tree.Node] = {
         "dict", (("lr", 0.1), ("betas", tree.Sequence("tuple", (0.9, 0.999))), (3, tree.Tensor("model.weight")))
     ),
     "client_state": tree.Dict(
-        "dict", (("epoch", 3), ("name", "run\x1b[31m"), ("none", None), ("raw", tree.Bytes(b"\x00\xff")))
+        "dict", (("start", 3), ("name", "run\x1b[31m"), ("none", None), ("raw", tree.Bytes(b"\x00\xff")))
     ),
 }
 TIED = Alias("model.tied", "model.weight", (64, 48), (48, 1), 0)

@@ -7,7 +7,7 @@ import pytest
 
 from checkpointd.layout.keys import attempt_lease_key
 from checkpointd.layout.manifest import Lease, encode
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.writers import new_writer
@@ -29,7 +29,7 @@ def test_decides_what_was_left_in_doubt_and_moves_latest(root: Path, at: With, c
     answer = cli("recover", root, "--json")
     assert answer.code == 0
     found = answer.json
-    assert (found["dry_run"], found["epoch"], found["holder"]["epoch"]) == (False, 2, 1)
+    assert (found["dry_run"], found["start"], found["holder"]["start"]) == (False, 2, 1)
     assert {d["tag"]: d["outcome"] for d in found["decided"]} == {"global_step2": "commit", "global_step3": "abort"}
     assert (found["latest_moved_to"], found["swept"]) == ("global_step2", 1)
     assert (root / "latest").read_text() == "global_step2\n"
@@ -45,7 +45,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, at: With, cli: C
     before = contents(root)
     planned = cli("recover", root, "--dry-run", "--json").json
     assert contents(root) == before
-    assert (planned["dry_run"], planned["epoch"], planned["strays"], planned["refused"]) == (True, None, None, "")
+    assert (planned["dry_run"], planned["start"], planned["strays"], planned["refused"]) == (True, None, None, "")
     done = cli("recover", root, "--json").json
     assert {f: planned[f] for f in ("decided", "latest_moved_to", "swept")} == {
         f: done[f] for f in ("decided", "latest_moved_to", "swept")
@@ -58,7 +58,7 @@ def test_the_text_tells_each_decision(root: Path, at: With, cli: Cli) -> None:
     dry = cli("recover", root, "--dry-run")
     assert "latest: would move to global_step2" in dry.lines
     answer = cli("recover", root)
-    assert "taken: epoch 2" in answer.lines
+    assert "taken: start 2" in answer.lines
     assert "latest: moved to global_step2" in answer.lines
     rows = {line.split()[0]: line.split()[1:3] for line in answer.lines if line.startswith("global_step")}
     assert rows == {"global_step2": ["00000001-0", "commit"], "global_step3": ["00000001-0", "abort"]}
@@ -70,21 +70,21 @@ def test_a_second_recovery_finds_nothing_left_to_do(root: Path, at: With, cli: C
     assert cli("recover", root).code == 0
     found = cli("recover", root, "--json").json
     assert (found["decided"], found["latest_moved_to"], found["swept"]) == ([], None, 0)
-    assert "job: none: epoch 3 was taken by a recovery" in cli("status", root).out
+    assert "job: none: start 3 was taken by a recovery" in cli("status", root).out
 
 
 @pytest.mark.usefixtures("job_ended")
-def test_the_old_jobs_epoch_is_fenced_by_one_without_ranks(root: Path, at: With, cli: Cli) -> None:
+def test_the_old_jobs_start_is_fenced_by_one_without_ranks(root: Path, at: With, cli: Cli) -> None:
     at(died)
     cli("recover", root)
-    epoch = at(lambda store: epochs.read(store, 2))
-    assert (epoch.world_size, epoch.writer.pid) == (0, os.getpid())
+    start = at(lambda store: starts.read(store, 2))
+    assert (start.world_size, start.writer.pid) == (0, os.getpid())
 
 
 def test_a_living_job_is_left_alone_unless_it_is_to_be_taken_over(root: Path, at: With, cli: Cli) -> None:
     at(died)
     with live_job(root, "train"):
-        newest = at(epochs.newest)
+        newest = at(starts.newest)
         answer = cli("recover", root)
         assert (answer.code, answer.out) == (16, "")
         assert "runs job 'train' there since" in answer.err
@@ -92,7 +92,7 @@ def test_a_living_job_is_left_alone_unless_it_is_to_be_taken_over(root: Path, at
         dry = cli("recover", root, "--dry-run")
         assert dry.code == 0
         assert "without --dry-run this is refused" in dry.err
-        assert at(epochs.newest) == newest
+        assert at(starts.newest) == newest
         assert (root / "latest").read_text() == "global_step1\n"
         assert cli("recover", root, "--take-over").code == 0
     assert (root / "latest").read_text() == "global_step2\n"
@@ -116,15 +116,15 @@ def test_what_a_daemon_works_at_is_left_to_it(root: Path, at: With, cli: Cli) ->
     for report in (planned, found):
         assert report["surviving"] == [prefix]
         assert [d["tag"] for d in report["decided"]] == ["global_step2"]
-    assert at(lambda store: epochs.read(store, 2)).surviving == (prefix,)
+    assert at(lambda store: starts.read(store, 2)).surviving == (prefix,)
     assert f"surviving: {prefix}: a daemon works at it" in cli("recover", root).lines
     at(lambda store: store.delete(attempt_lease_key(prefix)))
     assert [d["tag"] for d in cli("recover", root, "--json").json["decided"]] == ["global_step3"]
 
 
-def test_a_damaged_epoch_record_keeps_nobody_away(root: Path, at: With, cli: Cli) -> None:
+def test_a_damaged_start_record_keeps_nobody_away(root: Path, at: With, cli: Cli) -> None:
     at(died)
-    break_file(root / ".checkpointd/epochs/00000001", "flip")
+    break_file(root / ".checkpointd/starts/00000001", "flip")
     assert cli("recover", root).code == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 from checkpointd.report.changes import changes
 from checkpointd.report.status import RECENT, standing
 from checkpointd.store.base import Store
-from tests.builders import begin_epoch, break_file, leave_in_doubt, plan_save, save_checkpoint
+from tests.builders import begin_start, break_file, leave_in_doubt, plan_save, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
 
 
@@ -25,7 +25,7 @@ def test_who_runs_it_what_is_latest_in_flight_and_failed(root: Path, at: With, c
 
     at(busy)
     found = cli("status", root, "--json").json
-    assert (found["holder"]["epoch"], found["holder"]["world_size"], found["holder"]["life"]) == (1, 2, "running")
+    assert (found["holder"]["start"], found["holder"]["world_size"], found["holder"]["life"]) == (1, 2, "running")
     assert (found["latest"]["tag"], found["checkpoints"]) == ("global_step1", 1)
     [flight] = found["flights"]
     assert (flight["tag"], flight["orphaned"], flight["world_size"]) == ("global_step3", False, 2)
@@ -34,7 +34,7 @@ def test_who_runs_it_what_is_latest_in_flight_and_failed(root: Path, at: With, c
     assert (failure["tag"], failure["ranks"]) == ("global_step2", [1])
     assert "rank 1 failed while staging: boom" in failure["message"]
     text = cli("status", root).out
-    assert "epoch 1, 2 ranks: process" in text
+    assert "start 1, 2 ranks: process" in text
     assert "which still runs" in text
     assert "latest: global_step1, step 1, committed 20" in text
     assert "global_step3 (attempt 00000001-0): in flight, 1 of 2 voted" in text
@@ -42,9 +42,9 @@ def test_who_runs_it_what_is_latest_in_flight_and_failed(root: Path, at: With, c
 
 def test_a_save_that_a_newer_job_fenced_is_called_so(root: Path, at: With, cli: Cli) -> None:
     async def overtaken(store: Store) -> None:
-        old = await begin_epoch(store)
-        await begin_epoch(store)
-        await save_checkpoint(store, epoch=old)
+        old = await begin_start(store)
+        await begin_start(store)
+        await save_checkpoint(store, start=old)
 
     at(overtaken)
     [failure] = cli("status", root, "--json").json["failures"]
@@ -68,18 +68,18 @@ def test_what_a_dead_job_left_is_in_doubt_not_in_flight(root: Path, at: With, cl
     assert "global_step4 (attempt 00000001-0): left in doubt by a job that has ended, 1 of 2 voted" in answer.out
 
 
-def test_an_older_epochs_attempt_is_in_doubt_while_the_new_job_runs(root: Path, at: With, cli: Cli) -> None:
+def test_an_older_starts_attempt_is_in_doubt_while_the_new_job_runs(root: Path, at: With, cli: Cli) -> None:
     async def restarted(store: Store) -> None:
         await leave_in_doubt(store, tag="global_step3", voting=(0,))
-        await begin_epoch(store, 4)
+        await begin_start(store, 4)
 
     at(restarted)
     found = cli("status", root, "--json").json
-    assert (found["holder"]["epoch"], found["holder"]["world_size"]) == (2, 4)
+    assert (found["holder"]["start"], found["holder"]["world_size"]) == (2, 4)
     assert [(f["orphaned"], f["world_size"]) for f in found["flights"]] == [(True, 2)]
 
 
-def test_ranks_that_have_written_nothing_are_known_from_the_epoch(root: Path, at: With, cli: Cli) -> None:
+def test_ranks_that_have_written_nothing_are_known_from_the_start(root: Path, at: With, cli: Cli) -> None:
     async def begun(store: Store) -> None:
         save = await plan_save(store, world_size=3)
         await store.put(save.info(1).key("00001-0.chunks"), b"half")
@@ -103,17 +103,17 @@ def test_of_a_large_job_only_the_ranks_that_are_waited_for_are_shown(root: Path,
 def test_damage_is_shown_and_ends_nothing(root: Path, at: With, cli: Cli) -> None:
     at(save_checkpoint)
     break_file(root / "global_step1/00000001-0/outcome", "flip")
-    break_file(root / ".checkpointd/epochs/00000001", "flip")
+    break_file(root / ".checkpointd/starts/00000001", "flip")
     answer = cli("status", root)
     assert answer.code == 0
     assert "the outcome of global_step1/00000001-0 is damaged" in answer.out
-    assert "job: .checkpointd/epochs/00000001 is damaged" in answer.out
+    assert "job: .checkpointd/starts/00000001 is damaged" in answer.out
 
 
 def test_changes_are_told_once_and_in_order(at: With) -> None:
     async def story(store: Store) -> list[list[str]]:
         looks = [await standing(store)]
-        await begin_epoch(store)
+        await begin_start(store)
         save = await plan_save(store, tag="global_step1")
         await save.vote(1)
         looks.append(await standing(store))
@@ -125,7 +125,7 @@ def test_changes_are_told_once_and_in_order(at: With) -> None:
 
     first, second, third, fourth = at(story)
     assert first == ["job: none ever ran here", "checkpoints: 0", "latest: none"]
-    assert second[0].startswith("job: epoch 1, 2 ranks, process ")
+    assert second[0].startswith("job: start 1, 2 ranks, process ")
     assert second[1].startswith("in flight: global_step1 (00000001-0): 1 of 2 voted, waiting for rank 0, ")
     assert third == []
     assert fourth[0].startswith("aborted: global_step3 (00000001-0): StagingError: rank 0 failed")

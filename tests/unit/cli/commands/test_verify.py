@@ -13,7 +13,7 @@ from checkpointd.report import verification
 from checkpointd.report.verification import tasks, verified
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_epoch, break_file, objects, save_checkpoint
+from tests.builders import begin_start, break_file, objects, save_checkpoint
 from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault
 from tests.unit.cli.conftest import Cli, With
 
@@ -177,7 +177,7 @@ def test_no_such_tag(root: Path, at: With, cli: Cli) -> None:
 
 
 def test_nothing_to_verify_is_no_damage(root: Path, at: With, cli: Cli) -> None:
-    at(begin_epoch)
+    at(begin_start)
     answer = cli("verify", root)
     assert (answer.code, answer.out) == (0, "")
     assert "there are no checkpoints" in answer.err

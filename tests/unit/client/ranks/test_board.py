@@ -1,4 +1,4 @@
-"""What ranks say to each other before there is an epoch; here threads with one store between them."""
+"""What ranks say to each other before there is a start; here threads with one store between them."""
 
 from __future__ import annotations
 

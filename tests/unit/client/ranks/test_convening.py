@@ -1,4 +1,4 @@
-"""Ranks that meet before there is an epoch, here threads with one store between them. Invariants: CONVENE-1 to CONVENE-3."""
+"""Ranks that meet before there is a start, here threads with one store between them. Invariants: CONVENE-1 to CONVENE-3."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def test_a_run_says_in_one_line_each_what_it_did(tmp_path: Path, said: Callable[
     with Checkpointer(root) as ckpt:
         ckpt.load(state(0.0))
     over, loaded = said("INFO")[before:]
-    assert "is over: this job runs it now" in over
+    assert over.startswith(f"this job takes over from start 1 at {root} (process ")
+    assert over.endswith("which has ended")
     assert loaded.startswith(f"loaded global_step2 (step 2) from {root} in ")
     assert not said("WARNING")
 

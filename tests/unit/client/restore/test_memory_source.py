@@ -19,25 +19,25 @@ from checkpointd.daemon.protocol.wire import RetainedSnapshot, Snapshot
 from checkpointd.errors import DamagedError, MismatchError, SidecarError, StoreError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.shard import PAGE
 from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client.restore.bind import Target
 from checkpointd_client.restore.memory_source import FetchedSnapshot, MemorySource, common, counts
 from checkpointd_client.sharding.dtensor import LocalBox, LocalShard
-from tests.builders import Piece, begin_epoch, leave_in_doubt, make_shard, rank_arrays, save_checkpoint
+from tests.builders import Piece, begin_start, leave_in_doubt, make_shard, rank_arrays, save_checkpoint
 
 TWO = Ranks(rank=0, world_size=2)
 SHARD = make_shard(rank_arrays(0))
 
 
-def _held(step: int, *, epoch: int = 1, world_size: int = 2, nonce: str = "n") -> RetainedSnapshot:
+def _held(step: int, *, start: int = 1, world_size: int = 2, nonce: str = "n") -> RetainedSnapshot:
     return RetainedSnapshot(
         tag=f"global_step{step}",
-        attempt=f"{epoch:08d}-{step}",
+        attempt=f"{start:08d}-{step}",
         step=step,
-        order=(epoch, step),
+        order=(start, step),
         world_size=world_size,
         nbytes=PAGE,
         phase="staged",
@@ -71,9 +71,9 @@ def test_the_newest_that_all_ranks_hold() -> None:
     assert common({0: (_held(3), _held(5)), 1: (_held(3), _held(7))}, TWO) == _held(3)
 
 
-def test_the_newer_epoch_wins_over_the_higher_step() -> None:
-    both = (_held(9, epoch=1), _held(4, epoch=2))
-    assert common({0: both, 1: both}, TWO) == _held(4, epoch=2)
+def test_the_newer_start_wins_over_the_higher_step() -> None:
+    both = (_held(9, start=1), _held(4, start=2))
+    assert common({0: both, 1: both}, TWO) == _held(4, start=2)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_newer_epoch_wins_over_the_higher_step() -> None:
         pytest.param({}, id="a rank that said nothing"),
         pytest.param({1: ()}, id="a rank that holds nothing"),
         pytest.param({1: (_held(4),)}, id="another step"),
-        pytest.param({1: (_held(3, epoch=2),)}, id="another attempt at the same step"),
+        pytest.param({1: (_held(3, start=2),)}, id="another attempt at the same step"),
         pytest.param({1: (_held(3, nonce="m"),)}, id="another root's"),
         pytest.param({1: (_held(3),), 2: (_held(3),)}, id="more ranks than there are"),
     ],
@@ -101,7 +101,7 @@ async def _saved(store: MemoryStore, *, failing: bool = False) -> None:
 
 
 async def _held_in(store: MemoryStore, phase: str) -> RetainedSnapshot:
-    nonce = (await epochs.read(store, 1)).nonce
+    nonce = (await starts.read(store, 1)).nonce
     return msgspec.structs.replace(_held(1, nonce=nonce), attempt="00000001-0", phase=phase)
 
 
@@ -139,7 +139,7 @@ async def test_retained_3_where_the_store_cannot_be_read_nothing_is_taken() -> N
             return await super().list(prefix)
 
     store = Failing()
-    await begin_epoch(store)
+    await begin_start(store)
     with pytest.raises(StoreError, match="stale file handle"):
         await counts(store, await _held_in(store, "committed"))
 

@@ -178,9 +178,9 @@ def test_the_rank_that_is_kept_wins_where_it_has_something() -> None:
 
 def test_client_state_is_merged_like_the_state_under_its_name() -> None:
     merging = Merging(_alike)
-    root = merging.merged([((0,), _root(_dict(epoch=1, at=0))), ((1,), _root(_dict(epoch=1, at=5)))])
+    root = merging.merged([((0,), _root(_dict(start=1, at=0))), ((1,), _root(_dict(start=1, at=5)))])
     assert isinstance(root, tree.Dict)
-    assert dict(root.items)["client_state"] == _dict(epoch=1)
+    assert dict(root.items)["client_state"] == _dict(start=1)
     assert merging.left == ["client_state.at"]
 
 

@@ -157,7 +157,7 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
     lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, 1, 3), lr_scheduler.CosineAnnealingLR(o, 10)], [3]),
     lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
     lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    lambda o: lr_scheduler.LambdaLR(o, lambda start: 0.9**start),
     lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
     lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.StepLR(o, 2)]),

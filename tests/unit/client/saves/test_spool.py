@@ -12,7 +12,7 @@ import torch
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import ClosedError, SupersededError, UsageError
 from checkpointd.layout.keys import LEASE
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.spool.places import DiskPlace
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client import Checkpointer, SpoolConfig, loader, saver
@@ -163,7 +163,7 @@ def test_a_load_aborts_nothing_that_still_waits_in_the_spool(tmp_path: Path, mon
 async def with_two_left(root: MemoryStore, config: SpoolConfig, *, announced: bool) -> ProcessSpool:
     """The spool of a process that starts after one that has left two saves in it, which the catalog may announce."""
     place: Any = DiskPlace(config.directory)
-    node = await Node(root, config, nonce=(await epochs.take(root, 1)).nonce, place=place).begin()
+    node = await Node(root, config, nonce=(await starts.take(root, 1)).nonce, place=place).begin()
     for step in (1, 2):
         node.save(step)
     await until(lambda: all(attempt.phase is Phase.SPOOLED for attempt in node.attempts))
@@ -199,9 +199,9 @@ async def test_a_start_puts_the_leases_of_all_that_was_announced_at_once(tmp_pat
     root = LeasesTogether()
     spool = await with_two_left(root, held(tmp_path), announced=True)
     surviving = await spool.surviving()
-    epoch = await epochs.take(root, 1, surviving)
+    start = await starts.take(root, 1, surviving)
     async with asyncio.timeout(60.0):
-        await spool.take_up(epoch.epoch)
+        await spool.take_up(start.start)
     assert {key.rpartition("/")[0] for key in root.putting} == set(surviving)
     await spool.close()
 
@@ -212,7 +212,7 @@ async def test_a_start_puts_no_leases_of_what_only_waits_in_the_spool(tmp_path: 
     spool = await with_two_left(root, held(tmp_path), announced=False)
     surviving = await spool.surviving()
     assert len(surviving) == 2
-    await spool.take_up((await epochs.take(root, 1, surviving)).epoch)
+    await spool.take_up((await starts.take(root, 1, surviving)).start)
     for _ in range(20):
         await asyncio.sleep(0)
     assert [await root.stat(f"{prefix}/{LEASE}") for prefix in surviving] == [None, None]

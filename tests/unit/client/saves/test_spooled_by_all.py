@@ -28,7 +28,7 @@ def info_of(n: int, rank: int, *, save_latest: bool = True) -> AttemptInfo:
 
 
 class Rank:
-    """One rank of an epoch."""
+    """One rank of a start."""
 
     def __init__(self, store: HashStore, rank: int) -> None:
         self.rank, self.told = rank, list[Order]()

@@ -537,7 +537,7 @@ def test_a_sidecar_that_does_not_see_the_job_at_its_root_counts_as_lost(
 def test_a_sidecar_that_falls_silent_at_the_start_holds_nobody(
     tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its answer to the epoch is waited for as long as any other one, out loud, and the saves do not wait again."""
+    """Its answer to the start is waited for as long as any other one, out loud, and the saves do not wait again."""
     begun_at, said = list[int](), f"the sidecar at {sidecar.path} has not answered"
 
     def silent(message: wire.Message) -> wire.Message | None:

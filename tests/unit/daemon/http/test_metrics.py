@@ -244,11 +244,11 @@ def test_starts_without_a_commit_are_counted_however_often_the_job_begins_anew(h
     assert families(hub)[name].samples == [], "nobody looked at the root yet"
     [saved] = checkpoints(100, 1, 1)
     hub.root_scans["/r"] = RootScan(checkpoints=(msgspec.structs.replace(saved, order=(7, 3)),), newest_committed_at=1.0)
-    for epoch in (7, 8, 9, 10, 11):
+    for start in (7, 8, 9, 10, 11):
         record.connected(0)
-        hub.begun(record, epoch, f"n{epoch}")
+        hub.begun(record, start, f"n{start}")
         record.disconnected(0)
-        assert value(families(hub), name, root="/r") == epoch - 7
+        assert value(families(hub), name, root="/r") == start - 7
     hub.root_scans["/r"] = RootScan(checkpoints=(msgspec.structs.replace(saved, order=(11, 0)), saved), newest_committed_at=2.0)
     assert value(families(hub), name, root="/r") == 0
     hub.root_scans["/r"] = RootScan(space=space)

@@ -48,8 +48,8 @@ def slots() -> Iterator[Slots]:
             slot.disown(owner)
 
 
-def info(n: int, *, epoch: int = 1, rank: int = 0) -> AttemptInfo:
-    return AttemptInfo(tag=f"t{n}", attempt=AttemptId(epoch, 0), rank=rank, world_size=2, step=n, n=n)
+def info(n: int, *, start: int = 1, rank: int = 0) -> AttemptInfo:
+    return AttemptInfo(tag=f"t{n}", attempt=AttemptId(start, 0), rank=rank, world_size=2, step=n, n=n)
 
 
 def offer(tier: Tier, slot: SlotMemory, about: AttemptInfo, root: str = "/r", uid: int = ME) -> Kept | None:
@@ -80,15 +80,15 @@ async def test_the_newest_takes_the_place_of_the_older_one(slots: Slots) -> None
 
 
 async def test_what_is_older_is_not_held(slots: Slots) -> None:
-    """TIER-1: by epoch first, then by the count of saves."""
+    """TIER-1: by start first, then by the count of saves."""
     tier, slot = Tier(10 * SIZE), slots.slot(0)
-    assert offer(tier, slot, info(1, epoch=2))
+    assert offer(tier, slot, info(1, start=2))
     other = slots.slot(1)
-    assert offer(tier, other, info(9, epoch=1)) is None
-    assert offer(tier, other, info(1, epoch=2)) is None
+    assert offer(tier, other, info(9, start=1)) is None
+    assert offer(tier, other, info(1, start=2)) is None
     assert not other.in_use
     assert held(tier) == ["/r 0 t1"]
-    assert offer(tier, other, info(0, epoch=3))
+    assert offer(tier, other, info(0, start=3))
     assert held(tier) == ["/r 0 t0"]
 
 
@@ -210,7 +210,7 @@ async def test_a_replaced_one_drops_nothing_when_its_time_comes(slots: Slots) ->
 
 async def test_it_describes_itself(slots: Slots) -> None:
     tier = Tier(10 * SIZE)
-    kept = offer(tier, slots.slot(0), info(7, epoch=3))
+    kept = offer(tier, slots.slot(0), info(7, start=3))
     assert kept is not None
     kept.phase = "committed"
     described = kept.described()

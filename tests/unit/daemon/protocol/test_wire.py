@@ -29,7 +29,7 @@ EVERY: tuple[wire.Message, ...] = (
     wire.Refused(error=ERROR, save=3),
     wire.Join(root="/r", rank=1, world_size=2),
     wire.Look(),
-    wire.Begin(epoch=3, nonce="n", compression="auto", chunk_bytes=4096, budget_bytes=1, commit_timeout_s=1.5),
+    wire.Begin(start=3, nonce="n", compression="auto", chunk_bytes=4096, budget_bytes=1, commit_timeout_s=1.5),
     wire.Slot(slot=0, nbytes=4096),
     wire.DropSlot(slot=0),
     wire.Layout(layout=1, nbytes=4096, tensors=(TENSOR,)),

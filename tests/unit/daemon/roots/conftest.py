@@ -41,7 +41,7 @@ def store(hub: Hub, root: Path) -> Store:
 
 @pytest.fixture
 def dead_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever took an epoch was on this machine, and is dead."""
+    """Whoever took a start was on this machine, and is dead."""
     monkeypatch.setattr(writers, "is_alive", lambda _: False)
 
 

@@ -17,24 +17,24 @@ from checkpointd.daemon.roots import in_doubt
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import RootScanner
-from checkpointd.layout.keys import AttemptId, attempt_lease_key, epoch_key
+from checkpointd.layout.keys import AttemptId, attempt_lease_key, start_key
 from checkpointd.layout.manifest import Lease, encode
 from checkpointd.pipeline.outcome.recover import judge
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
-from tests.builders import Save, begin_epoch, leave_in_doubt, save_checkpoint
+from tests.builders import Save, begin_start, leave_in_doubt, save_checkpoint
 from tests.job_elsewhere import ELSEWHERE
 from tests.unit.daemon.roots.conftest import AT_ONCE, NEVER_S, PREFIX, TAG, look, state
 
 
 async def test_an_attempt_that_only_its_lease_shows_is_announced_before_it_is_decided() -> None:
     store = MemoryStore()
-    prefix = f"{TAG}/{AttemptId(await begin_epoch(store), 0)}"
+    prefix = f"{TAG}/{AttemptId(await begin_start(store), 0)}"
     await store.put(attempt_lease_key(prefix), b"")
     [view] = await catalog.attempts_of(store, TAG)
     decided = await in_doubt._decide(store, await judge(store, view))
@@ -82,9 +82,9 @@ async def test_indoubt_1_a_coordinator_that_lives_is_given_its_time(hub: Hub, ro
 
 
 @pytest.mark.usefixtures("dead_job")
-async def test_indoubt_1_what_a_newer_epoch_is_to_decide_is_left_to_it(hub: Hub, root: Path, store: Store) -> None:
+async def test_indoubt_1_what_a_newer_start_is_to_decide_is_left_to_it(hub: Hub, root: Path, store: Store) -> None:
     await leave_in_doubt(store)
-    await begin_epoch(store)
+    await begin_start(store)
     await look(hub, root)
     assert await state(store) == "in-doubt"
 
@@ -95,7 +95,7 @@ async def test_indoubt_1_a_surviving_attempt_is_decided_like_its_own(
     hub: Hub, root: Path, store: Store, voting: tuple[int, ...], after: str
 ) -> None:
     await leave_in_doubt(store, voting=voting)
-    await epochs.take(store, 2, [PREFIX])
+    await starts.take(store, 2, [PREFIX])
     await look(hub, root)
     assert await state(store) == after
 
@@ -103,7 +103,7 @@ async def test_indoubt_1_a_surviving_attempt_is_decided_like_its_own(
 async def test_indoubt_1_nothing_that_a_new_job_may_be_loading_is_removed(hub: Hub, root: Path, store: Store) -> None:
     await save_checkpoint(store, n=1)
     await leave_in_doubt(store, k=1, n=2)
-    await epochs.take(store, 2, [f"{TAG}/00000001-1"])
+    await starts.take(store, 2, [f"{TAG}/00000001-1"])
     await look(hub, root)
     assert [view.state for view in await catalog.attempts_of(store, TAG)] == ["committed", "committed"]
 
@@ -162,11 +162,11 @@ async def test_indoubt_2_until_the_grace_is_over_a_dead_jobs_attempt_is_watched(
 @pytest.mark.usefixtures("dead_job")
 async def test_indoubt_2_ranks_that_had_longer_to_vote_are_waited_for_longer(hub: Hub, root: Path, store: Store) -> None:
     await leave_in_doubt(store, voting=(0,))
-    record = await epochs.read(store, 1)
-    await store.put(epoch_key(1), encode(msgspec.structs.replace(record, commit_timeout_s=NEVER_S)))
+    record = await starts.read(store, 1)
+    await store.put(start_key(1), encode(msgspec.structs.replace(record, commit_timeout_s=NEVER_S)))
     await look(hub, root)
     assert await state(store) == "in-doubt"
-    await store.put(epoch_key(1), encode(record))
+    await store.put(start_key(1), encode(record))
     await look(hub, root)
     assert await state(store) == "aborted"
 

@@ -232,7 +232,7 @@ async def test_a_bucket_that_stays_silent_is_named_by_one_reason_in_the_log(
 
     async def refuse(_: str) -> None:
         asked.set()
-        raise UnreadableError("listing 'epochs' failed: Connection refused")
+        raise UnreadableError("listing 'starts' failed: Connection refused")
 
     monkeypatch.setattr(PosixStore, "list", gives_up)
     monkeypatch.setattr(hub.roots, "check_answers", refuse)

@@ -17,7 +17,7 @@ from checkpointd.daemon.http.server import serving as serving_http
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.status.model import DaemonStatus, RootStatus
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.query import AsyncStatusClient
 from tests.builders import HeldPersist, rank_arrays
@@ -67,7 +67,7 @@ async def two_ranks(daemon: Daemon, root: Path) -> list[RawClient]:
     clients = [await daemon.client() for _ in range(2)]
     for rank, client in enumerate(clients):
         await client.ready(root, shard_of(rank), rank=rank, world_size=2)
-        await answered(client)  # messages are taken in order: the daemon has begun the epoch
+        await answered(client)  # messages are taken in order: the daemon has begun the start
     return clients
 
 
@@ -142,7 +142,7 @@ async def test_a_save_of_a_job_that_another_one_has_taken_over_is_fenced_at_once
     daemon: Daemon, store: PosixStore, root: Path
 ) -> None:
     first, second = await two_ranks(daemon, root)
-    await epochs.take(store, 2)
+    await starts.take(store, 2)
     await first.whole_save(1, shard_of(0))
     await second.whole_save(1, shard_of(1))
     for client in (first, second):

@@ -189,12 +189,12 @@ def test_a_job_that_closed_after_a_failure_should_be_looked_at() -> None:
 
 
 def test_ranks_of_a_larger_run_before_are_not_missed() -> None:
-    old = [msgspec.structs.replace(rank, since=NOW - 90_000, epoch=2) for rank in gone(2, 3, world=4)[2:]]
+    old = [msgspec.structs.replace(rank, since=NOW - 90_000, start=2) for rank in gone(2, 3, world=4)[2:]]
     assert said(root([*(rank_status(r, 2) for r in range(2)), *old])) == ("healthy", "good")
 
 
-def of_run(ranks: Sequence[RankStatus], epoch: int | None, *, since: float, gone_at: float | None = None) -> list[RankStatus]:
-    return [msgspec.structs.replace(rank, epoch=epoch, since=since, gone_at=gone_at) for rank in ranks]
+def of_run(ranks: Sequence[RankStatus], start: int | None, *, since: float, gone_at: float | None = None) -> list[RankStatus]:
+    return [msgspec.structs.replace(rank, start=start, since=since, gone_at=gone_at) for rank in ranks]
 
 
 @pytest.mark.parametrize(("well", "state"), [(None, "healthy"), (True, "closed"), (False, "trainers gone")])
@@ -212,7 +212,7 @@ def test_a_rank_of_the_same_run_is_missed_whenever_the_others_came() -> None:
     assert said(root([*gone_first, *of_run([rank_status(1, 2)], 4, since=NOW - 50)])) == ("trainers gone", "bad")
 
 
-def test_a_root_that_was_made_again_begins_its_epochs_anew() -> None:
+def test_a_root_that_was_made_again_begins_its_starts_anew() -> None:
     before = of_run(gone(0)[:1], 7, since=NOW - 7000, gone_at=NOW - 3000)
     assert said(root([*before, *of_run([rank_status(1, 2)], 1, since=NOW - 50)])) == ("healthy", "good")
 

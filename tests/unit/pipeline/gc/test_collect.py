@@ -32,7 +32,7 @@ from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, record_verdict, verify
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
 from checkpointd.pipeline.root.marks import condemn, references, standing_mark
 from checkpointd.pipeline.root.own_root import OwnRoot
@@ -326,11 +326,11 @@ async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> 
     assert VERIFIED in await names(store, found.prefix)
 
 
-async def test_collect_5_an_older_epochs_coordinator_removes_nothing() -> None:
+async def test_collect_5_an_older_starts_coordinator_removes_nothing() -> None:
     store = MemoryStore()
     await saved(store, 1, 2)
-    await epochs.take(store, 1)
-    save = await plan_save(store, tag="global_step2", epoch=1)
+    await starts.take(store, 1)
+    save = await plan_save(store, tag="global_step2", start=1)
     await Tidier(store, CommitConfig(retention=Retention(keep_last=1))).tidy(save.info(0))
     await retire_tag(store, "global_step2", 1)
     assert await tags(store) == ["global_step2", "global_step1"]
@@ -342,7 +342,7 @@ async def test_tidy_5_nothing_is_removed_from_a_copy_in_the_roots_place(tmp_path
     async with PosixStore(root) as store:
         await saved(store, 1, 2)
         save, own = await plan_save(store, tag="global_step2"), OwnRoot(store)
-        await own.begun(1, (await epochs.read(store, 1)).nonce)
+        await own.begun(1, (await starts.read(store, 1)).nonce)
         tidier = Tidier(store, CommitConfig(retention=Retention(keep_last=1)), own.check)
         root.rename(away)
         shutil.copytree(away, root)
@@ -492,8 +492,8 @@ async def test_a_start_lets_the_catalog_forget_what_was_removed_by_hand() -> Non
     await saved(store, 1, 2)
     for entry in await store.list(FIRST):
         await store.delete(f"{FIRST}/{entry.name}")
-    epoch = await epochs.take(store, 1)
-    await recover(store, epoch.epoch)
+    start = await starts.take(store, 1)
+    await recover(store, start.start)
     known = CatalogLog(store)
     await known.refresh()
     assert [entry.tag for entry in known.state.entries.values()] == ["global_step2"]

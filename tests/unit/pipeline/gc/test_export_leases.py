@@ -17,7 +17,7 @@ from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Outcome
 from checkpointd.pipeline.gc.export_leases import LEASES_OF_EXPORTS, ExportLease, ExportLeases, OwnExportLease, is_wanted
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.memory import MemoryStore
@@ -184,7 +184,7 @@ def test_exportlease_3_on_a_full_disk_no_checkpoint_stays_for_an_export() -> Non
         await lease.keep(await prefixes(root, 2, 1), await newest(root))
         tidier = Tidier(root, CommitConfig(retention=Retention(keep_last=1)))
         info = AttemptInfo(
-            tag="global_step3", attempt=AttemptId(await epochs.newest(root), 0), rank=0, world_size=1, step=3, n=1
+            tag="global_step3", attempt=AttemptId(await starts.newest(root), 0), rank=0, world_size=1, step=3, n=1
         )
         await tidier.tidy(info)
         assert await prefixes(root, 1, 2)

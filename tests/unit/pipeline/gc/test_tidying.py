@@ -30,7 +30,7 @@ from checkpointd.pipeline.gc.export_leases import OwnExportLease
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.memory import MemoryStore
@@ -55,7 +55,7 @@ def every_save_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tidy_2_saves_back_to_back_never_leave_more_than_three_beside_what_stays(seed: int, kept: int) -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=kept))
+        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=Retention(keep_last=kept))
         await job.run(60)
         assert job.phases() == {Phase.COMMITTED: 60}
         assert disk.most <= kept + SPARE
@@ -69,7 +69,7 @@ def test_tidy_2_saves_back_to_back_never_leave_more_than_three_beside_what_stays
 def test_tidy_2_one_tag_saved_again_and_again(seed: int) -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        job = Job(disk, rng, (await starts.take(disk, 1)).start)
         await job.run(60, tag="best")
         assert job.phases() == {Phase.COMMITTED: 60}
         assert disk.most <= 1 + SPARE
@@ -84,7 +84,7 @@ def test_tidy_3_ranks_that_are_ahead_of_the_coordinator_count(seed: int, slow: d
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         rules = Retention(keep_last=2) if tag is None else Retention()
-        job = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=rules, slowness=slow)
+        job = Job(disk, rng, (await starts.take(disk, 2)).start, world_size=2, rules=rules, slowness=slow)
         await job.run(30, tag=tag)
         assert job.phases() == {Phase.COMMITTED: 60}
         assert disk.most <= (2 if tag is None else 1) + SPARE
@@ -98,7 +98,7 @@ def test_tidy_2_aborted_saves_count_too(seed: int) -> None:
         job = Job(
             disk,
             rng,
-            (await epochs.take(disk, 2)).epoch,
+            (await starts.take(disk, 2)).start,
             world_size=2,
             rules=Retention(keep_last=2),
             failing=lambda rank, n: rank == 1 and n % 2 == 1,
@@ -115,7 +115,7 @@ def test_tidy_2_a_verified_checkpoint_that_is_older_than_the_rules_keep_counts(s
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         rules = Retention(keep_last=2)
-        job = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=rules, read_back=False)
+        job = Job(disk, rng, (await starts.take(disk, 2)).start, world_size=2, rules=rules, read_back=False)
         await job.run(3)
         [verified] = [view.tag for view in await catalog.scan(disk) if VERIFIED in view.sizes]
         await job.run(30, first=3)
@@ -132,9 +132,9 @@ def test_tidy_2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> N
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         for _ in range(12):
-            epoch = (await epochs.take(disk, 2)).epoch
-            await recover(disk, epoch)
-            job = Job(disk, rng, epoch, world_size=2, rules=Retention(keep_last=2), slowness={rng.randrange(2): 3.0})
+            start = (await starts.take(disk, 2)).start
+            await recover(disk, start)
+            job = Job(disk, rng, start, world_size=2, rules=Retention(keep_last=2), slowness={rng.randrange(2): 3.0})
             processes = cast(simloop.SimLoop, asyncio.get_running_loop())
             trainers = processes.process("trainers")
             trainers.spawn(job.run(100))
@@ -158,13 +158,13 @@ def test_tidy_2_saves_that_outlive_their_trainer_and_those_of_the_next_one_do_no
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         rules = Retention(keep_last=1) if tag is None else Retention()
-        old = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules)
+        old = Job(disk, rng, (await starts.take(disk, 1)).start, rules=rules)
         await old.run(done, tag=tag)
         names = [(1, n) for n in range(done, count)] + [(2, n) for n in range(count, count + 6)]
-        prefixes = [attempt_prefix(tag or default_tag(n), AttemptId(epoch, n if tag else 0)) for epoch, n in names]
+        prefixes = [attempt_prefix(tag or default_tag(n), AttemptId(start, n if tag else 0)) for start, n in names]
         for prefix in prefixes[: outliving + 2]:
             await disk.put(object_key(prefix, LEASE), b"")
-        new = Job(disk, rng, (await epochs.take(disk, 1, prefixes[:outliving])).epoch, rules=rules)
+        new = Job(disk, rng, (await starts.take(disk, 1, prefixes[:outliving])).start, rules=rules)
         await asyncio.gather(old.run(outliving, tag=tag, first=done), new.run(6, tag=tag, first=count))
         assert old.phases() == {Phase.COMMITTED: count}
         assert new.phases() == {Phase.COMMITTED: 6}
@@ -174,19 +174,19 @@ def test_tidy_2_saves_that_outlive_their_trainer_and_those_of_the_next_one_do_no
     assert "take more room than they should" not in caplog.text
 
 
-def test_tidy_2_a_save_of_an_older_epoch_sees_that_there_is_room_now(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_tidy_2_a_save_of_an_older_start_sees_that_there_is_room_now(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Its tidier removes nothing any more, but what it waits for goes."""
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        old = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        old = Job(disk, rng, (await starts.take(disk, 1)).start)
         left_over = [object_key(attempt_prefix("best", AttemptId(1, n)), chunks_name(0, 0)) for n in range(SPARE)]
         for key in left_over:
             await disk.put(key, b"chunks")
         save = asyncio.create_task(old.run(1, tag="best", first=SPARE))
         await asyncio.sleep(10)
         assert not disk.most
-        await epochs.take(disk, 1, [attempt_prefix("best", AttemptId(1, SPARE))])
+        await starts.take(disk, 1, [attempt_prefix("best", AttemptId(1, SPARE))])
         for key in left_over:
             await disk.delete(key)
         await save
@@ -204,13 +204,13 @@ def test_tidy_4_what_outlives_its_trainer_does_not_wait_until_the_next_job_remov
 
     async def main(rng: random.Random) -> None:
         disk, rules = Disk(rng), Retention(keep_last=1)
-        old = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=rules, read_back=False)
+        old = Job(disk, rng, (await starts.take(disk, 2)).start, world_size=2, rules=rules, read_back=False)
         await old.run(3)
         outliving = asyncio.create_task(old.run(2, first=3))
         await asyncio.sleep(0.3)
         names = [attempt_prefix(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
-        epoch = (await epochs.take(disk, 2, names)).epoch
-        new = Job(disk, rng, epoch, world_size=2, rules=rules, keeps_before=(epoch, 0))
+        start = (await starts.take(disk, 2, names)).start
+        new = Job(disk, rng, start, world_size=2, rules=rules, keeps_before=(start, 0))
         if next_job == "saves what it did not load":
             await asyncio.sleep(5)
             await new.run(3, first=10)
@@ -225,14 +225,14 @@ def test_tidy_4_what_outlives_its_trainer_does_not_wait_until_the_next_job_remov
 
 
 @pytest.mark.parametrize("has", ["no bytes", "bytes", "the coordinator's vote"])
-def test_tidy_4_attempts_of_an_older_epoch_at_which_nobody_works_any_more_are_decided(
+def test_tidy_4_attempts_of_an_older_start_at_which_nobody_works_any_more_are_decided(
     seed: int, has: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They survived the start of this epoch in a daemon, which then died."""
+    """They survived the start of this start in a daemon, which then died."""
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        old = Job(disk, rng, (await epochs.take(disk, 2)).epoch, world_size=2, rules=Retention(keep_last=1))
+        old = Job(disk, rng, (await starts.take(disk, 2)).start, world_size=2, rules=Retention(keep_last=1))
         await old.run(3)
         attempts = [(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
         prefixes = [attempt_prefix(*attempt) for attempt in attempts]
@@ -243,7 +243,7 @@ def test_tidy_4_attempts_of_an_older_epoch_at_which_nobody_works_any_more_are_de
             elif has == "the coordinator's vote":
                 await disk.put(object_key(prefix, vote_name(0)), b"vote")
                 await disk.put(object_key(prefix, index_name(0)), b"index")
-        new = Job(disk, rng, (await epochs.take(disk, 2, prefixes)).epoch, world_size=2, rules=Retention(keep_last=1))
+        new = Job(disk, rng, (await starts.take(disk, 2, prefixes)).start, world_size=2, rules=Retention(keep_last=1))
         for n in range(10, 14):
             await new.run(1, first=n)
         assert new.phases() == {Phase.COMMITTED: 8}
@@ -258,11 +258,11 @@ def test_tidy_4_attempts_of_dead_daemons_are_decided_although_no_save_has_time_t
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         prefixes = [attempt_prefix(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
-        await epochs.take(disk, 2)
+        await starts.take(disk, 2)
         for prefix in prefixes:
             await disk.put(object_key(prefix, LEASE), b"")
-        epoch = (await epochs.take(disk, 2, prefixes)).epoch
-        job = Job(disk, rng, epoch, world_size=2, rules=Retention(keep_last=1), timeout_s=60.0)
+        start = (await starts.take(disk, 2, prefixes)).start
+        job = Job(disk, rng, start, world_size=2, rules=Retention(keep_last=1), timeout_s=60.0)
         for n in range(10, 14):
             await job.run(1, first=n)
         assert job.phases() == {Phase.COMMITTED: 8}
@@ -274,10 +274,10 @@ def test_tidy_4_attempts_of_dead_daemons_are_decided_although_no_save_has_time_t
 def test_tidy_4_on_a_full_disk_what_outlives_its_trainer_waits_for_the_newer_coordinators_removal() -> None:
     async def main(rng: random.Random) -> None:
         disk, rules = Disk(rng, room=2), Retention(keep_last=1)
-        old = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules, read_back=False)
+        old = Job(disk, rng, (await starts.take(disk, 1)).start, rules=rules, read_back=False)
         await old.run(3)
         assert len(disk.occupied) == 2  # one stays only because the newer one was not verified
-        await epochs.take(disk, 1, [attempt_prefix(default_tag(3), AttemptId(1, 0))])
+        await starts.take(disk, 1, [attempt_prefix(default_tag(3), AttemptId(1, 0))])
         save = asyncio.create_task(old.run(1, first=3))
         while not disk.refused:
             await asyncio.sleep(0.1)
@@ -297,7 +297,7 @@ def test_tidy_4_a_rank_that_misses_one_save_keeps_no_other_from_its_commit() -> 
         job = Job(
             disk,
             rng,
-            (await epochs.take(disk, 2)).epoch,
+            (await starts.take(disk, 2)).start,
             world_size=2,
             rules=Retention(keep_last=2),
             timeout_s=3000.0,
@@ -365,7 +365,7 @@ def test_tidy_1_many_tags_are_due_as_one_look_at_everything(monkeypatch: pytest.
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        job = Job(disk, rng, (await starts.take(disk, 1)).start)
         for n in range(10):
             await job.run(2, tag=f"best{n}", first=2 * n)
         tidier, scopes, go_on = job.states[0].tidier, list[str](), asyncio.Event()
@@ -391,7 +391,7 @@ def test_tidy_1_many_tags_are_due_as_one_look_at_everything(monkeypatch: pytest.
 def test_without_rules_a_tag_of_which_nothing_could_be_removed_is_due_again_with_the_next_save() -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        job = Job(disk, rng, (await starts.take(disk, 1)).start)
         disk.fails = True
         await job.run(2, tag="best")
         assert len(disk.occupied) == 2
@@ -405,7 +405,7 @@ def test_without_rules_a_tag_of_which_nothing_could_be_removed_is_due_again_with
 def test_without_rules_a_tag_of_which_something_stays_for_an_export_is_due_again_with_the_next_save() -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        job = Job(disk, rng, (await starts.take(disk, 1)).start)
         await job.run(1, tag="best")
         (first,) = await catalog.checkpoints(disk)
         lease = OwnExportLease(disk, "/models/run1", None, Sight())
@@ -425,7 +425,7 @@ def test_without_rules_a_tag_of_which_something_stays_for_an_export_is_due_again
 def test_a_job_that_may_remove_nothing_looks_at_few_older_tags_again() -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch)
+        job = Job(disk, rng, (await starts.take(disk, 1)).start)
         disk.fails = True
         for n in range(3 * tidying.DUE_AGAIN_MAX):
             await job.run(2, tag=f"best{n}", first=2 * n)
@@ -443,7 +443,7 @@ def test_tidy_2_small_saves_wait_for_no_removal_until_they_are_many(
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
+        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=Retention(keep_last=1))
         tidier, looking = job.states[0].tidier, asyncio.Event()
         monkeypatch.setattr(tidier, "_remove", lambda _: looking.wait())
         saving = asyncio.create_task(job._rank(0, range(100), None))
@@ -458,13 +458,13 @@ def test_a_look_before_the_first_save_removes_nothing_and_counts_what_may_go() -
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         rules = Retention(keep_last=1)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules)
+        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=rules)
         disk.fails = True
         await job.run(3)
         disk.fails = False
         left = set(disk.occupied)
         assert len(left) == 3
-        tidier = Job(disk, rng, job.epoch, rules=rules).states[0].tidier
+        tidier = Job(disk, rng, job.start, rules=rules).states[0].tidier
         await tidier._look_first(replace(job.attempts[0].info, tag=default_tag(3)))
         assert disk.occupied == left
         assert tidier._left[tidying.EVERYTHING].dead == 2
@@ -476,7 +476,7 @@ def test_a_look_before_the_first_save_removes_nothing_and_counts_what_may_go() -
 def test_tidy_1_those_who_ask_while_a_removal_runs_share_the_next_one() -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
+        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=Retention(keep_last=1))
         await job.run(2)
         tidier, info = job.states[0].tidier, job.attempts[0].info
         disk.looks.clear()
@@ -490,14 +490,14 @@ def test_tidy_1_those_who_ask_while_a_removal_runs_share_the_next_one() -> None:
 
         async with asyncio.TaskGroup() as asking:
             asking.create_task(ask())
-            while not disk.looks[".checkpointd/epochs"]:
+            while not disk.looks[".checkpointd/starts"]:
                 await asyncio.sleep(0)
             for _ in range(19):
                 asking.create_task(ask())
             while asked < 20:
                 await asyncio.sleep(0)
             disk.looking.set()
-        assert disk.looks[".checkpointd/epochs"] == 2
+        assert disk.looks[".checkpointd/starts"] == 2
 
     run(0, main)
 
@@ -510,8 +510,8 @@ def test_on_a_disk_without_room_what_may_go_goes_first(seed: int, world_size: in
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng, room=4, removal_s=1.0)
-        epoch = (await epochs.take(disk, world_size)).epoch
-        job = Job(disk, rng, epoch, world_size=world_size, rules=Retention(keep_last=2))
+        start = (await starts.take(disk, world_size)).start
+        job = Job(disk, rng, start, world_size=world_size, rules=Retention(keep_last=2))
         async with asyncio.TaskGroup() as running:
             for n in range(12):
                 running.create_task(job.run(1, first=n))
@@ -526,13 +526,13 @@ def test_on_a_disk_without_room_what_may_go_goes_first(seed: int, world_size: in
 def test_a_job_that_has_not_loaded_removes_nothing_of_an_earlier_one(seed: int) -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        for epoch in (1, 2):
-            assert (await epochs.take(disk, 1)).epoch == epoch
-            await recover(disk, epoch)
+        for start in (1, 2):
+            assert (await starts.take(disk, 1)).start == start
+            await recover(disk, start)
             rules = Retention(keep_last=1)
-            job = Job(disk, rng, epoch, rules=rules, keeps_before=(epoch if epoch == 2 else 0, 0))
-            await job.run(3, tag="best", first=10 * epoch)
-            await job.run(3, first=100 * epoch + 1)
+            job = Job(disk, rng, start, rules=rules, keeps_before=(start if start == 2 else 0, 0))
+            await job.run(3, tag="best", first=10 * start)
+            await job.run(3, first=100 * start + 1)
         commits = [view.prefix for view in await catalog.scan(disk) if view.state == "committed"]
         first, second = sorted(prefix for prefix in commits if prefix.startswith("global_step"))[-2:]
         assert {first, second} == {f"global_step103/{AttemptId(1, 0)}", f"global_step203/{AttemptId(2, 0)}"}

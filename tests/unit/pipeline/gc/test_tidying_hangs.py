@@ -20,7 +20,7 @@ from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.gc.retire import Retired
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Entry
@@ -39,7 +39,7 @@ def test_tidy_4_a_storage_that_removes_nothing_costs_space_and_no_save(caplog: p
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         disk.fails = True
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
+        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=Retention(keep_last=1))
         await job.run(6)
         assert job.phases() == {Phase.COMMITTED: 6}
         disk.fails = False
@@ -60,7 +60,7 @@ def test_tidy_4_a_removal_that_does_not_end_costs_space_and_no_save(monkeypatch:
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=Retention(keep_last=1))
+        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=Retention(keep_last=1))
         monkeypatch.setattr(tidying, "retire", endless)
         await job.run(2)
         assert job.phases() == {Phase.COMMITTED: 2}
@@ -162,7 +162,7 @@ def test_tidy_4_a_proof_that_takes_longer_than_a_save_waits_ends_all_the_same(mo
 
     async def main(rng: random.Random) -> None:
         loop, disk = asyncio.get_running_loop(), Disk(rng)
-        await Job(disk, rng, (await epochs.take(disk, 1)).epoch).run(1)
+        await Job(disk, rng, (await starts.take(disk, 1)).start).run(1)
         commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention(keep_last=1))
         tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
 
@@ -202,7 +202,7 @@ def test_tidy_1_saves_end_while_a_removal_hangs_and_leave_nothing_behind(
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
-        job = Job(disk, rng, (await epochs.take(disk, 1)).epoch, rules=rules)
+        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=rules)
         tidier, looks, go_on = job.states[0].tidier, [0], asyncio.Event()
         remove = tidier._remove
 

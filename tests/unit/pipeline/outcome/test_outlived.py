@@ -15,7 +15,7 @@ from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.outcome import outlived as outlived_module
 from checkpointd.pipeline.outcome.outlived import outlived
 from checkpointd.pipeline.outcome.publish import Draft
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.latest import move_latest_away, move_latest_to_newest
@@ -220,7 +220,7 @@ def test_pointer_4_a_checkpoint_whose_outcome_cannot_be_read_was_not_removed(
     async def work() -> None:
         store = MemoryStore()
         for n in range(2):
-            await save_checkpoint(store, tag="best", step=n, n=n, epoch=1 + n, world_size=1)
+            await save_checkpoint(store, tag="best", step=n, n=n, start=1 + n, world_size=1)
         older, newer = await catalog.attempts_of(store, "best")
         await condemn(store, older.prefix, "saved again", ())
         get = store.get
@@ -246,7 +246,7 @@ def test_commit_3_latest_moves_to_no_commit_that_a_power_cut_may_take(how: str) 
     async def work() -> None:
         store, done = MemoryStore(), list[str]()
         for n in range(2):
-            await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, epoch=1, world_size=1)
+            await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, start=1, world_size=1)
         await store.put("latest", b"tag0\n")
         settle, put = store.settle, store.put_if_match
 
@@ -281,15 +281,15 @@ def test_outlived_2_latest_never_ends_at_a_checkpoint_that_was_removed_meanwhile
                 await free.wait()
             return await put(key, expected, data)
 
-        await save_checkpoint(store, tag="global_step0", epoch=1, n=0)
+        await save_checkpoint(store, tag="global_step0", start=1, n=0)
         await leave_in_doubt(store)
         store.put_if_match = once_free  # type: ignore[method-assign]
         waiting = asyncio.create_task(outlived(store, [PREFIX], 150.0, sight("a", "ended"), hurried=False))
         await asyncio.sleep(LENGTH_S + 5)
         assert (await catalog.find(store, "global_step1")).prefix == PREFIX
         if removed_by == "retention":
-            await epochs.take(store, 2)
-            await save_checkpoint(store, tag="global_step2", epoch=2)
+            await starts.take(store, 2)
+            await save_checkpoint(store, tag="global_step2", start=2)
             await retire(store, await catalog.scan(store), Retention(keep_last=1))
         else:
             await condemn(store, PREFIX, "the test", ())
@@ -305,7 +305,7 @@ def test_pointer_4_a_checkpoint_that_goes_while_latest_moves_to_it_is_not_named(
     async def work() -> None:
         store = MemoryStore()
         for n in range(2):
-            await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, epoch=1, world_size=1)
+            await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, start=1, world_size=1)
         await store.put("latest", b"tag0\n")
         put = store.put_if_match
 
@@ -325,7 +325,7 @@ def test_pointer_4_a_checkpoint_that_goes_while_latest_moves_to_it_is_not_named(
 def test_pointer_4_it_is_looked_at_again_after_a_read_that_failed(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         store = MemoryStore()
-        await save_checkpoint(store, tag="tag1", step=1, n=1, epoch=1, world_size=1)
+        await save_checkpoint(store, tag="tag1", step=1, n=1, start=1, world_size=1)
         put, looked = store.put_if_match, catalog.attempts_of
 
         async def too_late(key: str, expected: bytes | None, data: bytes) -> bool:

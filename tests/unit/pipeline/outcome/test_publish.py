@@ -19,12 +19,12 @@ from checkpointd.layout.keys import AttemptId, plan_key
 from checkpointd.layout.manifest import Vote, digest
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.plans import encode_plan, key_named_by, read_plan, remove_plans
 from checkpointd.pipeline.shard import Shard
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
-from tests.builders import begin_epoch, leave_in_doubt, phases, plan_save, save_checkpoint
+from tests.builders import begin_start, leave_in_doubt, phases, plan_save, save_checkpoint
 
 TAG, ATTEMPT = "global_step1", AttemptId(1, 0)
 PREFIX = f"{TAG}/{ATTEMPT}"
@@ -46,7 +46,7 @@ async def put_plan(store: MemoryStore, ballot: Ballot, rank: int, **changes: obj
     plan = await read_plan(store, vote)
     tensors = (msgspec.structs.replace(plan.tensors[0], **changes), *plan.tensors[1:])
     data = encode_plan(msgspec.structs.replace(plan, tensors=tensors))
-    await store.put(plan_key(ATTEMPT.epoch, rank, digest(data)), data)
+    await store.put(plan_key(ATTEMPT.start, rank, digest(data)), data)
     ballot.votes[rank] = msgspec.structs.replace(vote, plan=digest(data))
 
 
@@ -132,17 +132,17 @@ async def test_an_outcome_that_was_moved_here_from_another_attempt_is_refused() 
 
 
 @pytest.mark.parametrize("record", [None, b"", b"not a record"])
-async def test_commit_2_a_newer_epoch_fences_even_where_its_record_cannot_be_read(
+async def test_commit_2_a_newer_start_fences_even_where_its_record_cannot_be_read(
     record: bytes | None,
 ) -> None:
     store = MemoryStore()
-    old = await begin_epoch(store)
-    await begin_epoch(store)
+    old = await begin_start(store)
+    await begin_start(store)
     if record is not None:
-        await store.put(".checkpointd/epochs/00000002", record)
-    with pytest.raises(FencedError, match="epoch 1 of memory://memory is over: epoch 2 was begun by"):
-        await epochs.check_fence(store, old)
-    attempts = await save_checkpoint(store, epoch=old)
+        await store.put(".checkpointd/starts/00000002", record)
+    with pytest.raises(FencedError, match=r"taken over memory://memory: start 2, by .* This job is start 1,"):
+        await starts.check_fence(store, old)
+    attempts = await save_checkpoint(store, start=old)
     assert phases(attempts) == [Phase.ABORTED] * 2
     assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
 
@@ -150,9 +150,9 @@ async def test_commit_2_a_newer_epoch_fences_even_where_its_record_cannot_be_rea
 async def test_attempt_6_a_fenced_rank_ends_the_save_on_all_ranks_before_it_writes_and_says_what_to_do() -> None:
     """Rank 0 has not even its snapshot yet: nobody waits for it, for a grace or for a deadline."""
     store = MemoryStore()
-    old = await begin_epoch(store)
-    await begin_epoch(store)
-    save = await plan_save(store, epoch=old)
+    old = await begin_start(store)
+    await begin_start(store)
+    save = await plan_save(store, start=old)
     snapshot: asyncio.Future[Shard] = asyncio.get_running_loop().create_future()
 
     def give_up(phase: Phase) -> None:
@@ -169,7 +169,7 @@ async def test_attempt_6_a_fenced_rank_ends_the_save_on_all_ranks_before_it_writ
     assert [entry.name for entry in await store.list(PREFIX)] == ["outcome"]
 
 
-async def test_commit_2_an_epoch_that_begins_after_the_ranks_have_looked_is_found_before_the_commit(
+async def test_commit_2_a_start_that_begins_after_the_ranks_have_looked_is_found_before_the_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("checkpointd.pipeline.attempt.FENCE_GRACE_S", 0.01)
@@ -179,52 +179,52 @@ async def test_commit_2_an_epoch_that_begins_after_the_ranks_have_looked_is_foun
 
         async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
             if key == f"{PREFIX}/00000.vote":
-                await epochs.take(self, 2)
+                await starts.take(self, 2)
             return await super().put_if_absent(key, data, durable=durable)
 
     store = Overtaken()
-    attempts = await save_checkpoint(store, epoch=await begin_epoch(store))
+    attempts = await save_checkpoint(store, start=await begin_start(store))
     assert phases(attempts) == [Phase.ABORTED] * 2
     assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
 
 
-async def test_attempt_6_a_rank_looks_for_a_newer_epoch_once_and_rank_0_once_more_before_the_commit(
+async def test_attempt_6_a_rank_looks_for_a_newer_start_once_and_rank_0_once_more_before_the_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: list[str | None] = []
-    check = epochs.check_fence
+    check = starts.check_fence
 
     async def counted(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
         looks.append(attempt)
         await check(store, number, attempt, proved=proved)
 
-    monkeypatch.setattr(epochs, "check_fence", counted)
+    monkeypatch.setattr(starts, "check_fence", counted)
     assert phases(await save_checkpoint(MemoryStore(), world_size=3)) == [Phase.COMMITTED] * 3
     assert looks == [PREFIX] * (3 + 1)
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-async def test_attempt_6_a_surviving_save_goes_on_where_a_rank_does_not_see_the_newer_epochs_record(hidden: bool) -> None:
+async def test_attempt_6_a_surviving_save_goes_on_where_a_rank_does_not_see_the_newer_starts_record(hidden: bool) -> None:
     """As on a node whose file server lags behind: what it cannot read proves nothing."""
 
     class Lagging(MemoryStore):
         async def get(self, key: str, *, size_max: int | None = None) -> bytes:
-            if key.endswith("epochs/00000002") and hidden and not await self.stat(f"{PREFIX}/00001.vote"):
+            if key.endswith("starts/00000002") and hidden and not await self.stat(f"{PREFIX}/00001.vote"):
                 raise NotFoundError(f"there is no {key}")
             return await super().get(key) if size_max is None else await super().get(key, size_max=size_max)
 
     store = Lagging()
-    old = await begin_epoch(store)
-    await epochs.take(store, 2, surviving=[PREFIX])
-    assert phases(await save_checkpoint(store, epoch=old)) == [Phase.COMMITTED] * 2
+    old = await begin_start(store)
+    await starts.take(store, 2, surviving=[PREFIX])
+    assert phases(await save_checkpoint(store, start=old)) == [Phase.COMMITTED] * 2
 
 
-async def test_attempt_6_a_store_that_does_not_show_the_epochs_stops_no_save_that_nobody_fenced() -> None:
+async def test_attempt_6_a_store_that_does_not_show_the_starts_stops_no_save_that_nobody_fenced() -> None:
     class Refusing(MemoryStore):
         refusals = 0
 
         async def list(self, prefix: str) -> list[Entry]:
-            if prefix == ".checkpointd/epochs" and self.refusals:
+            if prefix == ".checkpointd/starts" and self.refusals:
                 self.refusals -= 1
                 raise StoreError("not now")
             return await super().list(prefix)
@@ -244,11 +244,11 @@ async def test_attempt_6_where_the_abort_cannot_be_put_the_fenced_rank_ends_at_o
             return await super().put_if_absent(key, data, durable=durable)
 
     store = Full()
-    old = await begin_epoch(store)
-    await begin_epoch(store)
-    [attempt] = await save_checkpoint(store, epoch=old, world_size=1)
+    old = await begin_start(store)
+    await begin_start(store)
+    [attempt] = await save_checkpoint(store, start=old, world_size=1)
     assert (attempt.phase, type(attempt.error)) == (Phase.FAILED, FencedError)
-    assert "epoch 1 of memory://memory is over" in str(attempt.error)
+    assert "start 1 of memory://memory is over" in str(attempt.error)
 
 
 # --- votes -------------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ async def test_commit_2_plans_that_are_whole_together_have_no_fault_and_are_read
     ballot = await voted(store, world_size=3)
     check = PlanCheck(store)
     assert await check.fault(ballot.votes) is None
-    assert await remove_plans(store, ATTEMPT.epoch + 1) == len(ballot.votes)
+    assert await remove_plans(store, ATTEMPT.start + 1) == len(ballot.votes)
     assert await check.fault(ballot.votes) is None
 
 
@@ -361,7 +361,7 @@ async def test_commit_2_where_one_rank_changed_its_plan_that_one_alone_is_read_a
 async def test_commit_2_a_plan_that_is_not_there_aborts() -> None:
     store = MemoryStore()
     ballot = await voted(store)
-    assert await remove_plans(store, ATTEMPT.epoch + 1) == len(ballot.votes)
+    assert await remove_plans(store, ATTEMPT.start + 1) == len(ballot.votes)
     assert "there is no object '.checkpointd/plans/" in words(await PlanCheck(store).fault(ballot.votes))
 
 

@@ -18,7 +18,7 @@ from checkpointd.pipeline.outcome import recover as recovering
 from checkpointd.pipeline.outcome.recover import Recovery, judge, recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.latest import move_latest
@@ -27,7 +27,7 @@ from checkpointd.store.base import SMALL_BYTES_MAX, Entry, ObjectWriter
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
-from tests.builders import begin_epoch, leave_in_doubt, load_arrays, save_checkpoint
+from tests.builders import begin_start, leave_in_doubt, load_arrays, save_checkpoint
 
 TAG = "global_step1"
 PREFIX = f"{TAG}/00000001-0"
@@ -35,7 +35,7 @@ PREFIX = f"{TAG}/00000001-0"
 
 async def restart(store: MemoryStore) -> Recovery:
     """What the next start of the job does."""
-    return await recover(store, await begin_epoch(store))
+    return await recover(store, await begin_start(store))
 
 
 async def damaged(store: MemoryStore, key: str, fault: str) -> None:
@@ -63,8 +63,8 @@ async def test_recover_1_votes_of_all_ranks_are_rolled_forward_to_a_whole_checkp
 async def test_recover_2_a_start_that_was_overtaken_moves_latest_to_no_commit_that_a_power_cut_may_take() -> None:
     """The newer start's writer died between the link of its outcome and the sync (found by simulation, seed 501452)."""
     store, done = MemoryStore(), list[str]()
-    late = await begin_epoch(store)
-    await save_checkpoint(store, tag=TAG, epoch=await begin_epoch(store), world_size=1)
+    late = await begin_start(store)
+    await save_checkpoint(store, tag=TAG, start=await begin_start(store), world_size=1)
     await store.delete("latest")
     settle, put = store.settle, store.put_if_match
 
@@ -154,12 +154,12 @@ async def test_an_attempt_that_the_catalog_does_not_name_is_announced_before_it_
             return await super().put_if_absent(key, data, durable=durable)
 
     store = Watched()
-    epoch = await begin_epoch(store)
-    await store.put(attempt_lease_key(f"{TAG}/{AttemptId(epoch, 0)}"), b"")
+    start = await begin_start(store)
+    await store.put(attempt_lease_key(f"{TAG}/{AttemptId(start, 0)}"), b"")
     put.clear()
     done = await restart(store)
     assert [(o.tag, o.outcome) for o in done.decided] == [(TAG, "abort")]
-    assert put[:3] == [f"intent {TAG}", f"{TAG}/{AttemptId(epoch, 0)}/outcome", f"close {TAG}"]
+    assert put[:3] == [f"intent {TAG}", f"{TAG}/{AttemptId(start, 0)}/outcome", f"close {TAG}"]
 
 
 @pytest.mark.parametrize("voting", [(), (0,), (1,), (0, 2), (1, 2)])
@@ -217,9 +217,9 @@ async def test_recover_1_a_vote_too_large_to_be_read_aborts_instead_of_stopping_
     assert outcome.ranks == (1,)
 
 
-async def test_recover_1_attempts_of_this_epoch_and_later_are_left_alone() -> None:
+async def test_recover_1_attempts_of_this_start_and_later_are_left_alone() -> None:
     store = MemoryStore()
-    await leave_in_doubt(store, epoch=2)
+    await leave_in_doubt(store, start=2)
     done = await recover(store, 2)
     assert done.decided == []
     assert (await catalog.attempts_of(store, TAG))[0].state == "in-doubt"
@@ -236,12 +236,12 @@ async def test_judging_says_what_would_be_and_writes_nothing() -> None:
 # --- RECOVER-2: afterwards ----------------------------------------------------------------------------------------------------
 
 
-async def test_recover_2_several_attempts_of_several_epochs_are_all_decided() -> None:
+async def test_recover_2_several_attempts_of_several_starts_are_all_decided() -> None:
     store = MemoryStore()
     await save_checkpoint(store, tag="global_step1")
     await leave_in_doubt(store, tag="global_step2", voting=(0,))
-    await leave_in_doubt(store, tag="global_step3", epoch=2)
-    await leave_in_doubt(store, tag="global_step4", epoch=2, voting=(1,))
+    await leave_in_doubt(store, tag="global_step3", start=2)
+    await leave_in_doubt(store, tag="global_step4", start=2, voting=(1,))
     done = await restart(store)
     assert {o.tag: o.outcome for o in done.decided} == {
         "global_step2": "abort",
@@ -265,7 +265,7 @@ async def test_recover_2_two_starts_that_race_come_to_one_end() -> None:
     await save_checkpoint(store, tag="global_step1")
     await leave_in_doubt(store, tag="global_step2")
     await leave_in_doubt(store, tag="global_step3", voting=(0,))
-    first, second = await begin_epoch(store), await begin_epoch(store)
+    first, second = await begin_start(store), await begin_start(store)
     await asyncio.gather(recover(store, first), recover(store, second))
     assert {view.tag: view.state for view in await catalog.scan(store)} == {
         "global_step1": "committed",
@@ -318,7 +318,7 @@ async def history(store: MemoryStore) -> None:
     await save_checkpoint(store, tag="global_step1")
     assert (await read_back(store, await catalog.find(store, "global_step1"))).whole  # so that others may go
     await leave_in_doubt(store, tag="best", n=5)
-    await leave_in_doubt(store, tag="best", k=1, n=6, epoch=1)
+    await leave_in_doubt(store, tag="best", k=1, n=6, start=1)
     await leave_in_doubt(store, tag="global_step2", voting=(1,))
     await leave_in_doubt(store, tag="global_step3", n=7)
 
@@ -387,7 +387,7 @@ async def test_recover_2_a_pointer_to_what_is_gone_stays_until_the_loss_is_accep
     assert (await restart(store)).latest_moved_to is None
     assert await store.get("latest") == LOST[pointer]
     assert "which cannot be loaded" in caplog.text
-    done = await recover(store, await begin_epoch(store), accepts_loss=True)
+    done = await recover(store, await begin_start(store), accepts_loss=True)
     assert done.latest_moved_to == "global_step2"
 
 
@@ -450,7 +450,7 @@ async def test_a_record_that_leads_out_of_its_directory_keeps_no_job_from_starti
     )
     await store.put(shown_key("shown/step1"), encode(forged))
     (tmp_path / "shown" / "step1").mkdir(parents=True)
-    done = await recover(store, (await epochs.take(store, 1)).epoch)
+    done = await recover(store, (await starts.take(store, 1)).start)
     assert done.checkpoints == 1
     assert "'../x' cannot be a file in the directory above a checkpoint's files" in caplog.text
 
@@ -489,10 +489,10 @@ def recovery_s(in_doubt: int, **left: Any) -> float:
         store = MemoryStore()
         for step in range(in_doubt):
             await leave_in_doubt(store, tag=f"global_step{step}", step=step, n=step, **left)
-        epoch, clock, distant = await begin_epoch(store), asyncio.get_running_loop().time, Distant()
+        start, clock, distant = await begin_start(store), asyncio.get_running_loop().time, Distant()
         distant.__dict__.update(store.__dict__)
         began = clock()
-        done = await recover(distant, epoch)
+        done = await recover(distant, start)
         assert len(done.decided) == in_doubt
         assert [outcome.tag for outcome in done.decided] == sorted(outcome.tag for outcome in done.decided)
         return clock() - began

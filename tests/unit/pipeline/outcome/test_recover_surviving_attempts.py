@@ -1,4 +1,4 @@
-"""EPOCH-1 of epochs.py and RECOVER-3 of recover.py: attempts whose writers outlive their trainers."""
+"""START-1 of starts.py and RECOVER-3 of recover.py: attempts whose writers outlive their trainers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import LoadConfig
 from checkpointd.errors import FencedError
-from checkpointd.layout.keys import epoch_key
-from checkpointd.layout.manifest import Epoch, decode, encode
+from checkpointd.layout.keys import start_key
+from checkpointd.layout.manifest import Start, decode, encode
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.outcome.recover import Recovery, recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_epoch, leave_in_doubt, phases, save_checkpoint
+from tests.builders import begin_start, leave_in_doubt, phases, save_checkpoint
 
 TAG = "global_step1"
 PREFIX = f"{TAG}/00000001-0"
@@ -32,8 +32,8 @@ ELSEWHERE = "another-node.0123456789ab.4026531836.77.123456.0a0b0c0d.0"
 
 async def restart(store: Store, *surviving: str) -> Recovery:
     """What the next start of the job does, whose sidecars still work at `surviving`."""
-    epoch = await epochs.take(store, 2, surviving)
-    return await recover(store, epoch.epoch, surviving)
+    start = await starts.take(store, 2, surviving)
+    return await recover(store, start.start, surviving)
 
 
 async def objects(store: Store, prefix: str) -> dict[str, int]:
@@ -43,47 +43,47 @@ async def objects(store: Store, prefix: str) -> dict[str, int]:
 # --- the record, and the fence -----------------------------------------------------------------------------------------
 
 
-async def test_the_record_of_an_epoch_names_the_surviving_attempts() -> None:
+async def test_the_record_of_a_start_names_the_surviving_attempts() -> None:
     store = MemoryStore()
-    assert (await epochs.take(store, 2)).surviving == ()
-    taken = await epochs.take(store, 2, [PREFIX])
-    assert (await epochs.read(store, 2)) == taken
+    assert (await starts.take(store, 2)).surviving == ()
+    taken = await starts.take(store, 2, [PREFIX])
+    assert (await starts.read(store, 2)) == taken
     assert taken.surviving == (PREFIX,)
 
 
 async def test_in_a_record_without_them_no_attempt_survives() -> None:
     store = MemoryStore()
-    taken = await epochs.take(store, 2)
-    data = await store.get(epoch_key(1))
+    taken = await starts.take(store, 2)
+    data = await store.get(start_key(1))
     assert b"surviving" not in data  # the bytes are those of releases before there were any
-    assert decode(data, Epoch, epoch_key(1)) == taken
+    assert decode(data, Start, start_key(1)) == taken
     assert b"surviving" in encode(msgspec.structs.replace(taken, surviving=(PREFIX,)))
 
 
-async def test_epoch_1_the_newest_epoch_alone_says_who_survives() -> None:
+async def test_start_1_the_newest_start_alone_says_who_survives() -> None:
     store = MemoryStore()
-    await begin_epoch(store)
-    await epochs.check_fence(store, 1, PREFIX)
-    await epochs.take(store, 2, [PREFIX])
-    await epochs.check_fence(store, 1, PREFIX)
+    await begin_start(store)
+    await starts.check_fence(store, 1, PREFIX)
+    await starts.take(store, 2, [PREFIX])
+    await starts.check_fence(store, 1, PREFIX)
     for attempt in (None, f"{TAG}/00000001-1", "global_step10/00000001-0", TAG):
-        with pytest.raises(FencedError, match="epoch 1 of memory://memory is over: epoch 2 was begun by"):
-            await epochs.check_fence(store, 1, attempt)
-    await epochs.take(store, 2)
-    with pytest.raises(FencedError, match="epoch 3 was begun by"):
-        await epochs.check_fence(store, 1, PREFIX)
-    await epochs.take(store, 2, [PREFIX])
-    await epochs.check_fence(store, 1, PREFIX)
+        with pytest.raises(FencedError, match=r"taken over memory://memory: start 2, by .* This job is start 1,"):
+            await starts.check_fence(store, 1, attempt)
+    await starts.take(store, 2)
+    with pytest.raises(FencedError, match="start 3, by"):
+        await starts.check_fence(store, 1, PREFIX)
+    await starts.take(store, 2, [PREFIX])
+    await starts.check_fence(store, 1, PREFIX)
 
 
 @pytest.mark.parametrize("record", [b"", b"not a record"])
-async def test_epoch_1_with_a_record_that_cannot_be_read_no_attempt_survives(record: bytes) -> None:
+async def test_start_1_with_a_record_that_cannot_be_read_no_attempt_survives(record: bytes) -> None:
     store = MemoryStore()
-    await begin_epoch(store)
-    await epochs.take(store, 2, [PREFIX])
-    await store.put(epoch_key(2), record)
+    await begin_start(store)
+    await starts.take(store, 2, [PREFIX])
+    await store.put(start_key(2), record)
     with pytest.raises(FencedError, match="cannot be read"):
-        await epochs.check_fence(store, 1, PREFIX)
+        await starts.check_fence(store, 1, PREFIX)
 
 
 # --- recovery ----------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ async def test_a_start_in_which_it_does_not_survive_fences_it() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=(1,))
     await restart(store, PREFIX)
-    await epochs.take(store, 2)
+    await starts.take(store, 2)
     attempt = await save.run(0)
     assert (attempt.phase, type(attempt.error)) == (Phase.ABORTED, FencedError)
 

@@ -18,14 +18,14 @@ from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_epoch, break_file, objects, plan_save
+from tests.builders import begin_start, break_file, objects, plan_save
 
 TORN = DamagedError("the bytes are not those that were written")
 
 
 async def committed(root: Path, *steps: int) -> PosixStore:
     store = PosixStore(root)
-    await begin_epoch(store)
+    await begin_start(store)
     for step in steps:
         await (await plan_save(store, tag=f"global_step{step}", step=step)).run_all()
     return store

@@ -61,7 +61,7 @@ def test_values_in_a_part_without_global_tensors_count_one_by_one() -> None:
     [
         saved(scale=9),
         saved(model=mapping(weight=tree.Tensor("model.weight"))),
-        saved(client=mapping(epoch=1)),
+        saved(client=mapping(start=1)),
         saved(extra=mapping(list=tree.Sequence("list", (mapping(a=1),)))),
         saved(extra=mapping()),
         saved(model=tree.Dict("dict", MODEL.items, mapping(_metadata=1))),

@@ -23,7 +23,7 @@ from checkpointd.pipeline.root import catalog
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import Piece, begin_epoch, leave_in_doubt, phases, save_checkpoint
+from tests.builders import Piece, begin_start, leave_in_doubt, phases, save_checkpoint
 
 TENSOR = np.arange(24, dtype=np.float32).reshape(6, 4)
 HALVES = (Box((0, 0), (3, 4)), Box((3, 0), (3, 4)))
@@ -75,12 +75,12 @@ async def test_what_two_stages_hold_and_is_not_equal_aborts_with_the_remedy() ->
 
 async def test_it_is_compared_for_every_save_although_the_plans_stay() -> None:
     store, other = MemoryStore(), TENSOR + 1
-    epoch = await begin_epoch(store, 4)
+    start = await begin_start(store, 4)
     for number, (values, phase) in enumerate([(TENSOR, Phase.COMMITTED), (other, Phase.ABORTED), (TENSOR, Phase.COMMITTED)]):
         attempts = await save_checkpoint(
             store,
             tag=f"global_step{number}",
-            epoch=epoch,
+            start=start,
             world_size=4,
             tensors=lambda _: {},
             pieces=lambda rank, values=values: on_two_stages(rank, other=values),
@@ -98,7 +98,7 @@ async def test_recovery_commits_no_job_whose_ranks_held_other_values() -> None:
             tensors=lambda _: {},
             pieces=lambda rank, values=values: on_two_stages(rank, other=values),
         )
-        await recover(store, await begin_epoch(store, 4))
+        await recover(store, await begin_start(store, 4))
         [attempt] = await catalog.attempts_of(store, "global_step1")
         assert attempt.state == state
 

@@ -17,7 +17,7 @@ from checkpointd.layout.manifest import Outcome, decode, encode
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan, read_joint_plan
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
@@ -80,7 +80,7 @@ async def test_a_commit_of_recovery_has_the_same() -> None:
     store, other = MemoryStore(), MemoryStore()
     await saved(store)
     await leave_in_doubt(other, tensors=lambda _: {}, pieces=halves)
-    await recover(other, (await epochs.take(other, 0)).epoch)
+    await recover(other, (await starts.take(other, 0)).start)
     assert (await catalog.find(other, "global_step1")).outcome.plan == (await catalog.find(store, "global_step1")).outcome.plan
     assert await other.get(KEY) == await store.get(KEY)
 

@@ -385,7 +385,7 @@ async def view_of(store: Store, step: int) -> catalog.AttemptView:
 
 async def test_readback_1_each_rank_reads_its_own_shard_and_the_last_one_records_the_whole() -> None:
     store = MemoryStore()
-    await save_epoch(store)
+    await save_start(store)
     ranks = Ranks(store)
     with ranks.states[1].reader.paused():  # a save of rank 1 is in flight
         await ranks.save(1)
@@ -433,7 +433,7 @@ class Server(MemoryStore):
 async def test_where_each_read_is_a_request_fewer_and_larger_ones_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readback, "BLOCK", LoadConfig(reads=1, block_bytes=CHUNK, retry_s=30.0))
     store = Server()
-    await save_epoch(store)
+    await save_start(store)
     ranks = Ranks(store)
     await ranks.save(1)
 
@@ -448,7 +448,7 @@ async def test_where_each_read_is_a_request_fewer_and_larger_ones_read_back(monk
 
 async def test_a_record_that_a_power_cut_tore_counts_as_not_there() -> None:
     store = MemoryStore()
-    await save_epoch(store)
+    await save_start(store)
     ranks = Ranks(store)
     with ranks.states[1].reader.paused():
         await ranks.save(1)
@@ -468,15 +468,15 @@ async def test_a_record_that_a_power_cut_tore_counts_as_not_there() -> None:
     await ranks.close()
 
 
-async def save_epoch(store: Store) -> None:
-    from checkpointd.pipeline.root import epochs
+async def save_start(store: Store) -> None:
+    from checkpointd.pipeline.root import starts
 
-    assert (await epochs.take(store, 2)).epoch == 1
+    assert (await starts.take(store, 2)).start == 1
 
 
 async def test_readback_4_a_save_in_flight_stops_reading_back_and_it_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
-    await save_epoch(store)
+    await save_start(store)
     monkeypatch.setattr(readback, "BLOCK", readback.LoadConfig(reads=1, block_bytes=CHUNK))
     ranks, reads = Ranks(store), 0
     reader = ranks.states[0].reader
@@ -515,7 +515,7 @@ async def test_readback_4_a_save_in_flight_stops_reading_back_and_it_goes_on_lat
 
 async def test_readback_4_closing_gives_it_up() -> None:
     store = MemoryStore()
-    await save_epoch(store)
+    await save_start(store)
     ranks = Ranks(store)
     with ranks.states[0].reader.paused():
         await ranks.save(1)
@@ -526,7 +526,7 @@ async def test_readback_4_closing_gives_it_up() -> None:
 
 async def test_readback_4_without_it_nothing_is_read_in_the_background() -> None:
     store = MemoryStore()
-    await save_epoch(store)
+    await save_start(store)
     ranks = Ranks(store, read_back=False)
     await ranks.save(1)
     assert ranks.states[0].reader._task is None
@@ -536,7 +536,7 @@ async def test_damage_is_recorded_and_the_next_save_does_not_refer_to_it(
     tmp_path: Path, flipping: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with PosixStore(tmp_path) as store:
-        await save_epoch(store)
+        await save_start(store)
         ranks = Ranks(store)
         flipping(True)
         await ranks.save(1)
@@ -559,7 +559,7 @@ async def test_a_rank_that_learns_of_damage_before_it_has_read_does_not_refer_to
     tmp_path: Path, flipping: Callable[[bool], None]
 ) -> None:
     async with PosixStore(tmp_path) as store:
-        await save_epoch(store)
+        await save_start(store)
         ranks = Ranks(store)
         flipping(True)
         with ranks.states[1].reader.paused():  # a save of rank 1 is in flight

@@ -28,7 +28,7 @@ def now() -> Patience:
 async def saves(store: Store, *save_latest: bool) -> None:
     """A save for each of `save_latest`, as one job."""
     for n, asks in enumerate(save_latest):
-        await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, epoch=1, world_size=1, save_latest=asks)
+        await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, start=1, world_size=1, save_latest=asks)
 
 
 async def remove(store: Store, prefix: str) -> None:

@@ -73,8 +73,8 @@ async def test_mark_5_what_is_removed_while_its_records_are_read_is_not_a_checkp
 async def test_a_scan_tells_only_what_is_wanted_of_decided_attempts_and_every_undecided_one() -> None:
     store = MemoryStore()
     for step in (1, 2, 3):
-        await save_checkpoint(store, tag=f"global_step{step}", step=step, epoch=step)
-    await leave_in_doubt(store, tag="global_step4", step=4, epoch=4)
+        await save_checkpoint(store, tag=f"global_step{step}", step=step, start=step)
+    await leave_in_doubt(store, tag="global_step4", step=4, start=4)
     found = await catalog.scan(store, newest=0, wanted=lambda entry: entry.tag == "global_step2")
     assert {view.tag: (view.state, view.entry is None) for view in found} == {
         "global_step2": ("committed", False),

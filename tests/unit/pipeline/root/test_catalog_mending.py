@@ -10,7 +10,7 @@ from checkpointd.layout.keys import DELETED, AttemptId
 from checkpointd.layout.manifest import Deleted, encode
 from checkpointd.pipeline.gc.collect import remove_records
 from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.root import catalog, catalog_mending, epochs
+from checkpointd.pipeline.root import catalog, catalog_mending, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
 from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Entry, Store
@@ -20,8 +20,8 @@ from tests.builders import leave_in_doubt, save_checkpoint
 
 async def started(store: Store) -> CatalogState:
     """What the catalog tells after a start."""
-    epoch = await epochs.take(store, 2)
-    await recover(store, epoch.epoch)
+    start = await starts.take(store, 2)
+    await recover(store, start.start)
     log = CatalogLog(store)
     await log.refresh()
     assert log.fault == ""

@@ -20,18 +20,18 @@ from checkpointd.store.memory import MemoryStore
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
-from tests.builders import begin_epoch, save_checkpoint
+from tests.builders import begin_start, save_checkpoint
 
 
 async def test_latest_names_what_is_committed_while_the_last_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job beside the command that removes: its commit comes after the look for what is left, and before `latest` goes."""
     store = MemoryStore()
-    await save_checkpoint(store, tag="removed", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="removed", start=await begin_start(store))
     delete = store.delete
 
     async def commits_first(key: str) -> None:
         if key == LATEST:
-            await save_checkpoint(store, tag="new", epoch=await begin_epoch(store))
+            await save_checkpoint(store, tag="new", start=await begin_start(store))
         await delete(key)
 
     for entry in await catalog.attempts_of(store, "removed"):
@@ -48,7 +48,7 @@ async def test_a_first_commit_between_reading_latest_and_listing_it_is_found(mon
 
     async def commits_first(prefix: str) -> list[Entry]:
         monkeypatch.setattr(store, "list", listing)
-        await save_checkpoint(store, tag="first", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="first", start=await begin_start(store))
         return await listing(prefix)
 
     monkeypatch.setattr(store, "list", commits_first)
@@ -80,7 +80,7 @@ async def test_a_pointer_of_another_program_is_told_by_what_it_names(
     tmp_path: Path, file: str | None, pointer: str, is_theirs: bool
 ) -> None:
     async with PosixStore(tmp_path) as store:
-        await save_checkpoint(store, tag="ours", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="ours", start=await begin_start(store))
         (tmp_path / "theirs").mkdir()
         if file is not None:
             (tmp_path / "theirs" / file).touch()
@@ -97,45 +97,45 @@ async def test_pointer_1_a_link_at_latest_is_replaced_and_never_followed(tmp_pat
     root.mkdir()
     outside.write_text("secret")
     async with PosixStore(root) as store:
-        await save_checkpoint(store, tag="one", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="one", start=await begin_start(store))
         (root / LATEST).unlink()
         (root / LATEST).symlink_to({"to the tag": "one", "to a file outside": str(outside), "to nothing": "gone"}[link])
         with pytest.raises(DamagedError, match="names nothing"):
             await catalog.latest(store)
         found = await candidates(store, Patience(0.0, 0.0))
         assert [checkpoint.tag for checkpoint in found.checkpoints] == ["one"]
-        await save_checkpoint(store, tag="two", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="two", start=await begin_start(store))
         assert await catalog.latest(store) == "two"
     assert outside.read_text() == "secret"
 
 
 async def test_a_link_at_the_tag_that_latest_names_gives_way_to_a_newer_commit_alone(tmp_path: Path) -> None:
     async with PosixStore(tmp_path / "root") as store:
-        await save_checkpoint(store, tag="one", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="one", start=await begin_start(store))
         (tmp_path / "root" / "one").rename(tmp_path / "one")
         (tmp_path / "root" / "one").symlink_to(tmp_path / "one")
         with pytest.raises(LinkError):
             await move_latest(store, "older", (0, 0), is_start=True)
-        await save_checkpoint(store, tag="two", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="two", start=await begin_start(store))
         assert await catalog.latest(store) == "two"
 
 
 async def left_for_late() -> tuple[MemoryStore, Order]:
     """A store whose `latest` names "again", and the order of the newer commit of "late", to which `latest` is to move."""
     store = MemoryStore()
-    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
-    await save_checkpoint(store, tag="late", epoch=await begin_epoch(store), save_latest=False)
+    await save_checkpoint(store, tag="again", start=await begin_start(store))
+    await save_checkpoint(store, tag="late", start=await begin_start(store), save_latest=False)
     return store, (await catalog.find(store, "late")).outcome.order
 
 
 async def test_pointer_2_a_tag_committed_again_while_latest_leaves_it_gets_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow coordinator moves `latest` off a tag; meanwhile a newer epoch commits that tag, which `latest` still names."""
+    """A slow coordinator moves `latest` off a tag; meanwhile a newer start commits that tag, which `latest` still names."""
     store, order = await left_for_late()
     put_if_match = store.put_if_match
 
     async def commits_first(key: str, expected: bytes | None, data: bytes) -> bool:
         monkeypatch.setattr(store, "put_if_match", put_if_match)
-        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="again", start=await begin_start(store))
         return await put_if_match(key, expected, data)
 
     monkeypatch.setattr(store, "put_if_match", commits_first)
@@ -156,7 +156,7 @@ def test_pointer_2_a_mover_that_cannot_tell_whether_it_moved_latest_gives_it_bac
 
         async def moves_and_fails(key: str, expected: bytes | None, data: bytes) -> bool:
             monkeypatch.setattr(store, "put_if_match", put_if_match)
-            await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+            await save_checkpoint(store, tag="again", start=await begin_start(store))
             assert await put_if_match(key, expected, data)
             if fault == "stopped":
                 await asyncio.sleep(2 * latest.PATIENCE_S)
@@ -182,8 +182,8 @@ async def test_pointer_2_latest_that_has_moved_on_is_not_taken_back_to_the_tag_t
         monkeypatch.setattr(store, "put_if_match", put_if_match)
         if moved:
             assert await put_if_match(key, expected, data)
-        await save_checkpoint(store, tag="newer", epoch=await begin_epoch(store))
-        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store), save_latest=False)
+        await save_checkpoint(store, tag="newer", start=await begin_start(store))
+        await save_checkpoint(store, tag="again", start=await begin_start(store), save_latest=False)
         raise StoreError("no answer")
 
     monkeypatch.setattr(store, "put_if_match", others_follow)
@@ -197,9 +197,9 @@ async def test_pointer_2_latest_that_has_moved_on_to_an_older_commit_too_moves_t
 ) -> None:
     """Two moves have read `latest` and wait for the lock while the tag is committed again."""
     store = MemoryStore()
-    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="again", start=await begin_start(store))
     for tag in ("late", "later"):
-        await save_checkpoint(store, tag=tag, epoch=await begin_epoch(store), save_latest=False)
+        await save_checkpoint(store, tag=tag, start=await begin_start(store), save_latest=False)
     orders = {tag: (await catalog.find(store, tag)).outcome.order for tag in ("late", "later")}
     put_if_match, waiting = store.put_if_match, list[bytes]()
     lock, first, second = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -222,7 +222,7 @@ async def test_pointer_2_latest_that_has_moved_on_to_an_older_commit_too_moves_t
     while len(waiting) < 2:
         await asyncio.sleep(0)
     monkeypatch.setattr(store, "put_if_match", put_if_match)
-    await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="again", start=await begin_start(store))
     assert await catalog.latest(store) == "again"
     monkeypatch.setattr(store, "put_if_match", waits)
     lock.set()
@@ -236,13 +236,13 @@ async def test_pointer_2_both_tags_were_committed_again_and_the_newest_gets_late
 
     async def both(key: str, expected: bytes | None, data: bytes) -> bool:
         monkeypatch.setattr(store, "put_if_match", put_if_match)
-        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store), save_latest=False)
+        await save_checkpoint(store, tag="again", start=await begin_start(store), save_latest=False)
         monkeypatch.setattr(store, "put_if_match", and_late)
         return await put_if_match(key, expected, data)
 
     async def and_late(key: str, expected: bytes | None, data: bytes) -> bool:
         monkeypatch.setattr(store, "put_if_match", put_if_match)
-        await save_checkpoint(store, tag="late", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="late", start=await begin_start(store))
         return await put_if_match(key, expected, data)
 
     monkeypatch.setattr(store, "put_if_match", both)
@@ -271,8 +271,8 @@ def test_a_look_at_what_latest_left_that_hangs_ends_with_an_error(monkeypatch: p
 async def test_pointer_5_who_leaves_latest_where_it_is_makes_it_durable_first(tag: str) -> None:
     """Its writer, and that of the commit that keeps it there, may have died before they were."""
     store, settled = MemoryStore(), list[str]()
-    await save_checkpoint(store, tag="older", epoch=await begin_epoch(store))
-    await save_checkpoint(store, tag="newer", epoch=await begin_epoch(store))
+    await save_checkpoint(store, tag="older", start=await begin_start(store))
+    await save_checkpoint(store, tag="newer", start=await begin_start(store))
     settle = store.settle
 
     async def noted(key: str) -> None:
@@ -290,7 +290,7 @@ async def test_pointer_5_latest_is_given_back_to_a_durable_commit(monkeypatch: p
 
     async def commits_first(key: str, expected: bytes | None, data: bytes) -> bool:
         monkeypatch.setattr(store, "put_if_match", put_if_match)
-        await save_checkpoint(store, tag="again", epoch=await begin_epoch(store))
+        await save_checkpoint(store, tag="again", start=await begin_start(store))
         monkeypatch.setattr(store, "put_if_match", noted_put)
         done.clear()
         return await put_if_match(key, expected, data)
@@ -313,7 +313,7 @@ async def test_pointer_3_a_commit_does_not_move_latest_off_a_newer_one_that_was_
     """Three saves at once: the move of the first comes after that of the second, which retention has removed meanwhile."""
     store = MemoryStore()
     for n in range(3):
-        await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, epoch=1, world_size=1)
+        await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, start=1, world_size=1)
     await store.put(LATEST, b"tag1\n")
     await condemn(store, "tag1/00000001-0", "the test", ())
     assert not await move_latest(store, "tag0", (1, 0))

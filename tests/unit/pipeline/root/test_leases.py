@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from checkpointd.errors import NotFoundError, RootInUseError, StoreError
-from checkpointd.layout.keys import attempt_lease_key, epoch_key, job_lease_key
+from checkpointd.layout.keys import attempt_lease_key, job_lease_key, start_key
 from checkpointd.layout.manifest import Lease, decode, encode
-from checkpointd.pipeline.root import epochs, leases
+from checkpointd.pipeline.root import leases, starts
 from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.store.base import Entry
@@ -78,7 +78,7 @@ class Unreadable(MemoryStore):
 # --- jobs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_lease_3_the_lease_is_there_before_the_epoch() -> None:
+def test_lease_3_the_lease_is_there_before_the_start() -> None:
     put: list[str] = []
 
     class Watched(MemoryStore):
@@ -88,11 +88,11 @@ def test_lease_3_the_lease_is_there_before_the_epoch() -> None:
 
     async def work() -> None:
         store = Watched()
-        epoch, held = await leases.begin(store, beginner("a", "train"))
-        assert put == [job_lease_key(1), epoch_key(1)]
+        start, held = await leases.begin(store, beginner("a", "train"))
+        assert put == [job_lease_key(1), start_key(1)]
         lease = decode(await store.get(held.key), Lease, held.key)
         assert (lease.process, lease.job, lease.length_s) == ("a", "train", LENGTH_S)
-        assert (epoch.process, epoch.job) == ("a", "train")
+        assert (start.process, start.job) == ("a", "train")
         await held.release()
 
     simulated(work)
@@ -105,7 +105,7 @@ def test_lease_5_nobody_begins_beside_a_job_of_which_it_cannot_tell_whether_it_l
         store.reads = 0
         with pytest.raises(StoreError, match="has not answered in time"):
             await leases.begin(store, beginner("b", "other"))
-        assert await epochs.newest(store) == 1
+        assert await starts.newest(store) == 1
         await leases.begin(store, beginner("b", "other", take_over=True))
 
     simulated(work)
@@ -121,7 +121,7 @@ def test_lease_5_a_living_job_of_another_name_is_left_alone(life: Life, names: t
         with pytest.raises(RootInUseError, match=r"memory is in use: process \d+ on \S+ runs .* since .* Go elsewhere\."):
             await leases.begin(store, beginner("b", names[1], life=life))
         assert now() - began <= LENGTH_S
-        assert await epochs.newest(store) == 1
+        assert await starts.newest(store) == 1
         assert [entry.name for entry in await store.list(".checkpointd/leases")] == ["00000001"]
         await held.release()
 
@@ -134,7 +134,7 @@ def test_lease_5_the_same_job_and_who_is_told_to_take_over_wait_for_nobody() -> 
         _, first = await leases.begin(store, beginner("a", "train"))
         assert await timed(leases.begin(store, beginner("b", "train"))) == 0
         assert await timed(leases.begin(store, beginner("c", "eval", take_over=True))) == 0
-        assert await epochs.newest(store) == 3
+        assert await starts.newest(store) == 3
         await asyncio.sleep(2 * LENGTH_S)
         # Those that were taken over from say nothing any more.
         assert [entry.name for entry in await store.list(".checkpointd/leases")] == ["00000003"]
@@ -149,7 +149,7 @@ def test_lease_4_a_job_that_renews_no_more_is_waited_out_for_a_leases_length() -
         _, held = await leases.begin(store, beginner("a"))
         await stop_renewing(held)
         assert 0 < await timed(leases.begin(store, beginner("b"))) <= LENGTH_S
-        assert await epochs.newest(store) == 2
+        assert await starts.newest(store) == 2
 
     simulated(work)
 
@@ -180,7 +180,7 @@ def test_lease_5_of_two_that_begin_at_once_one_is_refused() -> None:
         both = (leases.begin(store, beginner("a", "one")), leases.begin(store, beginner("b", "two")))
         found = await asyncio.gather(*both, return_exceptions=True)
         assert sum(isinstance(one, RootInUseError) for one in found) == 1
-        assert await epochs.newest(store) == 1
+        assert await starts.newest(store) == 1
 
     for seed in range(20):
         simloop.run(seed, work())
@@ -204,7 +204,7 @@ def test_lease_5_who_comes_while_a_start_looks_around_is_found() -> None:
         store = Late()
         with pytest.raises(RootInUseError, match="runs job 'two'"):
             await leases.begin(store, beginner("a", "one"))
-        assert [(await epochs.read(store, number)).job for number in range(1, await epochs.newest(store) + 1)] == ["two"]
+        assert [(await starts.read(store, number)).job for number in range(1, await starts.newest(store) + 1)] == ["two"]
 
     simulated(work)
 
@@ -277,14 +277,14 @@ def test_lease_7_a_renewal_that_fails_is_said_once_and_tried_again(caplog: pytes
     simulated(work)
 
 
-def test_lease_7_a_lease_that_somebody_removed_is_put_again_while_its_epoch_is_the_newest() -> None:
+def test_lease_7_a_lease_that_somebody_removed_is_put_again_while_its_start_is_the_newest() -> None:
     async def work() -> None:
         store = MemoryStore()
         _, held = await leases.begin(store, beginner("a"))
         await store.delete(held.key)
         await asyncio.sleep(LENGTH_S)
         assert await store.stat(held.key) is not None
-        await epochs.take(store, 1)
+        await starts.take(store, 1)
         await store.delete(held.key)
         await asyncio.sleep(LENGTH_S)
         assert await store.stat(held.key) is None
@@ -298,7 +298,7 @@ def test_a_root_that_was_removed_is_not_made_again() -> None:
         store = MemoryStore()
         _, held = await leases.begin(store, beginner("a"))
         await store.delete(held.key)
-        await store.delete(epoch_key(1))
+        await store.delete(start_key(1))
         await asyncio.sleep(LENGTH_S)
         assert await store.list("") == []
         await held.release()
@@ -364,8 +364,8 @@ def test_an_attempt_survives_while_its_lease_is_renewed() -> None:
         renewing = asyncio.get_running_loop().create_task(renew_on(store, attempt_lease_key(PREFIX)))
         await asyncio.sleep(1.0)
         assert await attempts_at_work(store) == (PREFIX,)
-        epoch, held = await leases.begin(store, beginner("a"))
-        assert epoch.surviving == (PREFIX,)
+        start, held = await leases.begin(store, beginner("a"))
+        assert start.surviving == (PREFIX,)
         await held.release()
         renewing.cancel()
         assert await timed(attempts_at_work(store)) <= LENGTH_S
@@ -388,8 +388,8 @@ def test_what_a_daemon_announces_while_a_start_waits_survives_without_another_wa
         await asyncio.sleep(LENGTH_S / 2)
         await note(store, record_of("intent", *another.split("/")))
         began = now()
-        epoch, held = await looking
-        assert epoch.surviving == (another,)
+        start, held = await looking
+        assert start.surviving == (another,)
         assert now() - began == pytest.approx(LENGTH_S / 2)
         await held.release()
 
@@ -415,34 +415,34 @@ def test_what_the_own_daemon_works_at_is_not_watched() -> None:
         await leave_in_doubt(store, voting=(0,))
         await put_lease(store, attempt_lease_key(PREFIX))
         began = now()
-        epoch, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
-        assert (epoch.surviving, now()) == ((PREFIX,), began)
+        start, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert (start.surviving, now()) == ((PREFIX,), began)
         await held.release()
 
     simulated(work)
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_epoch_1_an_attempt_that_a_start_has_fenced_survives_in_no_later_one(is_own: bool) -> None:
+def test_start_1_an_attempt_that_a_start_has_fenced_survives_in_no_later_one(is_own: bool) -> None:
     """A daemon comes back with it in its spool after the job has gone on without it."""
 
     async def work() -> None:
         store = MemoryStore()
-        await epochs.take(store, 1)
+        await starts.take(store, 1)
         await leave_in_doubt(store, voting=(0,))
-        epoch, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
-        assert epoch.surviving == (PREFIX,)
+        start, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert start.surviving == (PREFIX,)
         await held.release()
-        epoch, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
-        assert epoch.surviving == (PREFIX,), "from one start to the next"
+        start, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert start.surviving == (PREFIX,), "from one start to the next"
         await held.release()
-        epoch, held = await leases.begin(store, beginner("a"))
-        assert epoch.surviving == ()
+        start, held = await leases.begin(store, beginner("a"))
+        assert start.surviving == ()
         await held.release()
         await put_lease(store, attempt_lease_key(PREFIX))
         at_work = beginner("a", life="running")
-        epoch, held = await leases.begin(store, replace(at_work, surviving=(PREFIX,) if is_own else ()))
-        assert epoch.surviving == ()
+        start, held = await leases.begin(store, replace(at_work, surviving=(PREFIX,) if is_own else ()))
+        assert start.surviving == ()
         await held.release()
 
     simulated(work)

@@ -1,4 +1,4 @@
-"""OWNROOT-1: whose root it is, told by the epoch's record, and by the directory where the store can tell one from another."""
+"""OWNROOT-1: whose root it is, told by the start's record, and by the directory where the store can tell one from another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import LinkError, NotFoundError, RootGoneError, StoreError, UnreadableError
-from checkpointd.layout.keys import epoch_key
-from checkpointd.pipeline.root import epochs, own_root
+from checkpointd.layout.keys import start_key
+from checkpointd.pipeline.root import own_root, starts
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry
@@ -47,9 +47,9 @@ class Placed(MemoryStore):
 
 
 async def begun(store: MemoryStore | PosixStore) -> OwnRoot:
-    epoch = await epochs.take(store, 1)
+    start = await starts.take(store, 1)
     root = OwnRoot(store)
-    await root.begun(epoch.epoch, epoch.nonce)
+    await root.begun(start.start, start.nonce)
     await root.check(1)
     return root
 
@@ -82,11 +82,11 @@ async def test_ownroot_1_a_copy_is_another_directory(other: Identity) -> None:
 async def test_ownroot_1_another_jobs_root_in_its_place() -> None:
     store = MemoryStore()
     root = await begun(store)
-    await store.delete(epoch_key(1))
+    await store.delete(start_key(1))
     with pytest.raises(RootGoneError, match="is not there"):
         await root.check(1)
-    await epochs.begin(store, 1, 1)
-    with pytest.raises(RootGoneError, match="another job has begun epoch 1"):
+    await starts.begin(store, 1, 1)
+    with pytest.raises(RootGoneError, match="another job has begun start 1"):
         await root.check(1)
 
 
@@ -103,27 +103,27 @@ class Failing(MemoryStore):
 
 async def test_what_somebody_else_says_is_refused_where_the_store_shows_that_it_is_not_so() -> None:
     store = Failing()
-    epoch = await epochs.take(store, 1)
-    assert await OwnRoot(store).confirm(1, epoch.nonce) is None
-    for number, nonce in ((1, "another"), (2, epoch.nonce)):
+    start = await starts.take(store, 1)
+    assert await OwnRoot(store).confirm(1, start.nonce) is None
+    for number, nonce in ((1, "another"), (2, start.nonce)):
         with pytest.raises(RootGoneError):
             await OwnRoot(store).confirm(number, nonce)
     store.error = LinkError("a link")
     with pytest.raises(LinkError):
-        await OwnRoot(store).confirm(1, epoch.nonce)
+        await OwnRoot(store).confirm(1, start.nonce)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
 async def test_an_error_that_may_pass_refuses_nothing_and_the_next_look_decides(number: int) -> None:
     store = Failing()
-    epoch = await epochs.take(store, 1)
+    start = await starts.take(store, 1)
     store.error = store_error(OSError(number, os.strerror(number)), doing="reading", key="k", url="u", reads=True)
     root = OwnRoot(store)
-    unseen = await root.confirm(1, epoch.nonce)
+    unseen = await root.confirm(1, start.nonce)
     assert errno.errorcode[number] in str(unseen)
     store.error = None
     await root.check(1)
-    await store.delete(epoch_key(1))
+    await store.delete(start_key(1))
     with pytest.raises(RootGoneError):
         await root.check(1)
 
@@ -134,33 +134,33 @@ async def test_a_permission_that_is_missing_does_not_pass(tmp_path: Path, monkey
         raise OSError(number, os.strerror(number))
 
     async with PosixStore(tmp_path / "root") as store:
-        epoch = await epochs.take(store, 1)
+        start = await starts.take(store, 1)
         monkeypatch.setattr(OsDisk, "read", closed)
         with pytest.raises(UnreadableError, match=errno.errorcode[number]):
-            await OwnRoot(store).confirm(1, epoch.nonce)
-        await OwnRoot(store).begun(1, epoch.nonce)
+            await OwnRoot(store).confirm(1, start.nonce)
+        await OwnRoot(store).begun(1, start.nonce)
 
 
 async def test_a_record_that_went_bad_in_its_own_directory_stops_nobody(tmp_path: Path) -> None:
     async with PosixStore(tmp_path / "root") as store:
         root = await begun(store)
-        (tmp_path / "root" / epoch_key(1)).write_bytes(b"\xff" * 99)
+        (tmp_path / "root" / start_key(1)).write_bytes(b"\xff" * 99)
         await root.check(1)
 
 
-async def test_a_writer_that_was_not_told_takes_the_epoch_as_it_finds_it() -> None:
+async def test_a_writer_that_was_not_told_takes_the_start_as_it_finds_it() -> None:
     store = MemoryStore()
     root = OwnRoot(store)
     await root.check(1)
-    await epochs.take(store, 1)
+    await starts.take(store, 1)
     await root.check(1)
-    await store.delete(epoch_key(1))
+    await store.delete(start_key(1))
     with pytest.raises(RootGoneError):
         await root.check(1)
 
 
 class Lagging(MemoryStore):
-    """The epoch's record is out of sight for the next `unseen` looks."""
+    """The start's record is out of sight for the next `unseen` looks."""
 
     unseen = 0
     error: StoreError | None = None
@@ -197,11 +197,11 @@ async def test_looks_at_the_same_time_each_prove_an_absence(monkeypatch: pytest.
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 async def test_a_look_that_told_nothing_proves_no_absence(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     store = Lagging()
-    epoch = await epochs.take(store, 1)
+    start = await starts.take(store, 1)
     root = OwnRoot(store)
     monkeypatch.setattr(own_root, "ANSWER_S", 0.05)
     store.hangs, store.error = how == "hangs", UnreadableError("EIO") if how == "fails" else None
-    assert await root.confirm(1, epoch.nonce) is not None
+    assert await root.confirm(1, start.nonce) is not None
     store.hangs, store.error, store.unseen = False, None, LAG_LOOKS
     monkeypatch.setattr(own_root, "ABSENCE_S", 60.0)
     await root.check(1)

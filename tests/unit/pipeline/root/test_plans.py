@@ -30,10 +30,10 @@ def layout(size: int) -> Shard:
 A, B = layout(3), layout(4)
 
 
-def info(number: int, *, rank: int = 0, epoch: int = 1, takeover: int = 0) -> AttemptInfo:
+def info(number: int, *, rank: int = 0, start: int = 1, takeover: int = 0) -> AttemptInfo:
     return AttemptInfo(
         tag=f"global_step{number}",
-        attempt=AttemptId(epoch, 0),
+        attempt=AttemptId(start, 0),
         rank=rank,
         world_size=512,
         step=number,
@@ -45,19 +45,19 @@ def info(number: int, *, rank: int = 0, epoch: int = 1, takeover: int = 0) -> At
 
 async def stored(store: Store) -> set[str]:
     return {
-        f".checkpointd/plans/{epoch.name}/{part.name}/{plan.name}"
-        for epoch in await store.list(".checkpointd/plans")
-        for part in await store.list(f".checkpointd/plans/{epoch.name}")
-        for plan in await store.list(f".checkpointd/plans/{epoch.name}/{part.name}")
+        f".checkpointd/plans/{start.name}/{part.name}/{plan.name}"
+        for start in await store.list(".checkpointd/plans")
+        for part in await store.list(f".checkpointd/plans/{start.name}")
+        for plan in await store.list(f".checkpointd/plans/{start.name}/{part.name}")
     }
 
 
-async def test_a_plan_is_put_once_for_a_layout_and_an_epoch() -> None:
+async def test_a_plan_is_put_once_for_a_layout_and_a_start() -> None:
     store, own = MemoryStore(), OwnPlans()
     first = await own.use(store, info(1), A)
     assert await own.use(store, info(2), A) is first
     assert await stored(store) == {first.key}
-    other = await own.use(store, info(3, epoch=2), A)
+    other = await own.use(store, info(3, start=2), A)
     assert await stored(store) == {first.key, other.key}
     assert (first.key.split("/")[2], other.key.split("/")[2]) == ("00000001", "00000002")
 
@@ -151,9 +151,9 @@ async def test_a_removal_that_fails_fails_nothing_and_is_tried_again() -> None:
     assert await stored(store) == {plan.key}
 
 
-async def test_plan_3_a_start_removes_plans_of_older_epochs_without_a_surviving_attempt() -> None:
+async def test_plan_3_a_start_removes_plans_of_older_starts_without_a_surviving_attempt() -> None:
     store = MemoryStore()
-    keys = {epoch: (await OwnPlans().use(store, info(1, rank=300, epoch=epoch), A)).key for epoch in (1, 2, 3, 4)}
+    keys = {start: (await OwnPlans().use(store, info(1, rank=300, start=start), A)).key for start in (1, 2, 3, 4)}
     assert keys[1].startswith(".checkpointd/plans/00000001/1/")
     assert await remove_plans(store, 4, ["global_step1/00000002-0"]) == 2
     assert await stored(store) == {keys[2], keys[4]}
@@ -162,11 +162,11 @@ async def test_plan_3_a_start_removes_plans_of_older_epochs_without_a_surviving_
 
 async def test_no_directory_stays_of_removed_plans(tmp_path: Path) -> None:
     async with PosixStore(f"{tmp_path}/run") as store:
-        for epoch in (1, 2):
-            await OwnPlans().use(store, info(1, epoch=epoch), A)
+        for start in (1, 2):
+            await OwnPlans().use(store, info(1, start=start), A)
         await remove_plans(store, 2)
         assert [entry.name for entry in await store.list(".checkpointd/plans")] == ["00000002"]
-        await OwnPlans().use(store, info(1, epoch=1), B)
+        await OwnPlans().use(store, info(1, start=1), B)
         assert len(await stored(store)) == 2
 
 

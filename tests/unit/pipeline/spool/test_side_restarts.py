@@ -10,7 +10,7 @@ from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.errors import SupersededError, UnreadableError
 from checkpointd.pipeline.outcome.outlived import anyhow
 from checkpointd.pipeline.outcome.recover import announced_and_put, judge
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.spool.turns import HOLD_S
 from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
@@ -95,7 +95,7 @@ def test_a_shard_of_a_job_that_a_newer_start_has_fenced_is_dropped_and_says_so()
         node = await node.restarts()
         await node.over()
         assert node.attempts[0].phase is Phase.ABORTED
-        assert "epoch 1" in str(node.attempts[0].error)
+        assert "start 1" in str(node.attempts[0].error)
         assert "FencedError" in str(node.attempts[0].error.code if node.attempts[0].error else "")
         assert not [key for key in node.place.keys if "global_step1" in key]
         assert await committed(root) == []
@@ -229,14 +229,14 @@ def test_turn_3_a_save_of_this_start_waits_for_none_that_another_node_has_lost()
         await until(lambda: first.attempts[0].phase in IN_SPOOL and second.attempts[0].phase in IN_SPOOL)
         await first.dies()
         root.away = False
-        epoch = await epochs.take(root, 2, [first.attempts[0].info.prefix])
+        start = await starts.take(root, 2, [first.attempts[0].info.prefix])
         first = await first.restarts()
         await until(lambda: first.attempts[0].phase is Phase.PREPARED)
         began = asyncio.get_running_loop().time()
-        second = await Node(root, spool(), rank=1, world_size=2, nonce=epoch.nonce, epoch=epoch.epoch).begin()
+        second = await Node(root, spool(), rank=1, world_size=2, nonce=start.nonce, start=start.start).begin()
         assert first.state.spool is not None
-        first.state.spool.nonce = epoch.nonce
-        first.epoch = epoch.epoch
+        first.state.spool.nonce = start.nonce
+        first.start = start.start
         new = [first.save(2), second.save(2)]
         await until(lambda: all(attempt.phase in FINAL for attempt in new))
         assert [attempt.phase for attempt in new] == [Phase.COMMITTED] * 2
@@ -344,7 +344,7 @@ def test_a_start_of_one_root_leaves_the_other_roots_in_the_spool_alone() -> None
         await writing.store.put_if_absent("global_step8/00000001-0/00000-0.chunks", b"being written by a living process")
         (left,) = await node.directory.found(one.url)
         assert left.prefix == "global_step1/00000001-0"
-        assert await node.directory.sweep(one.url, before_epoch=9) == 0
+        assert await node.directory.sweep(one.url, before_start=9) == 0
         assert await writing.store.stat("global_step8/00000001-0/00000-0.chunks") is not None
 
     run(main())

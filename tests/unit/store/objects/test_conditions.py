@@ -181,7 +181,7 @@ def test_a_record_that_cannot_be_understood_is_not_believed(data: bytes) -> None
     assert b'"honoured"' in bucket.objects[key].data
 
 
-def test_whoever_begins_an_epoch_tries_conditions_first() -> None:
+def test_whoever_begins_a_start_tries_conditions_first() -> None:
     """Jobs, recoveries, rollbacks and mirrors call `leases.begin`, each in its own way."""
     texts = {path: path.read_text() for folder in PRODUCT for path in folder.rglob("*.py") if "testing" not in path.parts}
     begin = {path.name for path, text in texts.items() if "await leases.begin(" in text}

@@ -141,14 +141,14 @@ async def test_files_that_cannot_be_objects_are_not_listed(store: PosixStore, ro
 async def test_posix_3_emptied_directories_go_with_their_last_object(store: PosixStore, root: Path) -> None:
     await store.put("t/a/outcome", b"")
     await store.put("t/b/outcome", b"")
-    await store.put(".checkpointd/epochs/00000001", b"")
+    await store.put(".checkpointd/starts/00000001", b"")
     await store.delete("t/a/outcome")
     assert not (root / "t/a").exists()
     assert (root / "t/b/outcome").exists()
     await store.delete("t/b/outcome")
     assert not (root / "t").exists()
-    await store.delete(".checkpointd/epochs/00000001")
-    assert (root / ".checkpointd/epochs").is_dir()
+    await store.delete(".checkpointd/starts/00000001")
+    assert (root / ".checkpointd/starts").is_dir()
     await store.put(".checkpointd/shown/ckpt/step1/record", b"")
     await store.delete(".checkpointd/shown/ckpt/step1/record")
     assert (root / ".checkpointd/shown").is_dir()
@@ -179,8 +179,8 @@ async def test_posix_2_what_stays_is_synced_once_and_the_rest_every_time(root: P
     assert Path(root, synced[-1]).resolve() == Path("/")
     for key, expected in (
         ("t/a/vote", ["t/a", "t", "."]),
-        (".checkpointd/epochs/1", [".checkpointd/epochs", ".checkpointd", "."]),
-        (".checkpointd/epochs/2", [".checkpointd/epochs"]),
+        (".checkpointd/starts/1", [".checkpointd/starts", ".checkpointd", "."]),
+        (".checkpointd/starts/2", [".checkpointd/starts"]),
         ("latest", ["."]),
     ):
         synced.clear()
@@ -192,12 +192,12 @@ async def test_posix_2_a_root_that_is_another_one_has_its_names_synced_again(roo
     """Seen where the root's identity is asked for, and said by `forget_synced`, as an inode's number may be given again."""
     disk = Watched(root)
     synced, store = disk.synced, PosixStore(root, disk)
-    await store.put(".checkpointd/epochs/1", b"")
-    await store.identity(".checkpointd/epochs/1")
+    await store.put(".checkpointd/starts/1", b"")
+    await store.identity(".checkpointd/starts/1")
     root.rename(root.with_name("aside"))
     async with PosixStore(root) as other:
-        await other.put(".checkpointd/epochs/1", b"")
-    await store.identity(".checkpointd/epochs/1")
+        await other.put(".checkpointd/starts/1", b"")
+    await store.identity(".checkpointd/starts/1")
     for _ in range(2):
         synced.clear()
         await store.put(".checkpointd/plans/2", b"")
@@ -216,7 +216,7 @@ async def test_posix_2_a_sync_that_failed_is_not_remembered(root: Path) -> None:
             await super().sync_directory(path)
 
     store = PosixStore(root, Failing())
-    key = ".checkpointd/epochs/1"
+    key = ".checkpointd/starts/1"
     for _ in range(2):
         with pytest.raises(StoreError, match="EIO"):
             await store.put(key, b"")

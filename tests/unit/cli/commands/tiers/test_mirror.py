@@ -210,13 +210,13 @@ def test_training_goes_on_at_the_mirror_when_the_origin_is_lost(tmp_path: Path, 
 
 GOES_ON = """
 import asyncio, sys
-from checkpointd.pipeline.root import epochs
+from checkpointd.pipeline.root import starts
 from checkpointd.store.posix.store import PosixStore
 from tests.unit.mirror.origins import save
 
 async def main(root):
     async with PosixStore(root) as store:
-        await save(store, 9, epoch=await epochs.newest(store) + 1)
+        await save(store, 9, start=await starts.newest(store) + 1)
 
 asyncio.run(main(sys.argv[1]))
 """

@@ -31,10 +31,10 @@ from checkpointd.errors import (
     UnreadableError,
     UsageError,
 )
-from checkpointd.layout.keys import epoch_key
+from checkpointd.layout.keys import start_key
 from checkpointd.layout.manifest import Outcome, encode
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import catalog, epochs
+from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention, open_checkpoint
@@ -272,15 +272,15 @@ def test_a_checkpointer_that_uses_the_root_is_not_fenced(root: Path) -> None:
 
 
 def _begin_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch, job: str = "") -> None:
-    """Another process begins the next epoch."""
+    """Another process begins the next start."""
 
     async def begin() -> None:
         async with PosixStore(root) as store:
-            taken = await epochs.take(store, 1)
-            await store.put(epoch_key(taken.epoch), encode(msgspec.structs.replace(taken, job=job) if job else taken))
+            taken = await starts.take(store, 1)
+            await store.put(start_key(taken.start), encode(msgspec.structs.replace(taken, job=job) if job else taken))
 
     with monkeypatch.context() as patch:
-        patch.setattr(epochs, "new_writer", lambda: ELSEWHERE)
+        patch.setattr(starts, "new_writer", lambda: ELSEWHERE)
         asyncio.run(begin())
 
 
@@ -328,7 +328,7 @@ def test_dcpsession_1_a_session_goes_on_where_its_own_job_has_begun_anew(
     dcp.save({"x": 1}, storage_writer=CheckpointdWriter(tmp_path, "one", job="train"), **ALONE)
     _begin_elsewhere(tmp_path, monkeypatch, "train")
     dcp.save({"x": 2}, storage_writer=CheckpointdWriter(tmp_path, "two", job="train"), **ALONE)
-    assert [a.attempt.epoch for a in attempts(tmp_path) if a.tag == "two"] == [max(a.attempt.epoch for a in attempts(tmp_path))]
+    assert [a.attempt.start for a in attempts(tmp_path) if a.tag == "two"] == [max(a.attempt.start for a in attempts(tmp_path))]
 
 
 def test_a_session_does_not_begin_beside_a_living_job(tmp_path: Path) -> None:

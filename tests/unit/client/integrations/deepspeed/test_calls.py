@@ -86,8 +86,8 @@ def test_what_cannot_work_is_said(root: Path, tmp_path: Path) -> None:
             save_checkpoint(ckpt, root, "best", **objects(1.0))
         with pytest.raises(UsageError, match="nothing to work on"):
             save_checkpoint(ckpt, root, step=1)
-        with pytest.raises(UsageError, match="epoch is of type int"):
-            load_checkpoint(ckpt, root, epoch=3)
+        with pytest.raises(UsageError, match="start is of type int"):
+            load_checkpoint(ckpt, root, start=3)
         with pytest.raises(NotFoundError):
             load_checkpoint(ckpt, root, "step1", **objects(1.0))
 

@@ -60,12 +60,12 @@ def saved(root: Path, *tags: str) -> Path:
 
 
 def service(root: Path, name: str) -> list[str]:
-    """What is below `epochs` or `leases` of the store of a root."""
+    """What is below `starts` or `leases` of the store of a root."""
     return sorted(os.listdir(root / ".checkpointd" / ".checkpointd" / name))
 
 
 def keeps_all_before(plug: FilesAdapter, root: Path) -> int:
-    """The epoch before which nothing is removed at a root; 0 where all may be."""
+    """The start before which nothing is removed at a root; 0 where all may be."""
     return plug._roots.checkpointers[str(root)]._saver._state.tidier.keeps_before[0]
 
 
@@ -143,7 +143,7 @@ def test_the_root_of_a_living_job_is_read_and_left_alone(
         assert loads(plug, root) == "one"
         assert "is opened read-only, since another job is alive there" in caplog.text
         assert os.listdir(lease) == ["00000002"]
-        assert sorted(os.listdir(store / ".checkpointd" / "epochs")) == ["00000001", "00000002"]
+        assert sorted(os.listdir(store / ".checkpointd" / "starts")) == ["00000001", "00000002"]
         if kind is FilesAdapter:
             save(plug, tmp_path / "own")
             with pytest.raises(RootInUseError):
@@ -261,7 +261,7 @@ def test_all_ranks_only_read_where_rank_0_may_not_write(tmp_path: Path, monkeypa
         found = list(pool.map(load, range(WORLD)))
     assert [tag for tag, _ in found] == ["one"] * WORLD
     assert torch.equal(found[0][1], found[1][1])
-    assert service(tmp_path, "epochs") == ["00000001"]
+    assert service(tmp_path, "starts") == ["00000001"]
 
 
 class Keeping(Engine):
