@@ -40,6 +40,7 @@ from checkpointd.errors import (
     PartlyLoadedError,
     RootGoneError,
     SidecarError,
+    StateError,
     StoreError,
     UnreadableError,
 )
@@ -73,6 +74,8 @@ from checkpointd_client.sidecar.client import SidecarClient
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
+_AGAIN = "make them anew and load again, or start the job again"
+_MEND = "mend what failed or leave it out of the state, then make the objects anew and load again"
 
 
 _FLIGHT_POLL_S = 0.1
@@ -493,11 +496,10 @@ class Loader:
 
     # --- touching --------------------------------------------------------------------------------------------
 
-    def _in_part(self, why: str) -> PartlyLoadedError:
+    def _in_part(self, why: str, remedy: str = _AGAIN) -> PartlyLoadedError:
         return PartlyLoadedError(
             f"loading {self._touched[-1][0]} failed after it had begun to fill the objects, which now hold a mixture of old "
-            f"and new values: {why}. On every rank, neither train with them nor save them: make them anew and load again, or "
-            "start the job again"
+            f"and new values: {why}. On every rank, neither train with them nor save them: {remedy}"
         )
 
     def _fill(self, number: int, candidate: Candidate, found: Examined) -> CheckpointdError | None:
@@ -517,7 +519,8 @@ class Loader:
             if not isinstance(error, CheckpointdError):
                 log.exception("loading %s", found.source.tag)
             words = str(error) if isinstance(error, CheckpointdError) else repr(error)
-            problem = self._in_part(f"{words} (rank {self.ranks.rank})")
+            failed = f"{words} (rank {self.ranks.rank})"
+            problem = self._in_part(failed, _MEND) if isinstance(error, StateError) else self._in_part(failed)
             problem.__cause__ = error
         verdict = self.load_round.agree("finished", problem, warning=restoration.left_out(found.source.tag))
         if verdict is not None:

@@ -187,6 +187,22 @@ def test_load_6_without_an_older_one_the_error_says_that_the_objects_hold_a_mixt
         assert target["counted"].loads == 0
 
 
+def test_an_object_that_cannot_load_itself_is_named_and_not_loaded_again_and_again(tmp_path: Path) -> None:
+    class Unloadable(Counted):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"own": Unloadable(1), "w": torch.ones(3)}).wait()
+        with pytest.raises(
+            PartlyLoadedError, match=r"own: load_state_dict\(\) of .*: mend what failed or leave it out of the state"
+        ):
+            ckpt.load({"own": Unloadable(1), "w": torch.zeros(3)})
+        rest = {"w": torch.zeros(3)}
+        ckpt.load(rest, strict=False)
+    assert rest["w"].tolist() == [1.0] * 3
+
+
 def test_load_7_an_older_checkpoint_that_lacks_a_value_does_not_hide_the_damage(tmp_path: Path) -> None:
     one, two = state_of(1), state_of(2)
     del one["strided"]
