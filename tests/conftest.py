@@ -53,7 +53,7 @@ COUNTS = {
     "call-stride": Count(10, 1, "of the calls of a save, one in so many fails"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
     "power-cuts": Count(1, 4, "power cuts under a saving job"),
-    "sim-schedules": Count(50, 1000, "random schedules of the simulated job, for each storage"),
+    "sim-schedules": Count(30, 1000, "random schedules of the simulated job, for each storage"),
     "sim-stride": Count(45, 18, "of the effects of a simulated job, one in so many is struck"),
 }
 

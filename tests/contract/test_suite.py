@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.contract import broken_stores
 
 FILE = Path(broken_stores.__file__)
 
 
+@pytest.mark.nightly
 def test_every_broken_store_is_caught(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", str(FILE), "-o", f"python_files={FILE.name}", "-q", "-rf", "--tb=no"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

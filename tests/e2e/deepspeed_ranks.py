@@ -1,6 +1,6 @@
-"""One rank of a job that saves DeepSpeed engines in DeepSpeed's own files, and does what users do wrong.
+"""Two ranks of a job that saves DeepSpeed engines in DeepSpeed's own files, and does what users do wrong.
 
-    torchrun --nproc-per-node=2 deepspeed_ranks.py FOLDER
+    python deepspeed_ranks.py FOLDER
 
 Every rank notes what is wrong in each case: see `rank_cases.py`.
 """
@@ -39,6 +39,7 @@ from checkpointd_client.integrations.deepspeed import Adapter, attach
 from checkpointd_client.integrations.directories.targets import SaveTarget
 from tests.e2e.deepspeed_engines import Findings, Kind, make, train
 from tests.e2e.deepspeed_parallel import PARALLEL
+from tests.e2e.forked_ranks import forked, join_job
 from tests.job_elsewhere import live_job
 
 KINDS = (Kind(0), Kind(0, "bfloat16"), Kind(1), Kind(2, "bfloat16"), Kind(3), Kind(3, "bfloat16"))
@@ -371,8 +372,9 @@ def same(one: Any, two: Any) -> bool:
     return type(one) is type(two) and (one == two or vars(one) == vars(two))
 
 
-def main() -> None:
-    rank = Rank(Path(sys.argv[1]))
+def run(folder: Path, number: int) -> None:
+    join_job(folder, number, 2)
+    rank = Rank(folder)
     for kind in KINDS:
         with rank.case(f"saves_as_deepspeed_does_and_resumes: {kind.name}"):
             rank.saves_as_deepspeed_does_and_resumes(kind)
@@ -385,8 +387,7 @@ def main() -> None:
         with rank.case(f"saves_what_each_rank_has_alone: {what}"):
             rank.saves_what_each_rank_has_alone(what)
     rank.finish()
-    os._exit(0)  # DeepSpeed's atexit hooks wait for ranks that have left
 
 
 if __name__ == "__main__":
-    main()
+    forked(Path(sys.argv[1]), 2, run)

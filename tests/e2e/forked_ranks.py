@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -38,6 +39,31 @@ def all_well(folder: Path, count: int, run: Callable[[Path, int], None]) -> bool
             for child in children:
                 os.kill(child, signal.SIGKILL)  # they would wait for it
     return not failed
+
+
+def run_forked(script: Path, folder: Path, *, limit_s: float) -> subprocess.CompletedProcess[str]:
+    """A job of such processes on gloo, ended; what they wrote is in its `stderr`."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s, check=False)
+    done.stderr += forked_output(folder)
+    return done
+
+
+def join_job(folder: Path, number: int, count: int) -> None:
+    """Make this process rank `number` of `count`, as torchrun and init_process_group() do."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=number, world_size=count)
 
 
 def forked_output(folder: Path) -> str:

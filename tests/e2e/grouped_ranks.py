@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpointd.errors import UsageError
 from checkpointd_client import Checkpointer, open_checkpoint
+from tests.e2e.forked_ranks import forked, join_job
 from tests.e2e.rank_cases import CaseNotes, leave_process_group
 
 PAIR, ALONE = (1, 3), (2,)
@@ -38,9 +39,9 @@ class Training:
         return [(one.to_local() if isinstance(one, DTensor) else one).detach().clone() for one in found]
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
-    rank, notes = dist.get_rank(), CaseNotes(folder, dist.get_rank())
+def run(folder: Path, rank: int) -> None:
+    join_job(folder, rank, 4)
+    notes = CaseNotes(folder, rank)
     groups = {ranks: dist.new_group(list(ranks)) for ranks in (PAIR, ALONE)}
     meshes = {ranks: DeviceMesh("cpu", list(ranks)) for ranks in groups}
     own = next((ranks for ranks in groups if rank in ranks), None)
@@ -78,4 +79,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    forked(Path(sys.argv[1]), 4, run)

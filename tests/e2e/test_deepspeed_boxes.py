@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED
-from tests.e2e.forked_ranks import forked_output
+from tests.e2e.forked_ranks import run_forked
 from tests.e2e.rank_cases import show_cases
 
 PROCESSES = 4
@@ -25,13 +22,5 @@ pytestmark = [
 
 def test_whatever_an_engine_saved_loads_at_any_stage_and_number_of_ranks(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """Bit for bit, against DeepSpeed's own view of parameters, masters and states; plain models; parts of a checkpoint."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    command = [sys.executable, str(Path(__file__).with_name("deepspeed_boxes_ranks.py")), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=350, check=False)
-    show_cases(subtests, tmp_path, PROCESSES, done.stderr + forked_output(tmp_path))
+    done = run_forked(Path(__file__).with_name("deepspeed_boxes_ranks.py"), tmp_path, limit_s=350)
+    show_cases(subtests, tmp_path, PROCESSES, done.stderr)

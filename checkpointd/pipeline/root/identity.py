@@ -39,4 +39,5 @@ def user() -> str:
 
 def writer() -> WriterIdentity:
     """This process, now."""
-    return WriterIdentity(host=socket.gethostname(), pid=os.getpid(), time=datetime.now(UTC).isoformat(timespec="milliseconds"))
+    now = datetime.now(UTC).replace(tzinfo=None).isoformat(timespec="milliseconds")
+    return WriterIdentity(host=socket.gethostname(), pid=os.getpid(), time=f"{now}Z")

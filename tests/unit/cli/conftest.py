@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -60,6 +61,17 @@ def no_root_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file server lags here: what is not there counts as lost soon."""
     monkeypatch.setattr(verification, "PATIENCE", replace(verification.PATIENCE, absence_s=0.1))
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """The command line sets up the log of its whole process, which is that of the tests here."""
+    logs = [logging.getLogger(), logging.getLogger("checkpointd")]
+    before = [(log.level, log.handlers[:]) for log in logs]
+    yield
+    for log, (level, handlers) in zip(logs, before, strict=True):
+        log.setLevel(level)
+        log.handlers[:] = handlers
 
 
 @pytest.fixture

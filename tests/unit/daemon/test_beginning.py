@@ -156,7 +156,7 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     if not surviving:
         refused = await old.refused()
         assert refused.code == "FencedError"
-        assert "start 1 of" in refused.message
+        assert "This job is start 1," in refused.message
     await old.next(wire.Joined)
     if goes == "closes":
         await old.send(wire.Leave())

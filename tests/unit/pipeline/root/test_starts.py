@@ -16,12 +16,12 @@ async def numbers(store: MemoryStore) -> list[int]:
     return [int(entry.name) for entry in await store.list(".checkpointd/starts")]
 
 
-@pytest.mark.parametrize("starts", [2 * KEPT, 8 * KEPT])
-async def test_start_2_so_many_records_stay_however_many_starts_there_were(starts: int) -> None:
+@pytest.mark.parametrize("count", [2 * KEPT, 8 * KEPT])
+async def test_start_2_so_many_records_stay_however_many_starts_there_were(count: int) -> None:
     store = MemoryStore()
-    for _ in range(starts):
+    for _ in range(count):
         await starts.take(store, 1)
-    assert await numbers(store) == list(range(starts - KEPT + 1, starts + 1))
+    assert await numbers(store) == list(range(count - KEPT + 1, count + 1))
 
 
 async def test_start_2_the_record_of_a_surviving_attempts_start_stays_as_long_as_it_survives() -> None:
