@@ -42,13 +42,13 @@ def check_loadable(state: Mapping[str, object], whole: Walked, classes: TensorCl
         classes=classes,
         will_load=False,
     )
-    missing = (f"{fqn}: it would be missing" for fqn in match.missing)
-    unexpected = (f"{fqn}: it would have no place" for fqn in match.unexpected)
+    missing = (f"{fqn}: a load would not find it in the checkpoint" for fqn in match.missing)
+    unexpected = (f"{fqn}: a load would have no place for it" for fqn in match.unexpected)
     found = [*missing, *unexpected, *match.mismatched, *match.bindings.conflicts(lambda _one, _two: False)]
     if found:
         raise StateError(
-            "a checkpoint of this state could not be loaded into the same objects, so it is not saved:\n  "
-            + "\n  ".join(found[: mismatches.TOLD_MAX])
+            "a checkpoint of this state could not be loaded into the same objects, so it is not saved. Give these values other "
+            "names, or leave them out of the state:\n  " + "\n  ".join(found[: mismatches.TOLD_MAX])
         )
 
 
