@@ -163,7 +163,7 @@ def _known(number: int, place: Place, path: str) -> tuple[str, str]:
     advice = _WORDS.get((number, place)) or _WORDS.get((number, None), "")
     if number == errno.EFBIG and (limit := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
         also = ", which also counts for the memory of a snapshot" if place == "snapshot" else ""
-        return f" (`ulimit -f` is {byte_size(limit)})", f"raise `ulimit -f`, the limit on the sizes of this process's files{also}"
+        return f" (`ulimit -f` is {byte_size(limit)})", f"raise `ulimit -f`, the limit on this process's files{also}"
     if number != errno.ENOSPC or (found := _room(path)) is None:
         return "", advice
     free = byte_size(found.f_bavail * found.f_frsize)
