@@ -8,10 +8,10 @@ from tests.docs.before.training import Net, batches, loss, optimizer, state, ste
 
 __all__ = ["batches", "ckpt", "leave", "loss", "optimizer", "state", "step", "steps", "train_one_step"]
 
-WORDS = {"ROOT": "/mnt/ckpts/done", "TAG": "global_step1", "OUT": "model", "DIR": "dcp"}
+WORDS = {"ROOT": "/mnt/ckpts/done", "TAG": "global_step1", "OLDER": "global_step2", "OUT": "model", "DIR": "dcp"}
 
 with Checkpointer(WORDS["ROOT"]) as done:
-    for number in (1, 2):
+    for number in (1, 2, 3):
         done.save(number, state).wait()
 ckpt = Checkpointer("/mnt/ckpts/run1")
 
