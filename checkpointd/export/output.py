@@ -26,7 +26,8 @@ import msgspec
 
 from checkpointd.bucket_urls import was_url
 from checkpointd.errors import FormatError, NotFoundError, StoreError, StoreFullError, UsageError
-from checkpointd.export.record import NAME, ExportRecord, decode, encode
+from checkpointd.export.record import NAME, RECORD_BYTES_MAX, ExportRecord, decode, encode
+from checkpointd.regular_files import open_regular
 from checkpointd.system_errors import in_words
 from checkpointd.waits import to_the_end
 
@@ -239,8 +240,8 @@ def is_export_name(name: str) -> bool:
 def recorded_at(place: str) -> frozenset[str]:
     """The files that the record of the export in the directory `place` names; none without a record that can be read."""
     try:
-        with open(os.path.join(place, NAME), "rb") as file:
-            return frozenset(decode(file.read()).files)
+        with open_regular(os.path.join(place, NAME)) as file:
+            return frozenset(decode(file.read(RECORD_BYTES_MAX)).files)
     except (OSError, FormatError):
         return frozenset()
 
