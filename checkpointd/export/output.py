@@ -270,7 +270,13 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Set the size of a file and reserve its space; if the file system cannot reserve space, only set the size."""
+    """Set the size of a file and reserve its space; if the file system cannot reserve space, only set the size.
+
+    OSError of ENOSPC if there is less space. The kernel would first take all that there is, from every other program.
+    """
+    room = os.fstatvfs(descriptor)
+    if size > room.f_bavail * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         if size:
             os.posix_fallocate(descriptor, 0, size)
