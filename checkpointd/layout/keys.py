@@ -280,7 +280,7 @@ def start_key(start: int) -> str:
 
 
 def start_of(name: str) -> int | None:
-    """The start of the start record or job lease `name`; None if `name` is neither."""
+    """The number of the start whose record or job lease has this `name`; None if it is neither."""
     return int(name) if _START.match(name) else None
 
 

@@ -34,9 +34,10 @@ def saved(value: object) -> bytes:
 def where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
     """For torch.load: the device that a storage was saved from, or the host if this process does not have that device."""
     try:
-        return torch.serialization.default_restore_location(storage, location)
+        restored: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
     except RuntimeError:
         return storage
+    return restored
 
 
 def loaded(data: bytes, fqn: str, *, opt_in: str, map_location: Any = "cpu") -> Any:
