@@ -220,10 +220,9 @@ def test_bases_that_overlap_other_chunks_are_refused() -> None:
         decode_index(encode_index(index), KEY)
 
 
-@pytest.mark.parametrize(("offset", "stored"), [(0, 44), (0, 48), (4, 48), (47, 48), (0, 100)])
+@pytest.mark.parametrize(("offset", "stored"), [(0, 44), (4, 48), (47, 48), (0, 100)])
 def test_chunks_that_overlap_are_refused(offset: int, stored: int) -> None:
-    """The very same bytes, too: they could stand for any number of tensors."""
-    other = CHUNK if (offset, stored) == (CHUNK.offset, CHUNK.stored) else Chunk(0, offset, stored, 48, "zstd", 8, bytes(16))
+    other = Chunk(0, offset, stored, 48, "zstd", 8, bytes(16))
     with pytest.raises(FormatError, match=r"chunks overlap at byte \d+ of 00003-0.chunks"):
         decode_index(encode_index(with_chunks(CHUNK, other)), KEY)
 
