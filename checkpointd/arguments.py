@@ -12,12 +12,20 @@ from checkpointd.errors import UsageError
 TIMEOUT_S_MAX = 30 * 86400.0
 
 
+def shown(value: object, most: int = 80) -> str:
+    """`value` as Python writes it, in at most `most` characters. Some values cannot be written, such as very large numbers."""
+    try:
+        return f"{value!r:.{most}}"
+    except Exception as error:  # the user's classes may raise anything
+        return f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+
+
 def whole(name: str, value: object, *, least: int = 1, most: float = math.inf) -> None:
     """Accept an int of at least `least` and at most `most`, but no bool."""
     if type(value) is not int or value < least:
-        raise UsageError(f"{name} is {value!r:.80}; it must be a whole number, {least} or more")
+        raise UsageError(f"{name} is {shown(value)}; it must be a whole number, {least} or more")
     if value > most:
-        raise UsageError(f"{name} is {value!r:.80}; choose {most} or less")
+        raise UsageError(f"{name} is {shown(value)}; choose {most} or less")
 
 
 def counted(name: str, value: object, *, least: int = 0, most: float = math.inf) -> int:
@@ -39,33 +47,33 @@ def seconds(name: str, value: object, *, most: float = math.inf, zero: bool = Fa
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not 0 <= number <= sys.float_info.max or (number == 0 and not zero):
         bound = "0 or more" if zero else "greater than 0"
-        raise UsageError(f"{name} is {value!r:.80}; it must be a number of seconds, {bound}")
+        raise UsageError(f"{name} is {shown(value)}; it must be a number of seconds, {bound}")
     if number > most:
-        raise UsageError(f"{name} is {value!r:.80}; choose {most:g} ({most / 86400:g} days) or less")
+        raise UsageError(f"{name} is {shown(value)}; choose {most:g} ({most / 86400:g} days) or less")
 
 
 def flag(name: str, value: object) -> None:
     """Accept True or False, but no other value that counts as true or false."""
     if not isinstance(value, bool):
-        raise UsageError(f"{name} is {value!r:.80}; it must be True or False")
+        raise UsageError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def choice(name: str, value: object, options: Sequence[str]) -> None:
     """Accept one of `options`."""
     if not isinstance(value, str) or value not in options:
-        raise UsageError(f"{name} is {value!r:.80}; choose one of {', '.join(options)}")
+        raise UsageError(f"{name} is {shown(value)}; choose one of {', '.join(options)}")
 
 
 def path(name: str, value: object) -> None:
     """Accept a str, or an os.PathLike of a str, that can be the path of a file."""
     text = value.__fspath__() if hasattr(value, "__fspath__") else value
     if not isinstance(text, str) or not text:
-        raise UsageError(f"{name} is {value!r:.80}; it must be a path")
+        raise UsageError(f"{name} is {shown(value)}; it must be a path")
     try:
         is_possible = b"\0" not in text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
         is_possible = False
     if not is_possible:
         raise UsageError(
-            f"{name} is {value!r:.80}; it must be a path, without a NUL or other characters that no file name can have"
+            f"{name} is {shown(value)}; it must be a path, without a NUL or other characters that no file name can have"
         )

@@ -271,7 +271,7 @@ def read_serve_file(path: str) -> dict[str, object]:
             found = tomllib.load(file)
     except OSError as error:
         raise UsageError(f"the configuration {path} cannot be read: {in_words(error, 'file')}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UsageError(f"the configuration {path} is not TOML: {error}") from error
     table = found.pop("serve", None)
     if not isinstance(table, dict) or found:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from checkpointd.commands import at_tag, command
 from checkpointd.layout.keys import SERVICE, AttemptId, is_tag
+from checkpointd.regular_files import open_regular
 
-_HEAD_BYTES = 512
 _LOOK_BYTES = 1 << 20
+"""As many bytes at the beginning and at the end of a file tell what it is."""
 _ENTRIES_MAX = 10_000
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """The pickled number with which a file of torch.save begins in the form before torch 1.6."""
 _LIGHTNING = b"pytorch-lightning_version"
 _MODEL_STATES, _OPTIM_STATES = "_model_states.pt", "_optim_states.pt"
+_ZIP_NAME = 30
+"""Where the name of the first entry of a zip archive begins."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
@@ -27,7 +29,7 @@ def recognised(path: str | os.PathLike[str], root: str = "ROOT") -> str | None:
     place = os.path.abspath(path)
     try:
         found = _directory(place, root) if os.path.isdir(place) else _file(place, root)
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except (OSError, ValueError):
         return None
     return None if found is None else f"{os.fspath(path)} {found}"
 
@@ -164,8 +166,10 @@ def _holds(path: str, name: str, ends: tuple[str, ...]) -> bool:
 
 
 def _file(path: str, root: str) -> str | None:
-    with open(path, "rb") as file:
-        head = file.read(_HEAD_BYTES)
+    with open_regular(path) as file:
+        head, size = file.read(_LOOK_BYTES), os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _LOOK_BYTES))
+        tail = file.read(_LOOK_BYTES)
     above, name = os.path.split(path)
     if name in (".metadata", "latest") or name.endswith((_MODEL_STATES, _OPTIM_STATES, ".distcp")):
         found = recognised(above, root)
@@ -173,11 +177,10 @@ def _file(path: str, root: str) -> str | None:
     if name.endswith((".index.json", ".safetensors")) and above and (index := _hugging_face_index(above)):
         return f"is one file of weights in Hugging Face's form: load them with from_pretrained({index!r}), {_then_save(root)}"
     if head.startswith(b"PK\x03\x04"):
-        return _zip(path, root)
+        return _zip(path, root, head, tail)
     if head.startswith(_LEGACY):
         return _torch_file(path, root, "is a file of torch.save in the form before torch 1.6")
-    size = int.from_bytes(head[:8], "little")
-    if head[8:9] == b"{" and size <= os.path.getsize(path) - 8:
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size - 8:
         return f"is a file of safetensors: load it with safetensors.torch.load_file({path!r}), {_then_save(root)}"
     for what, magic, advice in _MAGIC:
         if head.startswith(magic):
@@ -208,19 +211,18 @@ def _hugging_face_index(directory: str) -> str | None:
     return directory if found else None
 
 
-def _zip(path: str, root: str) -> str:
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        pickled = next((name for name in names if name.partition("/")[2] == "data.pkl" or name == "data.pkl"), None)
-        if pickled is None:
-            if names and all(name.endswith(".npy") for name in names):
-                return f"is an archive of numpy arrays: load it with numpy.load({path!r}), {_then_save(root)}"
-            return "is a zip archive: unpack it, and give what was in it"
-        if any(name.partition("/")[2].startswith("code/") for name in names):
-            return f"is a model of TorchScript: load it with torch.jit.load({path!r}), {_then_save(root)}"
-        with archive.open(pickled) as file:
-            is_lightning = _LIGHTNING in file.read(_LOOK_BYTES)
-    if is_lightning:
+def _zip(path: str, root: str, head: bytes, tail: bytes) -> str | None:
+    """What a zip archive is, by its first entry and by the directory at its end; None if the end is missing."""
+    if b"PK\x05\x06" not in tail:
+        return None
+    first = head[_ZIP_NAME : _ZIP_NAME + int.from_bytes(head[26:28], "little")]
+    if first.endswith(b".npy"):
+        return f"is an archive of numpy arrays: load it with numpy.load({path!r}), {_then_save(root)}"
+    if b"/code/__torch__" in tail:
+        return f"is a model of TorchScript: load it with torch.jit.load({path!r}), {_then_save(root)}"
+    if b"/data.pkl" not in tail:
+        return "is a zip archive: unpack it, and give what was in it"
+    if _LIGHTNING in head:
         return (
             "is a checkpoint of Lightning: resume with trainer.fit(model, ckpt_path="
             f"{path!r}) and plugins=[CheckpointdIO()]; later checkpoints are checkpointd's"

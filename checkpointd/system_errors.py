@@ -73,7 +73,7 @@ _WORDS: Final[dict[tuple[int, Place | None], str]] = {
     "the call",
     (errno.ENOSYS, "snapshot"): _NO_MEMFD,
     (errno.EOPNOTSUPP, None): "the file system does not know this call: use another one (ext4, XFS, NFS, Lustre, GPFS)",
-    (errno.EINVAL, "read"): "this is not a regular file: look at what has this name",
+    **dict.fromkeys([(errno.EINVAL, "read"), (errno.EINVAL, "file")], "this is not a regular file: look at what has this name"),
     (errno.EINVAL, "snapshot"): "the kernel does not know sealed memory (memfd_create with MFD_ALLOW_SEALING): use a newer one",
     **dict.fromkeys([(number, "directory") for number in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)], _NO_DIRECTORY_SYNC),
     **dict.fromkeys([(number, "link") for number in NO_LINKS], NO_HARD_LINKS),

@@ -38,6 +38,7 @@ LAYERS = {
     "checkpointd.errors": 0,
     "checkpointd.commands": 0,
     "checkpointd.memory_limit": 0,
+    "checkpointd.regular_files": 0,
     "checkpointd.arguments": 1,
     "checkpointd.phrases": 1,
     "checkpointd.waits": 1,

@@ -23,11 +23,10 @@ _HEAD = struct.Struct("<8sQ")
 
 
 def pack(content: bytes) -> bytes:
-    """`content`, at least one byte, as a packed object. Raises CodecError if a reader would refuse it."""
-    data = _HEAD.pack(_MAGIC, len(content)) + zstd.general(np.frombuffer(content, np.uint8))
-    if len(content) > _most(data):
-        raise CodecError(f"{len(content)} bytes become {len(data)}, which no reader would believe: use shorter names")
-    return data
+    """`content`, at least one byte, as a packed object. What would become smaller than a reader believes is not compressed."""
+    head, array = _HEAD.pack(_MAGIC, len(content)), np.frombuffer(content, np.uint8)
+    data = head + zstd.general(array)
+    return data if len(content) <= _most(data) else head + zstd.uncompressed(array)
 
 
 def unpack(data: bytes, size_max: int) -> memoryview:

@@ -7,8 +7,10 @@ import re
 
 import msgspec
 
+from checkpointd import arguments
 from checkpointd.errors import NotFoundError, StoreError, UsageError
 from checkpointd.export.record import CONFIG, NAME
+from checkpointd.regular_files import open_regular
 from checkpointd.system_errors import in_words
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|distcp)(\.index\.json)?\Z", re.IGNORECASE)
@@ -32,6 +34,7 @@ def read_beside(directory: str | os.PathLike[str] | None, dtype: str = "keep") -
     """
     if directory is None:
         return {}
+    arguments.path("files", directory)
     place, found, total = os.path.abspath(os.fspath(directory)), dict[str, bytes](), 0
     try:
         for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
@@ -43,7 +46,7 @@ def read_beside(directory: str | os.PathLike[str] | None, dtype: str = "keep") -
                     f"the files in {place} have more than {BYTES_MAX} bytes, up to {entry.name}: give a directory that holds "
                     "only configuration and tokenizer"
                 )
-            with open(entry.path, "rb") as file:
+            with open_regular(entry.path) as file:
                 found[entry.name] = file.read()
     except FileNotFoundError as error:
         raise _missing(place) from error

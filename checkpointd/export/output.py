@@ -26,7 +26,8 @@ import msgspec
 
 from checkpointd.bucket_urls import was_url
 from checkpointd.errors import FormatError, NotFoundError, StoreError, StoreFullError, UsageError
-from checkpointd.export.record import NAME, ExportRecord, decode, encode
+from checkpointd.export.record import NAME, RECORD_BYTES_MAX, ExportRecord, decode, encode
+from checkpointd.regular_files import open_regular
 from checkpointd.system_errors import in_words
 from checkpointd.waits import to_the_end
 
@@ -239,8 +240,8 @@ def is_export_name(name: str) -> bool:
 def recorded_at(place: str) -> frozenset[str]:
     """The files that the record of the export in the directory `place` names; none without a record that can be read."""
     try:
-        with open(os.path.join(place, NAME), "rb") as file:
-            return frozenset(decode(file.read()).files)
+        with open_regular(os.path.join(place, NAME)) as file:
+            return frozenset(decode(file.read(RECORD_BYTES_MAX)).files)
     except (OSError, FormatError):
         return frozenset()
 
@@ -269,7 +270,13 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Set the size of a file and reserve its space; if the file system cannot reserve space, only set the size."""
+    """Set the size of a file and reserve its space; if the file system cannot reserve space, only set the size.
+
+    OSError of ENOSPC if there is less space. The kernel would first take all that there is, from every other program.
+    """
+    room = os.fstatvfs(descriptor)
+    if size > room.f_bavail * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         if size:
             os.posix_fallocate(descriptor, 0, size)

@@ -104,7 +104,7 @@ def check_tag(tag: str) -> str:
     elif len(tag.encode()) > _TAG_BYTES_MAX:
         why = f"it is longer than {_TAG_BYTES_MAX} bytes"
     if why:
-        raise UsageError(f"tag {tag!r} cannot be used: {why}; use a plain name such as 'global_step100'")
+        raise UsageError(f"tag {tag!r:.250} cannot be used: {why}; use a plain name such as 'global_step100'")
     return tag
 
 
@@ -280,7 +280,7 @@ def start_key(start: int) -> str:
 
 
 def start_of(name: str) -> int | None:
-    """The start of the start record or job lease `name`; None if `name` is neither."""
+    """The number of the start whose record or job lease has this `name`; None if it is neither."""
     return int(name) if _START.match(name) else None
 
 

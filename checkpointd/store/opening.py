@@ -7,6 +7,7 @@ import re
 from importlib import import_module
 from urllib.parse import unquote, urlsplit
 
+from checkpointd import arguments
 from checkpointd.bucket_urls import BucketUrl, is_bucket_url, parse, shown
 from checkpointd.commands import install
 from checkpointd.errors import UsageError
@@ -22,6 +23,7 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
 
     With `read_only`, the store refuses every write with a StoreError.
     """
+    arguments.path("root", root)
     text = os.fspath(root)
     if text.startswith("~") and (meant := os.path.expanduser(text)) != text:
         raise UsageError(

@@ -21,6 +21,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from checkpointd import arguments
+from checkpointd.arguments import shown
 from checkpointd.bucket_urls import directory_of
 from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfig, Ranks
 from checkpointd.errors import (
@@ -34,7 +35,7 @@ from checkpointd.errors import (
     UsageError,
 )
 from checkpointd.export.selection import select_all
-from checkpointd.layout.keys import LATEST, AttemptId
+from checkpointd.layout.keys import LATEST, STEP_MAX, AttemptId
 from checkpointd.other_formats import of_others
 from checkpointd.phrases import listed
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
@@ -144,7 +145,7 @@ class OpenCheckpoint:
         if step is not None:
             if tag is not None:
                 raise UsageError(f"open_checkpoint() was given the tag {tag!r} and the step {step!r}: give one of them")
-            step = arguments.counted("step", step)
+            step = arguments.counted("step", step, most=STEP_MAX)
         self._reading = CheckpointFinder(self._store, tag, step=step, attempt=parsed, config=self._config)
         self._timeout_s, self._unpickle = timeout_s, pickle_client_state
         self._process = os.getpid()
@@ -462,7 +463,7 @@ def _names(only: object) -> tuple[str, ...]:
     """The names that the argument `only` of load() gives."""
     names = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Collection) else ()
     if not names or not all(isinstance(name, str) for name in names):
-        raise UsageError(f"only is {only!r:.80}; it must be the name of a part, such as 'model', or a list of names, or None")
+        raise UsageError(f"only is {shown(only)}; it must be the name of a part, such as 'model', or a list of names, or None")
     return names
 
 
@@ -478,7 +479,7 @@ def _chosen(into: MutableMapping[str, Any], names: Sequence[str]) -> dict[str, A
 
 def _check_wants(wants: object) -> None:
     if not isinstance(wants, Sequence) or not all(isinstance(want, BoxRequest) for want in wants):
-        raise UsageError(f"wants is {wants!r:.80}; it must be a list of BoxRequest. tensor() and tensors() read by name")
+        raise UsageError(f"wants is {shown(wants)}; it must be a list of BoxRequest. tensor() and tensors() read by name")
 
 
 def _parsed(attempt: object) -> AttemptId:

@@ -10,6 +10,7 @@ from typing import get_args
 from checkpointd import arguments
 from checkpointd.admin import rollback as admin
 from checkpointd.admin.rollback import RollbackReport
+from checkpointd.arguments import shown
 from checkpointd.bucket_urls import directory_of
 from checkpointd.commit.retention import Mode
 from checkpointd.errors import NotFoundError, UsageError
@@ -35,7 +36,7 @@ def list_checkpoints(root: str | os.PathLike[str], *, best_by: str | None = None
     arguments.choice("mode", mode, get_args(Mode))
     metric: object = best_by
     if metric is not None and not (isinstance(metric, str) and metric):
-        raise UsageError(f"best_by is {best_by!r:.80}; it must be the name of a metric that save(metrics=...) was given")
+        raise UsageError(f"best_by is {shown(best_by)}; it must be the name of a metric that save(metrics=...) was given")
     place = directory_of(os.fspath(root))
     if place is not None and not os.path.isdir(place):
         raise NotFoundError(f"there is no directory {place}: {of_others(place) or 'give the root that the job was given'}")

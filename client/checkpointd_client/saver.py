@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from checkpointd import arguments
+from checkpointd.arguments import shown
 from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import KEEPS_NONE
@@ -118,11 +119,11 @@ def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float
     """`metrics` in the form of AttemptInfo. UsageError for a value that is not a number; NaN and infinities are left out."""
     checked: dict[str, float] = {}
     if not isinstance(metrics, Mapping | None):
-        raise UsageError(f"metrics is {metrics!r:.80}; it must map names to numbers, as in metrics={{'loss': loss}}")
+        raise UsageError(f"metrics is {shown(metrics)}; it must map names to numbers, as in metrics={{'loss': loss}}")
     for name, value in (metrics or {}).items():
         if type(name) is not str or not 0 < len(name) <= METRIC_NAME_MAX or not _is_encodable(name):
             raise UsageError(
-                f"{name!r:.80} (a {type_name(name)}) cannot name a metric: use a str of 1 to {METRIC_NAME_MAX} characters "
+                f"{shown(name)} (a {type_name(name)}) cannot name a metric: use a str of 1 to {METRIC_NAME_MAX} characters "
                 "that UTF-8 can encode"
             )
         try:
@@ -130,7 +131,7 @@ def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float
                 raise TypeError("not a number")
             checked[name] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise UsageError(f"metric {name!r} is {value!r:.80}; it must be a number") from error
+            raise UsageError(f"metric {name!r} is {shown(value)}; it must be a number") from error
     if len(checked) > METRICS_MAX:
         raise UsageError(f"{len(checked)} metrics are more than {METRICS_MAX}; pass only the metrics that retention uses")
     left_out = sorted(set(checked) - {name for name, _ in finite(checked)})

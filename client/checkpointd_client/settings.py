@@ -13,6 +13,7 @@ from typing import Any, Self, get_args
 from torch.distributed import ProcessGroup
 
 from checkpointd import arguments
+from checkpointd.arguments import shown
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Retention, rules_of
@@ -171,7 +172,7 @@ class Options:
 def _check_overhead(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= OVERHEAD_MAX:
         raise UsageError(
-            f"max_overhead is {value!r:.80}; it must be greater than 0 and at most {OVERHEAD_MAX:g}, as 0.03 for 3 % of the "
+            f"max_overhead is {shown(value)}; it must be greater than 0 and at most {OVERHEAD_MAX:g}, as 0.03 for 3 % of the "
             "training time, or None to save at full speed"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
 import tarfile
@@ -22,7 +23,7 @@ def archive(**entries: bytes) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as file:
         for name, data in entries.items():
-            file.writestr(name.replace("__", "/"), data)
+            file.writestr(name if "/" in name else name.replace("__", "/"), data)
     return made.getvalue()
 
 
@@ -48,7 +49,7 @@ ROOTS = {".checkpointd/starts/e": b"", "step3/00000001-0/outcome": b""}
         ({"x.pt": torch_zip()}, "x.pt", "file of torch.save: load it as before, with torch.load"),
         ({"x.pt": LEGACY + b"..."}, "x.pt", "before torch 1.6"),
         ({"x.ckpt": torch_zip(b"\x80\x02}X\x19\x00\x00\x00pytorch-lightning_versionq")}, "x.ckpt", "Lightning: .*ckpt_path="),
-        ({"x.pt": torch_zip(archive__code____torch__=b"")}, "x.pt", "TorchScript"),
+        ({"x.pt": torch_zip(**{"archive/code/__torch__.py": b""})}, "x.pt", "TorchScript"),
         ({"x.npz": archive(**{"a.npy": b"\x93NUMPY"})}, "x.npz", r"numpy\.load"),
         ({"x.npy": b"\x93NUMPY\x01"}, "x.npy", r"numpy\.load"),
         ({"x.zip": archive(a=b"")}, "x.zip", "zip archive: unpack it"),
@@ -111,6 +112,23 @@ def test_a_checkpoint_of_another_program_is_recognised(tmp_path: Path, files: di
 def test_what_is_no_checkpoint_is_not_taken_for_one(tmp_path: Path, make: Callable[[Path], object]) -> None:
     make(tmp_path / "x")
     assert recognised(tmp_path / "x") is None
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "pytorch_model.bin", "x.gguf", "g7_model_states.pt", "latest"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert recognised(tmp_path / name) is None or name == "g7_model_states.pt"
+    recognised(tmp_path)
+
+
+@pytest.mark.parametrize("at", [8, 6])
+def test_an_archive_that_cannot_be_unpacked_is_named_all_the_same(tmp_path: Path, at: int) -> None:
+    """Its entries are encrypted, or compressed in a way that nobody knows."""
+    data = bytearray(torch_zip())
+    for place in (data.find(b"PK\x03\x04") + at, data.find(b"PK\x01\x02") + at + 2):
+        data[place] = 0x61
+    (tmp_path / "x.pt").write_bytes(data)
+    assert "is a file of torch.save" in str(recognised(tmp_path / "x.pt"))
 
 
 def test_a_root_of_ours_is_not_of_others(tmp_path: Path) -> None:

@@ -45,10 +45,7 @@ def encode_plan(plan: Plan) -> bytes:
             f"the plan of {plan.attempt} has {len(plan.tensors)} parts of tensors in {len(content)} bytes, and {LISTED_MAX} in "
             f"{LISTING_BYTES_MAX} are the limit: use fewer tensors"
         )
-    try:
-        return pack(content)
-    except CodecError as error:
-        raise UsageError(f"the plan of {plan.attempt} cannot be stored: {error}") from error
+    return pack(content)
 
 
 def decode_plan(data: bytes, key: str) -> Plan:

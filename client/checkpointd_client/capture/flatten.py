@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from checkpointd.arguments import shown
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
 from checkpointd_client.capture import objects, optimizer_layout, optimizers
@@ -124,7 +125,7 @@ class Flattener:
             raise StateError(f"the state must map names to objects, not be a {type_name(state)}: pass {{'model': model, ...}}")
         for name in state:
             if type(name) is not str:
-                raise StateError(f"the state's names must be str, not {type_name(name)} ({name!r:.80})")
+                raise StateError(f"the state's names must be str, not {type_name(name)} ({shown(name)})")
         if CLIENT_STATE in state:
             raise StateError(f"the name {CLIENT_STATE!r} in the state is reserved: pass client_state=... instead")
 

@@ -31,7 +31,16 @@ def saved(value: object) -> bytes:
     return file.getvalue()
 
 
-def loaded(data: bytes, fqn: str, *, opt_in: str) -> Any:
+def where_it_was(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """For torch.load: the device that a storage was saved from, or the host if this process does not have that device."""
+    try:
+        restored: torch.UntypedStorage = torch.serialization.default_restore_location(storage, location)
+    except RuntimeError:
+        return storage
+    return restored
+
+
+def loaded(data: bytes, fqn: str, *, opt_in: str, map_location: Any = "cpu") -> Any:
     """The value in `data`. If torch.load(weights_only=True) refuses it, UnsafeObjectError names `fqn` and the argument `opt_in`
     that allows the code.
     """
@@ -39,7 +48,7 @@ def loaded(data: bytes, fqn: str, *, opt_in: str) -> Any:
     try:
         entries_of(file)  # torch would decompress what a stranger has compressed
         file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location=map_location, weights_only=True)
     except PickleFault as error:
         raise FormatError(f"{fqn} is an object that torch.save did not write: {error}", fqn=fqn) from error
     except Exception as error:  # the bytes may come from anywhere, and torch may raise anything

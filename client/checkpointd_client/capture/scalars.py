@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkpointd.arguments import shown
 from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
 from checkpointd_client.capture import dtypes
@@ -34,7 +35,7 @@ def _text(value: str, fqn: str) -> tree.Node:
             value.encode()
         except UnicodeEncodeError:
             raise StateError(
-                f"{fqn}: a string with a lone surrogate ({value!r:.80}) is not text that can be stored: "
+                f"{fqn}: a string with a lone surrogate ({shown(value)}) is not text that can be stored: "
                 "store its bytes (os.fsencode for a file name)"
             ) from None
     return value
@@ -150,8 +151,8 @@ def _decode_member(node: tree.Member, known: type | None, stand_in: bool) -> enu
         found = classes.member(cls, node.name, value)
         if tree.encode(_tuple_or_scalar(found._value_, "")) != tree.encode(node.value):
             raise StateError(
-                f"{node.module}.{node.qualname}.{node.name} had the value {value!r:.80} when it was saved, and now it has "
-                f"{found._value_!r:.80}: load it with the class as it was"
+                f"{node.module}.{node.qualname}.{node.name} had the value {shown(value)} when it was saved, and now it has "
+                f"{shown(found._value_)}: load it with the class as it was"
             )
     except StateError:
         if stand_in:
@@ -204,7 +205,7 @@ def key_node(key: object, fqn: str) -> tree.Node:
     if is_scalar(key) and _is_key(key):
         return encode(key, fqn)
     raise StateError(
-        f"{fqn or 'the state'}: a dict key of type {type_name(key)} ({key!r:.80}) cannot be stored: "
+        f"{fqn or 'the state'}: a dict key of type {type_name(key)} ({shown(key)}) cannot be stored: "
         "use str, int, float, bool, None, another plain value or a tuple of those"
     )
 

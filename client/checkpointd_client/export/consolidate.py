@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
+from checkpointd import arguments
 from checkpointd.export import consolidate as exporting
 from checkpointd.export.beside import read_beside
 from checkpointd.export.consolidate import MEMORY_BYTES, Consolidation, Container, DType, ExportRequest, Safetensors
@@ -53,6 +54,7 @@ def consolidate(
     Raises NotFoundError, UsageError if `out` is in the way or the format cannot hold a tensor, DamagedError with object, FQN
     and rank, StoreError, StoreFullError.
     """
+    arguments.path("out", out)
     request = ExportRequest(
         tag=tag,
         only=only,

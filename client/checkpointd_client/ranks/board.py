@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]  # exported, but not in __all__
 
+from checkpointd.arguments import shown
 from checkpointd.config import Ranks, environment_world_size
 from checkpointd.errors import ERRORS, CheckpointdError, DeadlineError, UsageError
 from checkpointd.waits import Waiting
@@ -93,7 +94,7 @@ def check_group(group: object) -> None:
     if group == dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, ProcessGroup) and dist.get_rank(group) < 0):
         raise UsageError("this rank is not in process_group: make the Checkpointer on the ranks of that group only")
     if not isinstance(group, ProcessGroup):
-        raise UsageError(f"process_group is {group!r:.80}; it must be what torch.distributed.new_group() returns, or None")
+        raise UsageError(f"process_group is {shown(group)}; it must be what torch.distributed.new_group() returns, or None")
 
 
 def find_ranks(group: ProcessGroup | None = None) -> Ranks:

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Self, TypeAlias
 
+from checkpointd.arguments import shown
 from checkpointd.errors import CheckpointdError, UsageError
 from checkpointd_client.ranks.board import Board, poll
 from checkpointd_client.ranks.signals import Arrivals
@@ -66,15 +67,17 @@ def graces_of(signals: PreemptSignals, grace_s: float) -> dict[signal.Signals, f
         return {}
     given = (signals,) if isinstance(signals, int) else signals
     if not _is_several(given):
-        raise UsageError(f"preempt_signals is {signals!r:.80}; it must be a signal, several, or signals with seconds")
+        raise UsageError(f"preempt_signals is {shown(signals)}; it must be a signal, several, or signals with seconds")
     graces = list(given.items()) if isinstance(given, Mapping) else [(number, grace_s) for number in given]
     for number, seconds in graces:
         if not _can_be_caught(number):
             raise UsageError(
-                f"preempt_signals is {signals!r:.80}; it must name signals that a process can catch, such as signal.SIGTERM"
+                f"preempt_signals is {shown(signals)}; it must name signals that a process can catch, such as signal.SIGTERM"
             )
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= sys.float_info.max:
-            raise UsageError(f"preempt_signals is {signals!r:.80}; each signal takes seconds, more than 0, not {seconds!r:.80}")
+            raise UsageError(
+                f"preempt_signals is {shown(signals)}; each signal takes seconds, more than 0, not {shown(seconds)}"
+            )
     return {signal.Signals(number): float(seconds) for number, seconds in graces}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from checkpointd.arguments import shown
 from checkpointd.errors import FormatError, StateError
 from checkpointd.layout import tree
 from checkpointd_client.capture import scalars
@@ -141,7 +142,7 @@ def words(node: tree.Node) -> str:
         case tree.Dict(kind) | tree.Sequence(kind):
             return f"a {kind}"
         case _:
-            return f"the value {_leaf(node)!r:.80}"
+            return f"the value {shown(_leaf(node))}"
 
 
 def is_scalar(node: tree.Node) -> bool:

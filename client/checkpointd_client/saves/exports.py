@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import replace
 
+from checkpointd.arguments import shown
 from checkpointd.bucket_urls import one_spelling
 from checkpointd.config import ExportConfig
 from checkpointd.errors import CheckpointdError, UsageError
@@ -113,6 +114,6 @@ def check_export(config: object, *, has_sidecar: bool) -> None:
     if config is None:
         return
     if not isinstance(config, ExportConfig):
-        raise UsageError(f"export is {config!r:.80}; it must be an ExportConfig, as in export=ExportConfig(to='/models/run1')")
+        raise UsageError(f"export is {shown(config)}; it must be an ExportConfig, as in export=ExportConfig(to='/models/run1')")
     if has_sidecar:
         raise UsageError("with a sidecar, exports are the sidecar's: start that one with --export, and give no export= here")

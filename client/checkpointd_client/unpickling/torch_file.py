@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
-import stat
 import sys
 from collections.abc import Callable
 from typing import IO, Any
@@ -31,15 +29,6 @@ DIMENSIONS_MAX = 64
 def mapped(file: IO[bytes]) -> Callable[[], mmap.mmap]:
     """The memory of a whole file on the disk, for UntrustedTorchFile. Writing to it changes no file."""
     return lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def opened(path: str) -> IO[bytes]:
-    """The regular file at `path`, open for reading. PickleFault if it is of another kind, which might block; OSError."""
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  # the caller closes it
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise PickleFault("it is not a regular file")
-    return file
 
 
 class UntrustedTorchFile:

@@ -11,6 +11,7 @@ Invariants
   PICKLE-2  A pickle of n bytes takes O(n) time and memory: it makes at most OBJECTS_MAX containers and memo entries, and
       beside FREE_OBJECTS at most one for BYTES_PER_OBJECT bytes. It nests no deeper than DEPTH_MAX. Its repeated
       references unfold to at most UNFOLDED_MAX values, or 16 times the values that it holds. No list or dict contains itself.
+      No int has more than 255 bytes, so it is quick to multiply, and Python shows it as text.
   PICKLE-3  Keys are quick to hash and to compare. Any other key is replaced by a Record, which equals no other key.
 
 pickletools.dis shows what a file holds.
@@ -172,6 +173,10 @@ class _Unpickler(pickle._Unpickler):
         self.stack[:] = map(self._keys.checked, self.stack)
         self.count()
 
+    def refuse_number(self) -> None:
+        """LONG4, an int of more than 255 bytes."""
+        raise PickleLimit("it holds a number of more than 255 bytes")
+
     def bytearray8(self) -> None:
         """BYTEARRAY8, whose own method allocates what it announces."""
         (size,) = struct.unpack("<Q", self.read(8))
@@ -198,7 +203,7 @@ def _after(first: Opcode, *names: str) -> Iterator[tuple[int, Opcode]]:
 _Unpickler.dispatch = _Opcodes(
     [
         *_theirs("PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE"),
-        *_theirs("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+        *_theirs("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
         *_theirs("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
         *_theirs("POP", "POP_MARK", "DUP", "BINPUT", "BINGET", "LONG_BINGET"),
         *_theirs("EMPTY_TUPLE", "APPEND", "APPENDS", "BUILD", "GLOBAL", "STACK_GLOBAL", "BINPERSID"),
@@ -212,6 +217,7 @@ _Unpickler.dispatch = _Opcodes(
         (pickle.NEWOBJ[0], _Unpickler.call),
         (pickle.NEWOBJ_EX[0], _Unpickler.call_with_keywords),
         (pickle.BYTEARRAY8[0], _Unpickler.bytearray8),
+        (pickle.LONG4[0], _Unpickler.refuse_number),
     ]
 )
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -331,6 +337,4 @@ def _children(value: Any) -> Collection[Any]:
 
 def _weight(value: Any) -> int:
     """The weight of a leaf; a long one weighs more, since it may be referred to often."""
-    if isinstance(value, str | bytes | bytearray):
-        return 1 + (len(value) >> 6)
-    return 1 + (value.bit_length() >> 9) if type(value) is int else 1
+    return 1 + (len(value) >> 6) if isinstance(value, str | bytes | bytearray) else 1

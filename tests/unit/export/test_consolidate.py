@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, StoreFullError, UsageError
 from checkpointd.export import output as outputs
 from checkpointd.export.consolidate import MEMORY_BYTES_MIN, Consolidation, ExportRequest, Safetensors, consolidate
-from checkpointd.export.output import Output
+from checkpointd.export.output import Output, reserve
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias
 from checkpointd.store.posix.store import PosixStore
@@ -302,6 +302,16 @@ async def test_output_3_a_full_disk_leaves_nothing(
     with pytest.raises(StoreFullError, match=r"failed: \[ENOSPC\].*free some space or give a place on another file system"):
         await consolidate(store, out, Safetensors(out, None), ExportRequest(only="model"))
     assert sorted(os.listdir(tmp_path)) == ["root"]
+
+
+def test_output_3_what_is_larger_than_the_space_takes_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda _, __, size: asked.append(size))
+    with open(tmp_path / "out", "wb") as file:
+        reserve(file.fileno(), 4096)
+        with pytest.raises(OSError, match="No space left"):
+            reserve(file.fileno(), 1 << 60)
+    assert asked == [4096]
 
 
 async def test_a_file_system_that_reserves_nothing_is_written_all_the_same(

@@ -69,7 +69,7 @@ def test_a_url_that_has_lost_a_slash_is_no_directory(root: str | Path) -> None:
 
 @pytest.mark.parametrize("root", ["", "a\0b"])
 def test_what_is_no_path_is_refused(root: str) -> None:
-    with pytest.raises(UsageError, match="not a root"):
+    with pytest.raises(UsageError, match="must be a path"):
         open_store(root)
 
 

@@ -15,6 +15,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+from checkpointd.arguments import shown
 from checkpointd.errors import StateError
 
 
@@ -81,7 +82,7 @@ def member(cls: type[enum.Enum], name: str | None, value: object) -> enum.Enum:
         found = _combination(cls, value) if found is None else found
     if isinstance(found, cls) and found._name_ == name:
         return found
-    raise _other_now(cls.__module__, cls.__qualname__, f"an enum without the member {name} = {value!r:.80}, which is stored")
+    raise _other_now(cls.__module__, cls.__qualname__, f"an enum without the member {name} = {shown(value)}, which is stored")
 
 
 def _combination(cls: type[enum.Enum], value: int) -> object:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from checkpointd.arguments import shown
 from checkpointd.errors import StateError, UsageError
 from checkpointd_client.capture.tensor_kinds import four_bit, tiles
 from checkpointd_client.capture.tensor_kinds.blocks import BLOCKS
@@ -54,7 +55,7 @@ class WrapperClass(TensorKind):
         except Exception as error:  # the user's code may raise anything
             raise ValueError(f"its {_FLATTEN} failed: {type(error).__name__}: {error}") from error
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"its {_FLATTEN} returned {names!r:.80} in place of the names of its inner tensors")
+            raise ValueError(f"its {_FLATTEN} returned {shown(names)} in place of the names of its inner tensors")
         return list(names), context
 
     def made(self, facts: OuterFacts, inner: Inner, context: Any) -> torch.Tensor:
@@ -135,13 +136,13 @@ class TensorClasses:
         """The classes of the argument `tensor_classes`. UsageError if one of them is of no kind that can be stored."""
         if isinstance(classes, str | type) or not isinstance(classes, Iterable):
             raise UsageError(
-                f"tensor_classes is {classes!r:.80}; it must be a list of classes, as in tensor_classes=[MyTensor]"
+                f"tensor_classes is {shown(classes)}; it must be a list of classes, as in tensor_classes=[MyTensor]"
             )
         own: dict[str, type] = {}
         for one in classes:
             if not isinstance(one, type) or not (_follows_protocol(one) or _is_of_contexts(one) or _is_of_parameters(one)):
                 raise UsageError(
-                    f"tensor_classes has {one!r:.80}; give subclasses of torch.Tensor with {_FLATTEN} and {_UNFLATTEN}, the "
+                    f"tensor_classes has {shown(one)}; give subclasses of torch.Tensor with {_FLATTEN} and {_UNFLATTEN}, the "
                     "enumerations, dataclasses and namedtuples that these return beside their inner tensors, and subclasses of "
                     "nn.Parameter"
                 )
@@ -193,7 +194,7 @@ class TensorClasses:
             if moved is not None:
                 raise StateError(
                     f"it is of the class {name!r:.200}, and tensor_classes has {moved!r:.200}: if that is the same class in "
-                    f"another module, set its __module__ to {module!r:.200} and its __qualname__ to {path!r:.80} first"
+                    f"another module, set its __module__ to {module!r:.200} and its __qualname__ to {shown(path)} first"
                 )
             raise StateError(
                 f"it is of the class {name!r:.200}, which is not allowed: if you trust it, pass tensor_classes=[{last:.80}]"

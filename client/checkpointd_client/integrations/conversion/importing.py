@@ -210,6 +210,7 @@ def import_at(root: str | os.PathLike[str], job: ImportJob, *, force: bool) -> t
 
     UsageError if the tag exists and `force` is not set or if the root is in the source, RootInUseError if a job is alive there.
     """
+    arguments.path("root", root)
     claim_root(root)()  # the start of an import would fence a Checkpointer of this process
 
     async def act(store: Store) -> tuple[str, int, int]:

@@ -23,15 +23,18 @@ from torch.distributed.checkpoint.metadata import (
 
 from checkpointd.errors import FormatError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.boxes import Box, tiling_fault
+from checkpointd.regular_files import open_regular
 from checkpointd.system_errors import in_words
 from checkpointd_client.capture.dtypes import NAMES
 from checkpointd_client.integrations.conversion.paths import Path as StatePath
 from checkpointd_client.unpickling import unpickler
-from checkpointd_client.unpickling.records import PickleFault, PickleLimit, Record
-from checkpointd_client.unpickling.torch_file import PICKLE_BYTES_MAX, opened
+from checkpointd_client.unpickling.records import PickleLimit, Record
+from checkpointd_client.unpickling.torch_file import PICKLE_BYTES_MAX
 
 NAME = ".metadata"
 _PATH_MAX = 4096
+_OFFSET_MAX = (1 << 63) - 1
+"""The last byte that a file can have."""
 _EXTRA_STATE = "_extra_state"
 _OF_DCP = "torch.distributed.checkpoint.metadata"
 _OF_SHARDS = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.3
@@ -142,23 +145,21 @@ def read(directory: Path) -> Described:
         )
     try:
         return _described(_unpickled(data, path), directory)
-    except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
+    except (AttributeError, TypeError, LookupError, ValueError, OverflowError) as error:
         raise FormatError(f"{path} is not the metadata of a DCP directory: {error!r}", key=str(path)) from error
 
 
 def content_of(path: Path) -> bytes | None:
-    """The bytes of a file; None if there is no such file. UnreadableError if it cannot be read, FormatError if it is too
-    long or no regular file.
+    """The bytes of a file; None if there is no such file. UnreadableError if it cannot be read or is not a regular file,
+    FormatError if it is too long.
     """
     try:
-        with opened(str(path)) as file:
+        with open_regular(path) as file:
             data = file.read(PICKLE_BYTES_MAX + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UnreadableError(f"{path} cannot be read: {in_words(error, 'file')}") from error
-    except PickleFault as error:
-        raise FormatError(f"{path} is refused: {error}", key=str(path)) from error
     if len(data) > PICKLE_BYTES_MAX:
         raise FormatError(f"{path} has more than {PICKLE_BYTES_MAX} bytes, and is not read", key=str(path))
     return data
@@ -247,8 +248,8 @@ def _place(places: Places, fqn: str, offsets: tuple[int, ...] | None, directory:
             f"{fqn} was saved through {named}, an extension of DCP's file system: load it with DCP, and save it again without"
         )
     file, offset, length = _name(info["relative_path"]), int(info["offset"]), int(info["length"])
-    if Path(file).name != file or offset < 0 or length < 0:
-        raise FormatError(f"{directory / NAME} says that {fqn} lies in {file!r} at {offset}, which is impossible")
+    if "/" in file or file in ("", ".", "..") or min(offset, length) < 0 or offset + length > _OFFSET_MAX:
+        raise FormatError(f"{directory / NAME} says that {fqn} lies in {file!r:.99} at {offset}, which is impossible")
     return DcpFileRange(file, offset, length)
 
 

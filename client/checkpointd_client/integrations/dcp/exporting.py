@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from checkpointd import arguments
 from checkpointd.config import LoadConfig
 from checkpointd.export.consolidate import MEMORY_BYTES, ExportedFile, check_outside, memory_of
 from checkpointd.export.output import Output, on_thread, translated
@@ -74,6 +75,7 @@ def export_dcp(
     written and their total. Raises NotFoundError, UsageError if `out` is in the way, DamagedError with object, FQN and rank,
     StoreError, StoreFullError.
     """
+    arguments.path("out", out)
     held = memory_of(memory)
 
     async def export(store: Store) -> ExportedDCP:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from checkpointd import arguments
 from checkpointd.errors import FormatError, UsageError
 from checkpointd.export.consolidate import memory_of
 from checkpointd.layout import tree
@@ -68,6 +69,7 @@ def import_dcp(
     Raises NotFoundError, UsageError with the right command if `source` is of another format, FormatError if the directory is
     damaged or its metadata names anything but DCP's own classes, RootInUseError if a job is alive at the root, StoreError.
     """
+    arguments.path("source", source)
     held = memory_of(memory, MEMORY_BYTES_MIN)
     path = Path(source).absolute()
     if not os.path.lexists(path / metadata_file.NAME):

@@ -1,8 +1,8 @@
 """A DCP StorageReader: DCP plans which boxes each rank needs, our indexes say where they lie, and only their chunks are read.
 
 Invariants
-  DCPREAD-1  Nothing here unpickles: DCP's metadata is made from the indexes. The bytes that DCP's planner unpickles are made
-      here from plain values, or pass torch.load(weights_only=True) first.
+  DCPREAD-1  DCP's metadata is made from the indexes. All bytes that DCP's planner unpickles are made here: from plain values,
+      or from what torch.load(weights_only=True) loads. Unless `weights_only` is False, it never has bytes that are stored.
   DCPREAD-2  All ranks read one checkpoint, even if another one is committed meanwhile.
   DCPREAD-3  Each chunk is verified, and damage raises an error. Tensors may be filled by then, as always with DCP.
 """
@@ -31,7 +31,7 @@ from checkpointd.layout.regions import slices
 from checkpointd.phrases import listed
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd_client.capture.dtypes import DTYPES, empty
-from checkpointd_client.capture.pickled import loaded
+from checkpointd_client.capture.pickled import loaded, saved, where_it_was
 from checkpointd_client.integrations.conversion.objects import OPT_IN
 from checkpointd_client.integrations.dcp.content import DcpContent, content_of, is_whole
 from checkpointd_client.integrations.dcp.session import take_up
@@ -142,7 +142,7 @@ class CheckpointdReader(Tagged, StorageReader):
     def _object(self, name: str) -> bytes:
         data = self._content.object_bytes(name)
         if self._weights_only and name in self._content.objects:
-            loaded(data, name, opt_in=OPT_IN)
+            return saved(loaded(data, name, opt_in=OPT_IN, map_location=where_it_was))
         return data
 
     def _tensor(self, item: ReadItem, planner: LoadPlanner, uploads: Uploads) -> tuple[BoxRequest, After]:

@@ -25,6 +25,7 @@ from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.plan import CARRIERS
 from checkpointd.pipeline.shard import Bytes
+from checkpointd.regular_files import open_regular
 from checkpointd.system_errors import in_words
 from checkpointd_client.capture.dtypes import NAMES
 from checkpointd_client.integrations.conversion.metadata_file import DcpFileRange
@@ -99,7 +100,7 @@ class Directory:
             if self._file is not None:
                 self._file.close()
             try:
-                self._file = (self.path / name).open("rb")
+                self._file = open_regular(self.path / name)
             except FileNotFoundError:
                 raise NotFoundError(f"{self.path} has no file {name}, which its metadata names") from None
             except OSError as error:

@@ -5,6 +5,7 @@ A load changes the user's objects in steps, once every tensor is filled.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -262,4 +263,4 @@ class Context(ABC):
 
 def _dots(path: str) -> list[int]:
     """The positions at which `path` can be cut between keys, and its end."""
-    return [i for i, letter in enumerate(path) if letter == "."] + [len(path)]
+    return [dot.start() for dot in re.finditer(r"\.", path)] + [len(path)]

@@ -194,7 +194,7 @@ def test_objects_stay_records_and_are_told(tmp_path: Path) -> None:
 
 def test_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
-    with pytest.raises(DamagedError, match="not a regular file"):
+    with pytest.raises(UnreadableError, match="not a regular file"):
         safe_unpickle.read(str(tmp_path / "pipe.pt"))
     (tmp_path / "folder.pt").mkdir()
     with pytest.raises((DamagedError, UnreadableError)):

@@ -154,6 +154,7 @@ REFUSED = {
     "lists": (b"(" + b"]" * 1024 + b"t.", "so many objects"),
     "sets": (b"(" + b"\x8f" * 1024 + b"t.", "so many objects"),
     "one value under many numbers": (b"N" + b"\x94" * 1024 + b".", "so many objects"),
+    "a number of 256 bytes": (b"\x8b\0\1\0\0" + b"\1" * 256 + b".", "more than 255 bytes"),
     "nothing": (b".", "damaged"),
 }
 

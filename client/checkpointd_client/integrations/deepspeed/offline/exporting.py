@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from checkpointd import arguments
 from checkpointd.errors import CheckpointdError, FormatError, UsageError
 from checkpointd.export.consolidate import ExportedFile, check_outside
 from checkpointd.export.output import Output, translated
@@ -72,6 +73,7 @@ def export_deepspeed(
     checkpoint may come from an engine with `layout="checkpointd"`, from an import, or from `{"model": ..., "optimizer": ...}`.
     UsageError if DeepSpeed is missing, or if its files cannot hold a part of the checkpoint; other errors as `consolidate`.
     """
+    arguments.path("out", out)
     if stage not in (1, 2, 3) or ranks < 1:
         raise UsageError(f"stage {stage} on {ranks} ranks: only stages 1, 2 and 3 can be written, for at least one rank")
     try:

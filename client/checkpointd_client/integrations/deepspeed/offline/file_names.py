@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 from contextlib import suppress
 
 from checkpointd.layout.keys import LATEST
 from checkpointd.phrases import listed
+from checkpointd.regular_files import open_regular
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
 OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt\Z")
@@ -22,9 +22,9 @@ _LATEST_BYTES_MAX = 4096
 def read_latest(directory: str) -> bytes:
     """The bytes of `latest` in `directory`. OSError if it cannot be read, is not a regular file, or is longer than a path."""
     pointer = os.path.join(directory, LATEST)
-    with open(pointer, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        found = file.read(_LATEST_BYTES_MAX + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
-    if found is None or len(found) > _LATEST_BYTES_MAX:
+    with open_regular(pointer) as file:
+        found = file.read(_LATEST_BYTES_MAX + 1)
+    if len(found) > _LATEST_BYTES_MAX:
         raise OSError(errno.EINVAL, "not a file with the name of a checkpoint", pointer)
     return found
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from checkpointd import arguments
 from checkpointd.layout.keys import SERVICE
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint
 from checkpointd_client.integrations.deepspeed.offline.lazy_tensor import LazyTensor, as_fp32
@@ -97,6 +98,7 @@ def lazy_state_dict(
     checkpoint_dir: Directory, tag: str | None = None, *, exclude_frozen_parameters: bool = False
 ) -> OrderedDict[str, LazyTensor]:
     """The weights, each to be read on demand; tied names have the same object."""
+    arguments.path("checkpoint_dir", checkpoint_dir)
     directory = tag_directory(checkpoint_dir, tag)
     if not is_zero_checkpoint(directory) and is_root(checkpoint_dir):
         from checkpointd_client.integrations.deepspeed.offline.fp32_stored import stored_state_dict
@@ -121,7 +123,7 @@ def _buffers(files: ZeroFiles) -> list[tuple[str, LazyTensor]]:
     """The buffers in the order of the module, floating ones in fp32; buffers that share memory are one object."""
     model = files.model
     module = checked(model.content.get("module"), dict, model.path, "module")
-    names = set(checked(model.content.get("buffer_names"), (list, set, tuple), model.path, "buffer_names"))
+    names = set(files.buffers)
     made: dict[object, LazyTensor] = {}
     return [(name, _buffer(value, model.path, name, made)) for name, value in module.items() if name in names]
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from checkpointd import arguments
 from checkpointd.errors import DamagedError, NotFoundError, StateError
 from checkpointd.export.consolidate import memory_of
 from checkpointd.layout import tree
@@ -97,6 +98,7 @@ def import_deepspeed(
     Raises NotFoundError, UsageError with the right command if `source` is of another format, DamagedError with the file,
     StateError with the value that cannot be stored, StoreError.
     """
+    arguments.path("source", source)
     held = memory_of(memory, MEMORY_BYTES_MIN)
     try:
         directory = _directory(source, tag)
@@ -227,16 +229,12 @@ class _State:
 
     def _of_module(self, name: str, value: torch.Tensor) -> _StateLeaf | None:
         path, trained = self.files.model.path, self.zero.trained.get(name)
-        if self.files.stage < 3 or name in self._buffers:
+        if self.files.stage < 3 or name in self.files.buffers:
             return _StateLeaf(mapped_tensor(value, path, name), trained is not None)
         if trained is not None:  # stage 3 saves only masters; a load makes the parameters from them
             alike = value.dtype == trained.master.dtype
             return _StateLeaf(trained.master if alike else ConvertedTensor(trained.master, value.dtype), True)
         return _StateLeaf(self.zero.frozen[name]) if name in self.zero.frozen else None
-
-    @property
-    def _buffers(self) -> list[str]:
-        return [str(name) for name in self.files.model.content["buffer_names"]]
 
     def _masters(self) -> dict[str, _StateLeaf]:
         module = self.files.model.content["module"]
@@ -258,7 +256,7 @@ class _State:
     def _engine(self) -> dict[str, Any]:
         model, module = self.files.model.content, self.files.model.content["module"]
         dtypes = [str(module[name].dtype) for name in self.zero.trained]
-        known = self.zero.trained.keys() | self.zero.frozen.keys() | set(self._buffers) | self.files.shared.keys()
+        known = self.zero.trained.keys() | self.zero.frozen.keys() | set(self.files.buffers) | self.files.shared.keys()
         return {
             **{name: model[name] for name in _COUNTERS if name in model},
             "dp_world_size": model.get("dp_world_size", self.files.ranks),
@@ -268,7 +266,7 @@ class _State:
             "dtype": dtypes[0] if dtypes else "torch.float32",
             "scales": self._scales(),
             "left_out": [str(name) for name in module if name not in known] if self.files.stage == 3 else [],
-            "buffers": self._buffers,
+            "buffers": self.files.buffers,
         }
 
     def _scales(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from checkpointd import arguments
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import LATEST
 from checkpointd.phrases import rank_runs
@@ -78,9 +79,21 @@ class ZeroFiles:
     @property
     def shared(self) -> dict[str, str]:
         """Names of tied parameters -> the name under which each is stored."""
-        found = self.model.content.get("shared_params") or {}
-        pairs = found.items() if isinstance(found, Mapping) else found
-        return {str(name): str(owner) for name, owner in pairs}
+        path, found = self.model.path, self.model.content.get("shared_params")
+        kept = checked([] if found is None else found, (dict, list, tuple), path, "shared_params")
+        pairs = [
+            checked(pair, tuple, path, "a pair of shared_params") for pair in (kept.items() if isinstance(kept, dict) else kept)
+        ]
+        if not all(len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs):
+            raise DamagedError(f"{path}: shared_params is not pairs of names", key=path)
+        return dict(pairs)
+
+    @property
+    def buffers(self) -> list[str]:
+        """The names of the buffers."""
+        path = self.model.path
+        names = checked(self.model.content.get("buffer_names"), (list, set, tuple), path, "buffer_names")
+        return [checked(name, str, path, "a name in buffer_names") for name in names]
 
     def optimizer(self, rank: int) -> Mapping[str, Any]:
         """The state of ZeRO's optimizer on `rank`."""
@@ -106,11 +119,14 @@ def tag_directory(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> st
         except (FileNotFoundError, NotADirectoryError):
             raise NotFoundError(f"there is no {pointer}, which names the newest checkpoint: name a tag") from None
         except UnicodeDecodeError:
-            raise DamagedError(f"{pointer} does not hold a tag", key=pointer) from None
+            tag = ""
         except OSError as error:
             raise UnreadableError(f"{pointer} cannot be read: {in_words(error, 'file')}; or name a tag") from error
+        if not tag or os.path.isabs(tag) or ".." in tag.split("/") or not tag.isprintable():
+            raise DamagedError(f"{pointer} does not hold a tag", key=pointer)
+    arguments.path("tag", tag)
     place = os.path.join(directory, tag)
-    if not tag or not os.path.isdir(place):
+    if not os.path.isdir(place):
         raise NotFoundError(f"there is no directory {place}")
     return place
 

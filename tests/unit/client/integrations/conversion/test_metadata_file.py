@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from checkpointd.errors import DamagedError, FormatError
+from checkpointd.errors import DamagedError, FormatError, NotFoundError, UnreadableError
 from checkpointd.layout import tree
 from checkpointd_client.integrations.conversion import metadata_file
 from checkpointd_client.integrations.conversion.paths import leaves, name_of, state_tree
+from checkpointd_client.integrations.dcp.importing import import_dcp
 from checkpointd_client.integrations.dcp.tagged import step_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -89,6 +90,14 @@ def negative(metadata: Metadata) -> None:
         info.offset = -1
 
 
+def placed(**changes: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            vars(info).update(changes)
+
+    return change
+
+
 def gap(metadata: Metadata) -> None:
     stored: Any = metadata.state_dict_metadata["w"]
     stored.size = torch.Size((5, 2))
@@ -99,6 +108,9 @@ def gap(metadata: Metadata) -> None:
     [
         (outside, "lies in '../other'"),
         (negative, "at -1, which is impossible"),
+        (placed(offset=1 << 63), "which is impossible"),
+        (placed(length=float("inf")), "is not the metadata"),
+        (placed(relative_path=".."), "lies in '..'"),
         (gap, "2 of 10 elements are written by no rank"),
         (lambda m: m.storage_data.clear(), "does not say where"),
         (lambda m: setattr(m, "state_dict_metadata", {"w": 5}), "is not the metadata"),
@@ -118,6 +130,28 @@ def test_other_bytes_are_refused(directory: Path, data: bytes) -> None:
     (directory / ".metadata").write_bytes(data)
     with pytest.raises(FormatError, match=r"\.metadata"):
         metadata_file.read(directory)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda d: pipe(d / ".metadata"), "not a regular file"),
+        (lambda d: pipe(d / "__0_0.distcp"), "not a regular file"),
+        (lambda d: changed(d, placed(relative_path="a\0b")), "has no file a"),
+        (lambda d: changed(d, placed(relative_path="\udcff\ud800")), "has no file"),
+    ],
+)
+def test_what_is_no_file_is_neither_waited_for_nor_opened(
+    directory: Path, tmp_path: Path, spoil: Callable[[Path], object], words: str
+) -> None:
+    spoil(directory)
+    with pytest.raises((UnreadableError, NotFoundError), match=words):
+        import_dcp(directory, tmp_path / "root")
 
 
 # --- names, paths and tags ------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -43,6 +45,7 @@ from checkpointd_client.integrations.dcp import CheckpointdReader, CheckpointdWr
 from checkpointd_client.integrations.dcp.session import _sessions
 from checkpointd_client.integrations.dcp.writer import PlanRequest
 from tests.job_elsewhere import ELSEWHERE, live_job
+from tests.unit.client.unpickling import zips
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -213,6 +216,32 @@ def test_an_object_is_loaded_only_where_that_is_asked_for(root: Path) -> None:
     target: dict[str, Any] = {"odd": None}
     dcp.load(target, storage_reader=CheckpointdReader(root, "odd", weights_only=False), **ALONE)
     assert target["odd"] == Odd()
+
+
+TWICE_BUILT = (
+    b"\x80\x02ccollections\nOrderedDict\n)R}X\x0c\0\0\0__setstate__ccollections\nCounter\nsb}X\1\0\0\0xK\x07sb"
+    b"ctorch\ndevice\nX\3\0\0\0cpu\x85R\x86."
+)
+"""torch.load sets the attribute `x` of an OrderedDict with weights_only=True, and calls Counter with weights_only=False."""
+
+
+def test_dcpread_1_the_planner_unpickles_what_was_checked_and_nothing_that_is_stored(tmp_path: Path) -> None:
+    dcp.save({"odd": Odd()}, storage_writer=FileSystemWriter(tmp_path / "d"), **ALONE)
+    file = io.BytesIO()
+    torch.save({}, file)
+    data = zips.zipped(
+        {name: TWICE_BUILT if name.endswith(".pkl") else one for name, one in zips.members(file.getvalue()).items()}
+    )
+    metadata = FileSystemReader(tmp_path / "d").read_metadata()
+    [place] = metadata.storage_data.values()
+    (tmp_path / "d" / place.relative_path).write_bytes(data)
+    place.offset, place.length = 0, len(data)
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert import_dcp(tmp_path / "d", tmp_path / "root").pickled == ("odd",)
+    target: dict[str, Any] = {"odd": None}
+    dcp.load(target, storage_reader=CheckpointdReader(tmp_path / "root"), **ALONE)
+    kept, device = target["odd"]
+    assert (kept.x, device) == (7, torch.device("cpu"))
 
 
 def test_a_checkpointer_and_dcp_read_each_other(root: Path) -> None:

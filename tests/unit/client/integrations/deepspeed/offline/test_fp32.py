@@ -190,7 +190,7 @@ FAULTS: list[tuple[int, Callable[[Path], None], type[CheckpointdError], str]] = 
     (2, lambda d: (d / optim(1)).write_bytes(b"\x80\x02."), DamagedError, r"rank_1.*cannot be read"),
     (2, lambda d: (d / "mp_rank_00_model_states.pt").unlink(), NotFoundError, "has no file"),
     (2, lambda d: [(d / optim(r)).unlink() for r in (0, 1)], NotFoundError, "has no file"),  # type: ignore[func-returns-value]
-    (2, pipe, DamagedError, r"rank_1.*not a regular file"),
+    (2, pipe, UnreadableError, r"rank_1.*not a regular file"),
     (2, dangle, NotFoundError, r"rank_1.* does not exist"),
     (2, shorten("single_partition_of_fp32_groups"), DamagedError, "elements of group 0"),
     (3, shorten("fp32_flat_groups"), DamagedError, "rank_1.*sub-groups"),
@@ -229,6 +229,37 @@ LATEST: list[Callable[[Path], object]] = [
     lambda p: p.symlink_to("/dev/null"),
     lambda p: p.write_text("step5" * 1000),
 ]
+
+ODD: list[tuple[dict[str, Any], str]] = [
+    ({"shared_params": 7}, "shared_params is a int"),
+    ({"shared_params": torch.ones(2)}, "shared_params is a Tensor"),
+    ({"shared_params": [("a", "b", "c")]}, "not pairs of names"),
+    ({"shared_params": [("a", 7)]}, "not pairs of names"),
+    ({"shared_params": ["ab"]}, "a pair of shared_params is a str"),
+    ({"buffer_names": 7}, "buffer_names is a int"),
+    ({"buffer_names": [[]]}, "a name in buffer_names is a list"),
+    ({"ds_autoep_layers": [1 << 20_000]}, "a number of more than 255 bytes"),
+    ({"global_steps": 1 << 20_000}, "a number of more than 255 bytes"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), ODD)
+@pytest.mark.parametrize("read", [get_fp32_state_dict_from_zero_checkpoint, lambda p: import_deepspeed(p, p / "root")])
+def test_values_that_deepspeed_does_not_save_are_named(
+    tmp_path: Path, changes: dict[str, Any], words: str, read: Callable[[Path], object]
+) -> None:
+    directory = make(tmp_path / "step5", 2, 2).directory
+    edit(directory / "mp_rank_00_model_states.pt", lambda content: content.update(changes))
+    with pytest.raises((DamagedError, UsageError), match=words):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["/etc", "../step5", "step5/..", "a\0b", "a\nb", ""])
+def test_a_pointer_does_not_lead_elsewhere(tmp_path: Path, text: str) -> None:
+    make(tmp_path / "step5", 2, 2)
+    (tmp_path / "latest").write_text(text)
+    with pytest.raises(DamagedError, match="does not hold a tag"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("put", LATEST, ids=["loop", "directory", "pipe", "device", "long"])
