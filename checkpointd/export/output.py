@@ -275,7 +275,7 @@ def reserve(descriptor: int, size: int) -> None:
     OSError of ENOSPC if there is less space. The kernel would first take all that there is, from every other program.
     """
     room = os.fstatvfs(descriptor)
-    if size > room.f_bavail * room.f_frsize:
+    if room.f_blocks and size > room.f_bavail * room.f_frsize:  # some network file systems tell nothing
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         if size:
