@@ -7,6 +7,7 @@ import re
 from importlib import import_module
 from urllib.parse import unquote, urlsplit
 
+from checkpointd import arguments
 from checkpointd.bucket_urls import BucketUrl, is_bucket_url, parse, shown
 from checkpointd.commands import install
 from checkpointd.errors import UsageError
@@ -22,16 +23,7 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
 
     With `read_only`, the store refuses every write with a StoreError.
     """
-    text = os.fspath(root)
-    if text.startswith("~") and (meant := os.path.expanduser(text)) != text:
-        raise UsageError(
-            f"{text!r} starts with {text.split('/')[0]!r}, and only a shell expands it: give {meant!r}, or './{text}' for a "
-            "directory of that name"
-        )
-    if text.startswith("$") and (meant := os.path.expandvars(text)) != text:
-        raise UsageError(
-            f"{text!r} starts with a variable that only a shell replaces: give {meant!r}, or os.path.expandvars() of it"
-        )
+    text = arguments.expanded(os.fspath(root))
     if is_bucket_url(text):
         return _bucket_store(text, read_only=read_only)
     if not (found := _SCHEME.match(text)):
