@@ -57,8 +57,8 @@ OVERLAP_REMEDY = (
     "together, or give each tensor a name of its own"
 )
 SAME_STATE_REMEDY = (
-    "pass the same objects to save() on every rank. With process_group=..., all replicas and shards of each tensor must be on ranks "
-    "of that group"
+    "pass the same objects to save() on every rank. With process_group=..., all replicas and shards of each tensor must be on "
+    "ranks of that group"
 )
 KNOWN_MAX = 2
 """The number of combinations of plans that are remembered: two attempts may be decided at once."""
