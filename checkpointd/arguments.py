@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-import os
+import posixpath
 import re
 import sys
 from collections.abc import Sequence
@@ -82,12 +82,12 @@ def expanded(text: str) -> str:
     A URL may hold a secret by mistake, so the message does not repeat it.
     """
     if text.startswith("~"):
-        name, meant = text.split("/")[0], os.path.expanduser(text)
+        name, meant = text.split("/")[0], posixpath.expanduser(text)
         give = f"give {meant!r}" if meant != text else "there is no such user here. Give the path"
         raise UsageError(
             f"{text!r} starts with {name!r}, and only a shell expands it: {give}, or './{text}' for that very name"
         )
-    meant, found = os.path.expandvars(text), _VARIABLE.search(text)
+    meant, found = posixpath.expandvars(text), _VARIABLE.search(text)
     is_url = "://" in text
     if meant != text:
         give = "give what os.path.expandvars() makes of it" if is_url else f"give {meant!r}, or os.path.expandvars() of it"
