@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
+import posixpath
+import re
 import sys
 from collections.abc import Sequence
 
 from checkpointd.errors import UsageError
 
 TIMEOUT_S_MAX = 30 * 86400.0
+_VARIABLE = re.compile(r"(?:\A|/)\$[A-Za-z_]\w*(?=/|\Z)|\$\{\w+\}")
+"""A variable that looks like one, even if it is not set: as the whole name of a directory, or in braces."""
 
 
 def shown(value: object, most: int = 80) -> str:
@@ -65,7 +69,7 @@ def choice(name: str, value: object, options: Sequence[str]) -> None:
 
 
 def path(name: str, value: object) -> None:
-    """Accept a str, or an os.PathLike of a str, that can be the path of a file."""
+    """Accept a str, or an os.PathLike of a str, that can be the path of a file, and for which nothing needs to be expanded."""
     text = value.__fspath__() if hasattr(value, "__fspath__") else value
     if not isinstance(text, str) or not text:
         raise UsageError(f"{name} is {shown(value)}; it must be a path")
@@ -77,3 +81,27 @@ def path(name: str, value: object) -> None:
         raise UsageError(
             f"{name} is {shown(value)}; it must be a path, without a NUL or other characters that no file name can have"
         )
+    expanded(text)
+
+
+def expanded(text: str) -> str:
+    """Accept a path or URL without a `~` or a variable that only a shell expands: a directory `$HOME` would be made.
+
+    A URL may hold a secret by mistake, so the message does not repeat it.
+    """
+    if text.startswith("~"):
+        name, meant = text.split("/")[0], posixpath.expanduser(text)
+        give = f"give {meant!r}" if meant != text else "there is no such user here. Give the path"
+        raise UsageError(
+            f"{text!r} starts with {name!r}, and only a shell expands it: {give}, or './{text}' for that very name"
+        )
+    meant, found = posixpath.expandvars(text), _VARIABLE.search(text)
+    is_url = "://" in text
+    if meant != text:
+        give = "give what os.path.expandvars() makes of it" if is_url else f"give {meant!r}, or os.path.expandvars() of it"
+    elif found is not None:
+        give = f"{found[0].strip('/')} is not set here"
+    else:
+        return text
+    where = "the URL" if is_url else repr(text)
+    raise UsageError(f"{where} has a variable that only a shell replaces: {give}. No directory of a path may have such a name")

@@ -318,6 +318,7 @@ class ServedMirror:
 
     def __post_init__(self) -> None:
         for place in (self.origin, self.mirror):
+            arguments.expanded(place)
             if not os.path.isabs(place) and "://" not in place:
                 raise UsageError(f"mirror {self.origin}={self.mirror}: {place!r} must be an absolute path or a URL")
         if os.path.normpath(self.origin) == os.path.normpath(self.mirror):
@@ -392,6 +393,7 @@ class ServedExport(ExportConfig):
     def __post_init__(self) -> None:
         ExportConfig.__post_init__(self)
         for place in (self.root, self.to):
+            arguments.expanded(place)
             if not os.path.isabs(place) and not is_bucket_url(place):
                 raise UsageError(f"export {self.root}={self.to}: {place!r} must be an absolute path, or the URL of a bucket")
         if self.files is not None and not os.path.isabs(self.files):
@@ -478,6 +480,7 @@ class ServeConfig:
         if not self.roots:
             raise UsageError("a sidecar needs at least one root that it may serve: give --root")
         for root in (*self.roots, *self.names):
+            arguments.expanded(root)
             if not is_bucket_url(root) and not os.path.isabs(root):
                 raise UsageError(f"root {root!r} must be an absolute path, or the URL of a bucket")
         if len(set(self.uids)) > 1 and (buckets := [root for root in self.roots if is_bucket_url(root)]):
@@ -499,7 +502,7 @@ class ServeConfig:
         targets = [one.to for one in self.exports]
         if twice := next((target for target in targets if targets.count(target) > 1), None):
             raise UsageError(f"two rules export to {twice}: give each a place of its own")
-        nbytes = len(os.fsencode(self.socket))
+        nbytes = len(os.fsencode(arguments.expanded(self.socket)))
         if nbytes > SOCKET_PATH_BYTES_MAX:
             raise UsageError(f"the socket's path has {nbytes} bytes; Linux takes up to {SOCKET_PATH_BYTES_MAX}: {self.socket}")
         _positive(clients_max=self.clients_max, slots_max=self.slots_max, saves_max=self.saves_max, encoders=self.encoders)

@@ -142,7 +142,7 @@ EXTRAS_OF_ROOMS = {
 PURE_MODULES = {
     *("__future__", "abc", "array", "base64", "binascii", "bisect", "collections", "copy", "dataclasses", "enum"),
     *("contextlib", "fractions", "functools", "graphlib", "hashlib", "heapq", "itertools", "json", "math", "numbers"),
-    *("operator", "re", "string", "struct", "sys", "textwrap", "types", "typing", "unicodedata", "zlib"),
+    *("operator", "posixpath", "re", "string", "struct", "sys", "textwrap", "types", "typing", "unicodedata", "zlib"),
     *("backports", "compression", "msgspec", "numpy", "typing_extensions", "xxhash", "zstandard"),
 }
 ENVIRONMENT_READERS = {

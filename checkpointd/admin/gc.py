@@ -93,6 +93,8 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
         try:
             await catalog.find(store, tag)  # raises an error that describes what is there
         except DamagedError as error:
+            if any(view.is_copy for view in views if view.tag == tag):
+                raise  # it says what to do with a copy
             raise DamagedError(
                 f"nothing was removed: {error}. Bring {error.key} back from a copy, then delete {tag} again; without a copy, "
                 f"remove the directory {store.url}/{tag} yourself, and let {command('verify', store.url)} tell whether a newer "

@@ -17,7 +17,8 @@ Invariants
       of all that was there before, nothing goes.
   RETENTION-8  A checkpoint of a branch that was left is not counted in place of one of the current branch: the rules keep what
       they name among all checkpoints, and what they name among those of the current branch alone. It never counts as the
-      newest or as verified. If both branches saved one tag, neither commit replaces the other.
+      newest or as verified. If both branches saved one tag, neither commit replaces the other, unless they are shown in the
+      same directory.
   RETENTION-7  A checkpoint that an export still needs stays, even if its tag was saved again.
   RETENTION-9  A checkpoint of which something is missing counts for no rule, and no other checkpoint is removed in its favour.
       No rule removes it either, since its owner may bring back what is missing.
@@ -111,6 +112,8 @@ class CheckpointFacts:
     """Whether a load passed over it."""
     left_behind: bool = False
     """Whether it is of a branch that was left."""
+    is_shown: bool = False
+    """Whether a directory shows it, which belongs to the newest commit of its tag alone."""
     exporting: bool = False
     """Whether an export still needs it."""
     incomplete: bool = False
@@ -190,7 +193,8 @@ def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[Checkpoin
     newest: dict[str, Order] = {}
     for c in sound:
         newest.setdefault(c.attempt.tag, c.order)
-    older = (c.order for c in newest_first if not c.left_behind and c.order < newest.get(c.attempt.tag, c.order))
+    may_go = (c for c in newest_first if c.is_shown or not c.left_behind)
+    older = (c.order for c in may_go if c.order < newest.get(c.attempt.tag, c.order))
     return dict.fromkeys(older, "the tag was saved again since")
 
 

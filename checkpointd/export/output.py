@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
+from checkpointd import arguments
 from checkpointd.bucket_urls import was_url
 from checkpointd.errors import FormatError, NotFoundError, StoreError, StoreFullError, UsageError
 from checkpointd.export.record import NAME, RECORD_BYTES_MAX, ExportRecord, decode, encode
@@ -96,7 +97,7 @@ class Output:
 
         UsageError if something is in the way, NotFoundError if the directory above `place` does not exist.
         """
-        self.place = os.path.abspath(os.fspath(place))
+        self.place = os.path.abspath(arguments.expanded(os.fspath(place)))
         if was_url(self.place):
             raise UsageError(
                 f"{os.fspath(place)!r} is a URL, but an export goes to this machine: give the path of a file or directory"

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from checkpointd import arguments
 from checkpointd.bucket_urls import is_bucket_url
 from checkpointd.export.bucket_output import BucketOutput, place_in, record_at, removed
 from checkpointd.export.output import ExportOutput, Output, on_thread, translated
@@ -70,7 +71,7 @@ class DirectoryTarget:
     """A directory. An export appears there by one rename."""
 
     def __init__(self, place: str) -> None:
-        self._place = os.path.abspath(place)
+        self._place = os.path.abspath(arguments.expanded(place))
         self.store = open_store(self._place)
 
     def place(self, tag: str) -> str:

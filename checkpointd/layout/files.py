@@ -76,6 +76,14 @@ def unfinished_folder(name: str, at: str) -> str:
     return at if name.endswith(WHOLE) else at.rpartition("/")[0]
 
 
+def training_of(at: str, unfinished: str = "") -> str:
+    """The directory of the training whose checkpoint is shown at `at`: several may share a root. "" is the root's own.
+
+    `unfinished`: as in Outcome.
+    """
+    return (unfinished_folder(unfinished, at) if unfinished else at).rpartition("/")[0]
+
+
 def check_beside(paths: Collection[str]) -> Collection[str]:
     """Return `paths` if none of them leads out of the directory that they are relative to, else raise FormatError."""
     for path in paths:

@@ -198,7 +198,7 @@ class Attempt:
         self.outcome = outcome
         await show_files(self._state.showing, self.info, outcome)
         if self.info.rank == COORDINATOR:
-            self._state.left = await follow_commit(self._store, outcome, self._state.left)
+            await follow_commit(self._store, outcome, self._state.left)
         self._conclude(outcome)
         await work
         await self._state.own_plans.decided(self._store, self.info.prefix)

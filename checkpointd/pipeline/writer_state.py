@@ -34,8 +34,8 @@ class WriterState:
     spool: OwnSpool | None = None
     outlast_s: float = 0.0
     """How long a rank without a spool waits after its vote, since other ranks may still upload from theirs."""
-    left: Branches = ()
-    """The branches that the last commit had left, whose checkpoints have their records."""
+    left: set[Branches] = field(default_factory=set)
+    """The branches that commits have left, whose checkpoints have their records."""
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
     tidier: Tidier = field(init=False)

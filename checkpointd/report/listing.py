@@ -127,7 +127,9 @@ def _is_told(attempt: AttemptView) -> bool:
 
 
 def newest_last(attempt: AttemptView) -> tuple[int, float, int]:
-    """Sorts attempts by their order; an undecided attempt counts as the newest of its start."""
+    """Sorts attempts by their order; an undecided attempt counts as the newest of its start, and a copy as older than all."""
+    if attempt.is_copy:
+        return (-1, 0, 0)
     outcome = attempt.outcome
     n = outcome.order[1] if outcome else math.inf
     return (attempt.attempt.start, n, attempt.attempt.k)

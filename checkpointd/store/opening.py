@@ -25,15 +25,6 @@ def open_store(root: str | os.PathLike[str], *, read_only: bool = False) -> Stor
     """
     arguments.path("root", root)
     text = os.fspath(root)
-    if text.startswith("~") and (meant := os.path.expanduser(text)) != text:
-        raise UsageError(
-            f"{text!r} starts with {text.split('/')[0]!r}, and only a shell expands it: give {meant!r}, or './{text}' for a "
-            "directory of that name"
-        )
-    if text.startswith("$") and (meant := os.path.expandvars(text)) != text:
-        raise UsageError(
-            f"{text!r} starts with a variable that only a shell replaces: give {meant!r}, or os.path.expandvars() of it"
-        )
     if is_bucket_url(text):
         return _bucket_store(text, read_only=read_only)
     if not (found := _SCHEME.match(text)):

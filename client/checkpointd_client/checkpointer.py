@@ -65,8 +65,8 @@ class Checkpointer:
     what is due is exported, unless the job was preempted. With a sidecar, give it the rule instead; nothing waits for it then.
     `tensor_classes`: your own subclasses of torch.Tensor with `__tensor_flatten__` and `__tensor_unflatten__`, and the classes
     in what these return beside the inner tensors. Only such classes, and some of torchao and bitsandbytes, are stored and made.
-    `process_group`: the ranks that save and load together, if not all ranks of the job do. Make it on these only. Everywhere,
-    ranks are then those of the group.
+    `process_group`: the ranks that save and load together, if not all ranks of the job do. Make it on these only. They
+    must have all replicas and shards of what they save, as of a DDP module. Everywhere, ranks are then those of the group.
 
     Raises UsageError (bad arguments, a root that is a file, a second Checkpointer at the root in this process), RootInUseError
     (another job is alive at the root), NotFoundError (with create=False), RootNotSharedError, DeadlineError (ranks that did not

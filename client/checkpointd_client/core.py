@@ -26,9 +26,10 @@ from checkpointd.admin.gc import delete_if_survived, delete_once
 from checkpointd.bucket_urls import directory_of
 from checkpointd.commands import start_sidecar
 from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, Ranks, SpoolConfig, check_job
-from checkpointd.errors import CheckpointdError, ClosedError, FormatError, StateError, StoreError, UsageError, WaitTimeoutError
-from checkpointd.layout.files import WHOLE, check_leftovers, check_names, check_place
-from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, check_tag
+from checkpointd.errors import CheckpointdError, ClosedError, StateError, StoreError, UsageError, WaitTimeoutError
+from checkpointd.layout.files import WHOLE, training_of
+from checkpointd.layout.keys import LATEST, AttemptId, check_tag
+from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.candidates import listed, named, note_tag_passed_over
@@ -37,9 +38,7 @@ from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.root.tag_directories import abandoned
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store import open_store
-from checkpointd.store.posix.plain import PlainFiles
 from checkpointd.store.requests import requests_of
-from checkpointd.store.showing import plain_files_of
 from checkpointd_client.examining import Examination, Nobody, Taker
 from checkpointd_client.lifetime import at_exit, check_apart, claim_root
 from checkpointd_client.loaded import Loaded, left_after
@@ -50,6 +49,7 @@ from checkpointd_client.ranks.preemption import Preemption
 from checkpointd_client.ranks.rendezvous import Meetings
 from checkpointd_client.ranks.startup import START_TIMEOUT_S, Started, begin_start, check_shared, end, instead, reach_sidecars
 from checkpointd_client.ranks.writer import WriterThread
+from checkpointd_client.restore.candidate import Candidate
 from checkpointd_client.restore.plan import LoadOptions
 from checkpointd_client.restore.spool_source import NodeSpoolView
 from checkpointd_client.restore.target_chooser import TargetChooser
@@ -58,7 +58,7 @@ from checkpointd_client.saves.exports import OwnExports
 from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.spool import ProcessSpool
 from checkpointd_client.saves.status import Status
-from checkpointd_client.saves.unfinished import Unfinished
+from checkpointd_client.saves.unfinished import Unfinished, check_shows
 from checkpointd_client.settings import Options, check_load
 from checkpointd_client.sidecar.client import OnSidecarLoss, SidecarClient
 from checkpointd_client.staging.arena import Arena
@@ -230,8 +230,8 @@ class Core:
         self._check_open("save")
         request = asked(step, tag, save_latest, metrics, exclude_frozen_parameters=exclude_frozen_parameters, required=required)
         if shown_at:
-            self._check_shows(shown_at)
-            request = replace(request, shown_at=shown_at)
+            check_shows(self._store, shown_at)
+            request = replace(request, shown_at=shown_at, training=training_of(shown_at))
         return self._saver.save(self._preempted(request), state, client_state)
 
     def _preempted(self, request: SaveRequest) -> SaveRequest:
@@ -310,9 +310,7 @@ class Core:
         if self._preemption is not None:
             self._preemption.loaded()
         self._saver.is_recorded &= loader.is_recorded
-        begins = (self._start.number, self._saver.begun)
-        left = left_after(self._store, loader.taken, begins, loader.look) if self._ranks.rank == COORDINATOR else ()
-        self._saver.loaded(None if loaded is None else loaded.step, left)
+        self._go_on(None if loaded is None else loaded.step, loader.taken)
         if not isinstance(state, TargetChooser):
             with suppress(StateError):  # save() will raise it
                 self._saver.prepare(state)
@@ -325,9 +323,28 @@ class Core:
             path = self._sidecar.spool.path
         return NodeSpoolView(path, self._writer) if path and os.path.isdir(path) else None
 
-    def take_up(self) -> None:
-        """Act as after a load: from here on, this job may remove checkpoints of earlier ones."""
+    def take_up(self, left: Mapping[str, Branches] | None = None) -> None:
+        """Act as after a load: from here on, this job may remove checkpoints of earlier ones. `left`: that of the Checkpointer
+        which this one goes on for.
+        """
+        self._saver.left.update(left or {})
         self._saver.take_up()
+
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Act as after a load of `checkpoint`, whose files the caller has loaded. Call it on every rank."""
+        self._go_on(checkpoint.outcome.step, checkpoint)
+
+    def _go_on(self, step: int | None, taken: Candidate | Checkpoint | None) -> None:
+        left: tuple[str, Branches] = "", ()
+        if taken is not None and self._ranks.rank == COORDINATOR:  # which decides the outcomes
+            look = partial(call_patiently, self._writer, self._options.load)
+            left = left_after(self._store, taken.tag, taken.attempt, (self._start.number, self._saver.begun), look)
+        self._saver.loaded(step, *left)
+
+    @property
+    def left(self) -> Mapping[str, Branches]:
+        """The branches that the next saves of each training leave."""
+        return self._saver.left
 
     @property
     def has_taken_up(self) -> bool:
@@ -558,26 +575,9 @@ class Core:
         self._check_open("save")
         request = asked(step, tag, save_latest, metrics, unfinished=unfinished, leftovers=tuple(leftovers))
         at = request.tag if at is None else at
-        self._check_shows(at)
-        try:
-            check_names(files.keys())
-            check_leftovers(leftovers)
-        except FormatError as error:
-            raise UsageError(str(error)) from error
+        request = replace(request, training=training_of(at, unfinished))
+        check_shows(self._store, at, files.keys(), leftovers)
         return self._saver.save_files(self._preempted(request), at, files, optimizer_only)
-
-    def _check_shows(self, at: str) -> PlainFiles:
-        """What shows checkpoints of this root at `at`; UsageError if nothing can."""
-        plain = plain_files_of(self._store)
-        if plain is None:
-            raise UsageError(
-                f"checkpoints are shown beside the root, which must be a directory named {SERVICE}: {self._store.url} is not"
-            )
-        try:
-            check_place(at)
-        except FormatError as error:
-            raise UsageError(str(error)) from error
-        return plain
 
     def fill(self, folder: str, *, whole: bool = False) -> Unfinished:
         """Make an unfinished directory for the next save. Call it on every rank before the save; every rank fills it. When the
@@ -586,7 +586,7 @@ class Core:
         `whole`: the save's own files are shown in `folder` itself, not in a directory in it, and no `latest` is written.
         """
         self._check_open("fill")
-        plain = self._check_shows(folder)
+        plain = check_shows(self._store, folder)
         name = f"{AttemptId(self._start.number, next(self._saver.fillings))}{WHOLE if whole else ''}"
         return Unfinished(name, plain.unfinished.path(name, folder))
 

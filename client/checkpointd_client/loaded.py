@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from checkpointd.commit.facts import Order
 from checkpointd.errors import CheckpointdError
+from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.outcome import branches
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
-from checkpointd_client.restore.candidate import Candidate
 
 log = logging.getLogger("checkpointd")
 
@@ -51,18 +51,16 @@ def say_loaded(loaded: Loaded | None, root: str, took_s: float) -> None:
 
 def left_after(
     store: Store,
-    taken: Candidate | None,
+    tag: str,
+    attempt: AttemptId,
     begins: Order,
-    look: Callable[[Callable[[Patience], Coroutine[Any, Any, Branches]]], Branches],
-) -> Branches:
-    """The branches that were left by saves that go on from what was `taken` (`Outcome.left`). `begins`: the order of the first
-    of them. `look` runs a look at the root patiently.
+    look: Callable[[Callable[[Patience], Coroutine[Any, Any, tuple[str, Branches]]]], tuple[str, Branches]],
+) -> tuple[str, Branches]:
+    """The training of this checkpoint, and the branches that were left by saves that go on from it (`Outcome.left`). `begins`:
+    the order of the first of them. `look` runs a look at the root patiently.
     """
-    if taken is None:
-        return ()
-    tag, attempt = taken.tag, taken.attempt
     try:
         return look(lambda patience: branches.after(store, patience, tag, attempt, begins))
     except CheckpointdError as error:  # the objects are filled
         log.error("%s is loaded, but whether newer ones are left behind cannot be told: %s", tag, error)
-        return ()
+        return "", ()

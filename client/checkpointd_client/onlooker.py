@@ -78,6 +78,9 @@ class Onlooker:
     def take_up(self) -> None:
         """Do nothing: this job removes no checkpoint here."""
 
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Do nothing: this job does not save here."""
+
     def pass_over(self, tag: str, why: str) -> None:
         """Only write a line to the log: an Onlooker puts no record at the root."""
         log.info("no record is put at %s that %s was passed over: %s", self._store.url, tag, why)

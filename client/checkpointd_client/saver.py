@@ -92,6 +92,8 @@ class SaveRequest:
     required: bool = False
     """Whether it must not be skipped."""
     shown_at: str = ""
+    training: str = ""
+    """`training_of` the place where it will be shown."""
 
 
 def asked(
@@ -195,7 +197,8 @@ class Saver:
         """Set when somebody waits for the memory that is prewarmed."""
         self._has_prewarmed_another = False
         self._advice = SaveAdvice(state, ranks.rank, start, afresh=afresh)
-        self._left: Branches = ()
+        self.left: dict[str, Branches] = {}
+        """The branches that the saves of each training have left (`training_of`)."""
 
     def take_up(self) -> None:
         """Allow this job to remove checkpoints of earlier ones, after a load or a start afresh. This does nothing if the record
@@ -204,11 +207,11 @@ class Saver:
         if self.is_recorded:
             self._advice.take_up()
 
-    def loaded(self, step: int | None, left: Branches) -> None:
+    def loaded(self, step: int | None, training: str, left: Branches) -> None:
         """Note that a load has ended, with a checkpoint of `step`; None if there was none. `left`: the branches that the saves
-        after it have left.
+        of `training` (`training_of`) after it have left.
         """
-        self._left = left[-BRANCHES_MAX:]
+        self.left[training] = left[-BRANCHES_MAX:]
         self._advice.loaded(step)
         self.take_up()
 
@@ -350,7 +353,7 @@ class Saver:
             n=self._saves,
             save_latest=request.save_latest,
             metrics=request.metrics,
-            left=self._left,
+            left=self.left.get(request.training, ()),
             may_be_taken_over=self._may_be_taken_over,
             unfinished=request.unfinished,
             leftovers=request.leftovers,

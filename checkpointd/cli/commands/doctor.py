@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import replace
 
+from checkpointd import arguments
 from checkpointd.cli.arguments import as_json, maybe_root, places
 from checkpointd.cli.formatting import count, speed
 from checkpointd.cli.render import Block, Cell, Facts, Mood, Note, Table, show_answer
@@ -61,7 +62,7 @@ def command(
     tested = _device_report(None if device_bytes is None else byte_count(device_bytes, "--device-bytes")) if device else None
     found = _found(
         root=maybe_root(places),
-        socket=None if socket is None else os.path.abspath(socket),
+        socket=None if socket is None else os.path.abspath(arguments.expanded(socket)),
         sidecar_uid=sidecar_uid,
         state_bytes=None if state_bytes is None else byte_count(state_bytes, "--state-bytes"),
         nodes=nodes,

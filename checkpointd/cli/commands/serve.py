@@ -151,21 +151,21 @@ def _settings(given: dict[str, Any]) -> dict[str, object]:
         if option in named:
             named[field] = named.pop(option) * MIB
     if "spool" in named:
-        named["spool"] = os.path.abspath(named["spool"])
+        named["spool"] = _path(named["spool"])
     if "roots" in named:
-        named["roots"] = tuple(one_spelling(root) for root in named["roots"])
+        named["roots"] = tuple(one_spelling(arguments.expanded(root)) for root in named["roots"])
     if "names" in named:
         named["names"] = dict(_name(text) for text in named["names"])
     if "mirrors" in named:
         named["mirrors"] = tuple(_mirror(text) for text in named["mirrors"])
     every, files = named.pop("export_every", None), named.pop("export_files", None)
     if "exports" in named:
-        files = None if files is None else os.path.abspath(files)
+        files = None if files is None else _path(files)
         named["exports"] = tuple({**_export(text), "every_steps": every, "files": files} for text in named["exports"])
     elif every is not None or files is not None:
         raise UsageError("--export-every and --export-files are for --export, which is not given")
     if "socket" in named:
-        named["socket"] = os.path.abspath(named["socket"])
+        named["socket"] = _path(named["socket"])
     return named
 
 
@@ -197,7 +197,11 @@ def _pair(option: str, text: str, example: str) -> tuple[str, str]:
 
 
 def _place(text: str) -> str:
-    return text if "://" in text else os.path.abspath(text)
+    return arguments.expanded(text) if "://" in text else _path(text)
+
+
+def _path(text: str) -> str:
+    return os.path.abspath(arguments.expanded(text))
 
 
 def _say_ready(socket: str, url: str | None) -> None:

@@ -120,6 +120,7 @@ async def chosen_by(
             damaged=view.read_back == "damaged",
             passed_over=view.passed_over,
             left_behind=view.left_behind,
+            is_shown=bool(view.outcome.shown_at),
             age_s=_age_s(view.outcome) if has_ages else None,
             metrics=view.outcome.metrics,
         )

@@ -28,17 +28,17 @@ async def show_files(showing: Queue, info: AttemptInfo, outcome: Outcome) -> Non
         showing.end(info)
 
 
-async def follow_commit(store: Store, outcome: Outcome, recorded: Branches) -> Branches:
+async def follow_commit(store: Store, outcome: Outcome, recorded: set[Branches]) -> None:
     """After a commit, record which checkpoints its branch has left, and move `latest` to it if it asked for that. `recorded`:
-    the branches whose checkpoints have their records. Returns these as they are then.
+    the branches whose checkpoints have their records.
     """
     if outcome.outcome != "commit":
-        return recorded
-    if outcome.left != recorded:
+        return
+    if outcome.left and outcome.left not in recorded:
         await leave_by_commit(store, outcome)
+        recorded.add(outcome.left)
     if outcome.save_latest:
         await _point_latest(store, outcome)
-    return outcome.left
 
 
 async def _point_latest(store: Store, outcome: Outcome) -> None:

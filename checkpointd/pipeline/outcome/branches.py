@@ -9,22 +9,24 @@ Invariants
       So a crash leaves a root at which a load finds a checkpoint of one branch, and the same can be done again.
   BRANCH-3  A save that goes on from an older checkpoint leaves the branch only by its commit: an attempt that aborts changes
       nothing. The coordinator puts the records before it reports the commit, and otherwise the next start does.
+  BRANCH-4  If several trainings save in directories below one root, each has branches of its own (`training_of`).
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from checkpointd.commit.facts import Order
 from checkpointd.errors import CheckpointdError, NotFoundError, UnreadableError
+from checkpointd.layout.files import training_of
 from checkpointd.layout.keys import LEFT_BEHIND, AttemptId
 from checkpointd.layout.manifest import Branches, LeftBehind, Outcome, encode
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import order_at_most
-from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
 from checkpointd.pipeline.root.identity import user, writer
 from checkpointd.store.base import Store
@@ -51,7 +53,9 @@ def planned(views: Collection[AttemptView], head: Outcome, *, beyond: bool) -> B
     """
     base = head.order if beyond or not head.left else head.left[-1][0]
     regains = any(v.left_behind and v.outcome is not None and v.outcome.order == base for v in views)
-    found = sorted(((_order(v), v) for v in views if v.state in _STATES), key=lambda pair: pair[0], reverse=True)
+    training = training_of(head.shown_at, head.unfinished)
+    own = ((_order(v), v) for v in views if v.state in _STATES and _training(v) == training)
+    found = sorted(own, key=lambda pair: pair[0], reverse=True)
     left, current = list[str](), list[str]()
     for order, view in found:
         is_head = view.prefix == head.prefix
@@ -67,6 +71,10 @@ def planned(views: Collection[AttemptView], head: Outcome, *, beyond: bool) -> B
 
 def _order(view: AttemptView) -> Order:
     return (view.attempt.start, sys.maxsize) if view.outcome is None else view.outcome.order
+
+
+def _training(view: AttemptView) -> str:
+    return "" if view.outcome is None else training_of(view.outcome.shown_at, view.outcome.unfinished)
 
 
 async def leave_behind(store: Store, head: Outcome, *, beyond: bool = False, known: CatalogLog | None = None) -> Branching:
@@ -97,6 +105,15 @@ async def leave_behind(store: Store, head: Outcome, *, beyond: bool = False, kno
     return change
 
 
+def newest_of_trainings(newest_first: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """The newest checkpoint of each training (BRANCH-4)."""
+    newest: dict[str, Checkpoint] = {}
+    for one in newest_first:
+        if one.may_be_latest:
+            newest.setdefault(training_of(one.outcome.shown_at, one.outcome.unfinished), one)
+    return list(newest.values())
+
+
 async def leave_by_commit(store: Store, head: Outcome) -> None:
     """The same after the commit `head`. A failure is logged only, since the next start repairs it (BRANCH-3)."""
     try:
@@ -107,31 +124,32 @@ async def leave_by_commit(store: Store, head: Outcome) -> None:
         )
 
 
-async def after(store: Store, patience: Patience, tag: str, attempt: AttemptId, begins: Order) -> Branches:
-    """`Outcome.left` of the saves that go on from this checkpoint. `begins`: the order of the first of them. Waits for an
-    outcome that cannot be read only if it may be of a newer checkpoint, and the answer depends on it.
+async def after(store: Store, patience: Patience, tag: str, attempt: AttemptId, begins: Order) -> tuple[str, Branches]:
+    """The training of this checkpoint, and `Outcome.left` of the saves that go on from it. `begins`: the order of the first of
+    them. Waits for an outcome that cannot be read only if it may be of a newer checkpoint, and the answer depends on it.
     """
     own = (await catalog.view(PatientStore(store, patience), tag, attempt)).outcome
     if own is None or own.outcome != "commit":
-        return ()  # it lies in memory or in a spool, and is the newest
+        return "", ()  # it lies in memory or in a spool, and is the newest
+    training = training_of(own.shown_at, own.unfinished)
     with patience.looks() as looks:
         while True:
             try:
-                is_back = await _is_any_between(store, own.order, begins)
-                return (*own.left, (own.order, begins)) if is_back else own.left
+                is_back = await _is_any_between(store, own, begins, training)
+                return training, (*own.left, (own.order, begins)) if is_back else own.left
             except UnreadableError as error:
                 await looks.unreadable(error)
 
 
-async def _is_any_between(store: Store, since: Order, until: Order) -> bool:
-    """Whether a checkpoint that asked for `latest` lies between these orders. Raises UnreadableError if that depends on an
-    outcome that cannot be read now.
+async def _is_any_between(store: Store, own: Outcome, until: Order, training: str) -> bool:
+    """Whether a checkpoint of its `training` that asked for `latest` lies between `own` and the order `until`. Raises
+    UnreadableError if that depends on an outcome that cannot be read now.
     """
-    views = await catalog.scan(store)
-    if any(c.outcome.save_latest and since < c.outcome.order < until for c in catalog.commits_of(views)):
+    views = [view for view in await catalog.scan(store) if _training(view) == training]
+    if any(c.outcome.save_latest and own.order < c.outcome.order < until for c in catalog.commits_of(views)):
         return True
     for view in views:
         fault = catalog.fault_of(view)
-        if isinstance(fault, UnreadableError) and await order_at_most(store, view) > since:
+        if isinstance(fault, UnreadableError) and await order_at_most(store, view) > own.order:
             raise fault
     return False

@@ -56,7 +56,10 @@ OVERLAP_REMEDY = (
     "these ranks say that they hold the same part of it: pass the module itself as you train it, which tells what ranks hold "
     "together, or give each tensor a name of its own"
 )
-SAME_STATE_REMEDY = "pass the same objects to save() on every rank"
+SAME_STATE_REMEDY = (
+    "pass the same objects to save() on every rank. With process_group=..., all replicas and shards of each tensor must be on "
+    "ranks of that group"
+)
 KNOWN_MAX = 2
 """The number of combinations of plans that are remembered: two attempts may be decided at once."""
 READS = 16

@@ -36,7 +36,7 @@ from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.phrases import listed
 from checkpointd.pipeline.gc.collect import collect
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
-from checkpointd.pipeline.outcome.branches import leave_behind
+from checkpointd.pipeline.outcome.branches import leave_behind, newest_of_trainings
 from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, check_together, draft_of, put_outcome, unequal_boxes
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import lost_newest
@@ -104,8 +104,9 @@ async def recover(
         loss = await lost(store, checkpoints)
         if loss is not None:
             log.error("%s", loss)
-        if newest is not None and newest.outcome.left:
-            await leave_behind(store, newest.outcome, known=known)  # its writer may have died before it did so
+        for head in newest_of_trainings(checkpoints):
+            if head.outcome.left:
+                await leave_behind(store, head.outcome, known=known)  # its writer may have died before it did so
         # Before `collect`, which may remove the mark that says that the newest checkpoint was removed on purpose.
         if newest is not None and newest.prefix in done.unsettled:
             log.error("latest stays where it is, since the newest commit, %s, may not be durable", newest.prefix)

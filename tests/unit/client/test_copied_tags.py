@@ -10,7 +10,7 @@ import torch
 
 from checkpointd.cli import run
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
-from checkpointd_client import Checkpointer, open_checkpoint
+from checkpointd_client import Checkpointer, list_checkpoints, open_checkpoint
 from checkpointd_client.export.consolidate import consolidate
 
 
@@ -145,3 +145,11 @@ def test_removing_the_copy_leaves_nothing_behind(root: Path) -> None:
         with Checkpointer(root) as ckpt:
             ckpt.load({"model": model()})
     assert not (root / "backup").exists()
+
+
+def test_a_copy_is_never_listed_as_the_newest_and_delete_says_what_to_do_with_it(root: Path) -> None:
+    shutil.copytree(root / "global_step1", root / "global_step9")
+    assert [one.tag for one in list_checkpoints(root)] == ["global_step1", "global_step0", "global_step9"]
+    with Checkpointer(root) as ckpt, pytest.raises(DamagedError) as caught:
+        ckpt.delete("global_step9")
+    assert str(caught.value).endswith("then remove the directory global_step9")

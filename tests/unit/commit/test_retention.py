@@ -322,6 +322,13 @@ def test_retention_8_one_tag_of_two_branches_stays_twice() -> None:
     assert gone(choose(back, Retention())) == [(1, 0)]
 
 
+def test_retention_8_a_directory_shows_one_commit_of_whatever_branch() -> None:
+    both = [commit("best", 1, 0, left_behind=True, is_shown=True), commit("best", 2, 0, is_shown=True)]
+    assert gone(choose(both, Retention())) == [(1, 0)]
+    back = [commit("best", 1, 0, is_shown=True), commit("best", 2, 0, left_behind=True, is_shown=True)]
+    assert gone(choose(back, Retention())) == []
+
+
 def test_a_checkpoint_of_which_something_is_missing_counts_for_no_rule_and_stays() -> None:
     """RETENTION-9."""
     known = [checkpoint(1), checkpoint(2), checkpoint(3, incomplete=True), checkpoint(4, incomplete=True, verified=True)]

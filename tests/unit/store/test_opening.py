@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from checkpointd.cli.commands.serve import _settings
+from checkpointd.config import ExportConfig, ServeConfig, ServedMirror, SpoolConfig
 from checkpointd.errors import NotFoundError, StoreError, UsageError
+from checkpointd.export.output import Output
 from checkpointd.layout.keys import SERVICE
 from checkpointd.store import open_store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.showing import plain_files_of
+from checkpointd_client import Checkpointer, list_checkpoints, open_checkpoint, rollback
 
 
 @pytest.mark.parametrize(
@@ -128,16 +133,71 @@ def test_a_home_directory_that_no_shell_expanded_is_refused(root: str, monkeypat
     with pytest.raises(UsageError, match=rf"only a shell expands it: give '{meant}', or '\./{root}'"):
         open_store(root)
     assert open_store(f"./{root}").url == os.path.abspath(root)
-    assert open_store("~nobody-has-this-name/a").url == os.path.abspath("~nobody-has-this-name/a")
+    with pytest.raises(UsageError, match="there is no such user here"):
+        open_store("~nobody-has-this-name/a")
 
 
-@pytest.mark.parametrize("root", ["$HOME", "${HOME}/runs/a"])
+@pytest.mark.parametrize(
+    ("root", "meant"),
+    [
+        ("$HOME", "give '/home/me'"),
+        ("${HOME}/runs/a", "give '/home/me/runs/a'"),
+        ("/scratch/$USER/a", "give '/scratch/me/a'"),
+        ("/scratch/run-$USER", "give '/scratch/run-me'"),
+        ("file:///scratch/$USER", r"^the URL has a variable .*expandvars"),
+        ("s3://bucket/$USER/a", r"^the URL has a variable .*expandvars"),
+        ("/scratch/$NOT_SET/a", r"\$NOT_SET is not set here"),
+        ("/scratch/run-${NOT_SET}", r"\$\{NOT_SET\} is not set here"),
+    ],
+)
 def test_a_variable_that_no_shell_has_replaced_is_refused_with_the_path_that_was_meant(
-    root: str, monkeypatch: pytest.MonkeyPatch
+    root: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    with pytest.raises(UsageError, match="give '/home/me"):
+    monkeypatch.setenv("USER", "me")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    with pytest.raises(UsageError, match=meant):
         open_store(root)
+
+
+def test_a_dollar_that_begins_no_name_of_a_variable_is_one_of_the_path(tmp_path: Path) -> None:
+    for name in ("a$", "$", "us$5", "a$not_set", "$1"):
+        assert open_store(tmp_path / name).url == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", ["~/there", "$HOME/there", "/data/$USER/there"])
+def test_every_path_that_is_given_is_refused_in_this_way(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a spool, an export or a socket would lie in a directory `~` or `$HOME` where the process began."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("USER", "me")
+    monkeypatch.chdir(tmp_path)
+    root = "/data/run"
+
+    def serve(**options: object) -> object:
+        return ServeConfig(**{"socket": "/run/socket", "roots": ("/data",), **options})  # type: ignore[arg-type]
+
+    gives: list[Callable[[], object]] = [
+        lambda: Checkpointer(path),
+        lambda: Checkpointer(root, spool=path),
+        lambda: Checkpointer(root, sidecar=path),
+        lambda: Checkpointer(root, export=ExportConfig(to=path)),
+        lambda: open_checkpoint(path),
+        lambda: list_checkpoints(path),
+        lambda: rollback(path, "a"),
+        lambda: SpoolConfig(directory=path),
+        lambda: ServedMirror(origin=path, mirror=root),
+        lambda: serve(socket=path),
+        lambda: serve(roots=(path,)),
+        lambda: Output(path, directory=True),
+        *(
+            lambda option=option: _settings(option)  # type: ignore[misc]
+            for option in ({"socket": path}, {"spool": path}, {"roots": [path]}, {"mirrors": [f"/a={path}"]})
+        ),
+    ]
+    for give in gives:
+        with pytest.raises(UsageError, match="only a shell"):
+            give()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("root", ["/", "//", "/.", "/tmp/..", "file:///", "/.checkpointd", "//.checkpointd"])

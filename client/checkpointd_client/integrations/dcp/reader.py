@@ -122,7 +122,7 @@ class CheckpointdReader(Tagged, StorageReader):
             self.checkpoint.read(wants)
         for after in afters:
             after()
-        take_up(os.fspath(self._root))
+        take_up(os.fspath(self._root), self._content.world.checkpoint)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done

@@ -18,18 +18,24 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
-from checkpointd.config import PersistConfig
+from checkpointd.commit.facts import Order
+from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import BRANCHES_MAX, Branches
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd.store.writers import is_this_process
 from checkpointd_client.lifetime import at_exit, claim_root
+from checkpointd_client.loaded import left_after
+from checkpointd_client.loader import call_patiently
 from checkpointd_client.ranks.startup import LOOK_TIMEOUT_S, RECOVERY_TIMEOUT_S, Begun, Started, begin, end, say_unknown
 from checkpointd_client.ranks.writer import WriterThread
 
@@ -41,8 +47,8 @@ LEAVE_S = 10.0
 _sessions: dict[tuple[int, str], DcpSession] = {}
 _left: dict[tuple[int, str], Begun] = {}
 """The last start of each session that has ended."""
-_loaded: set[tuple[int, str]] = set()
-"""The roots that this process has loaded from."""
+_loaded: dict[tuple[int, str], Taken] = {}
+"""What this process has loaded last, by root."""
 _lock = threading.Lock()
 
 
@@ -63,16 +69,24 @@ def session_of(root: str, writer: object) -> DcpSession:
         return found
 
 
-def take_up(root: str) -> None:
-    """Note that this process has loaded from `root`: from now on it may remove checkpoints of earlier jobs there (RETENTION-6
-    in `commit/retention.py`).
+@dataclass(slots=True)
+class Taken:
+    """A checkpoint that was loaded, and the branches that the saves after it leave; None before the first of them."""
+
+    checkpoint: Checkpoint
+    left: Branches | None = None
+
+
+def take_up(root: str, checkpoint: Checkpoint) -> None:
+    """Note that this process has loaded `checkpoint` from `root`: its saves go on from there, and from now on it may remove
+    checkpoints of earlier jobs (RETENTION-6 in `commit/retention.py`).
     """
-    _loaded.add(_key(root))
+    _loaded[_key(root)] = Taken(checkpoint)
 
 
-def is_taken_up(root: str) -> bool:
-    """Whether this process has loaded from `root`."""
-    return _key(root) in _loaded
+def taken_from(root: str) -> Taken | None:
+    """What this process has loaded last from `root`."""
+    return _loaded.get(_key(root))
 
 
 def _key(root: str) -> tuple[int, str]:
@@ -152,6 +166,16 @@ class DcpSession:
         if self._started is not None and not self._has_said:
             self._has_said = True
             say_unknown(self._started.begun, self.store.url, "dcp.load()", "CheckpointdWriter(..., afresh=True)")
+
+    def left_after(self, taken: Taken | None, begins: Order, timeout_s: float) -> Branches:
+        """On the coordinator: the branches that a save of the order `begins` leaves, which goes on from what was `taken`."""
+        if taken is None:
+            return ()
+        if taken.left is None:
+            look = partial(call_patiently, self.writer, LoadConfig(retry_s=timeout_s / 2, absence_s=ABSENCE_S))
+            _, left = left_after(self.store, taken.checkpoint.tag, taken.checkpoint.attempt, begins, look)
+            taken.left = left[-BRANCHES_MAX:]
+        return taken.left
 
     def holds(self, tag: str) -> bool:
         """Whether `tag` is a checkpoint. DamagedError if its outcome is damaged."""

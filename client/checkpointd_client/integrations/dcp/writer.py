@@ -32,13 +32,14 @@ from checkpointd.commit.retention import KEEPS_NONE, Retention, rules_of
 from checkpointd.config import MIB, CommitConfig, PersistConfig, check_job
 from checkpointd.errors import CheckpointdError, RootNotSharedError, StagingError, UsageError
 from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
+from checkpointd.layout.manifest import Branches
 from checkpointd.phrases import listed
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
 from checkpointd_client.integrations.conversion.items import shard_of
 from checkpointd_client.integrations.dcp.attempt import DcpAttempt
-from checkpointd_client.integrations.dcp.session import DcpSession, is_taken_up, session_of
+from checkpointd_client.integrations.dcp.session import DcpSession, session_of, taken_from
 from checkpointd_client.integrations.dcp.tagged import Tagged, step_of
 from checkpointd_client.ranks.startup import Begun, instead, root_fault
 
@@ -123,7 +124,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For async_save in another process, which opens the root anew."""
-        known = self._afresh or is_taken_up(self._root)  # the other process has loaded nothing
+        known = self._afresh or taken_from(self._root) is not None  # the other process has loaded nothing
         return {**self.__dict__, "_afresh": known, "_set_up": None, "_run": None}
 
     # --- what DCP calls, in order ------------------------------------------------------------------------------
@@ -176,11 +177,13 @@ class CheckpointdWriter(Tagged, StorageWriter):
         )
         begun, attempt, n = session.next_attempt(self._asked.tag, beginner)
         # A process that has not loaded may not know of the checkpoints that were there before it, so they stay.
-        known = self._afresh or is_taken_up(self._root)
+        taken = taken_from(self._root)
+        known = self._afresh or taken is not None
         state.tidier.keeps_before = KEEPS_NONE if known else (session.first, 0)
         if not known:
             session.say_unknown()
-        infos = (self._info(attempt, (i - here) % len(plans), len(plans), n) for i in range(len(plans)))
+        left = session.left_after(taken, (begun.number, n), self._commit.timeout_s)
+        infos = (self._info(attempt, (i - here) % len(plans), len(plans), n, left) for i in range(len(plans)))
         return [replace(plan, storage_data=PlanReply(info, begun)) for plan, info in zip(plans, infos, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
@@ -221,7 +224,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
             raise UsageError("set_up_storage_writer() comes first")
         return self._set_up
 
-    def _info(self, attempt: AttemptId, rank: int, world_size: int, n: int) -> AttemptInfo:
+    def _info(self, attempt: AttemptId, rank: int, world_size: int, n: int, left: Branches) -> AttemptInfo:
         return AttemptInfo(
             tag=self._asked.tag,
             attempt=attempt,
@@ -230,6 +233,7 @@ class CheckpointdWriter(Tagged, StorageWriter):
             step=step_of(self._asked.tag) if self._step is None else self._step,
             n=n,
             save_latest=self._save_latest,
+            left=left,
         )
 
     def _warn(self, strange: tuple[str, ...]) -> None:

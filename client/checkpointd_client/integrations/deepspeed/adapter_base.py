@@ -77,6 +77,8 @@ class Adapter(ABC):
         self.engine = engine
         self.handle: OwnHandle | None = None
         root = settings.pop("root", None)
+        if root is not None:
+            arguments.path("root", root)
         self._root = None if root is None else os.fspath(root)
         self._synchronous = bool(settings.pop("synchronous", False))
         self._options = settings
@@ -131,6 +133,7 @@ class Adapter(ABC):
         """
         if not save_dir:
             raise DirectoryError(f"save_dir is {save_dir!r}; give the path of a directory")
+        arguments.path("save_dir", save_dir)
         step = int(self.engine.global_steps)
         tag = f"global_step{step}" if tag is None else str(tag)
         client = dict(client_state or {})

@@ -90,10 +90,13 @@ class FilesAdapter(Adapter):
         reading_of = functools.partial(FileReads, self.engine, args, kwargs)
         with self._opened(root, how) as source:
             choice = FilesChoice(self.engine, source, load_dir, folder, asked, self._store_of(root), reading_of)
-            chosen, contents = choice.chosen()
+            chosen, own, contents = choice.chosen()
             with self._engine.holding(contents):
                 found = self._loaded_by_deepspeed(load_dir, chosen, *args, **kwargs)
-            source.take_up()
+            if own is None:
+                source.take_up()
+            else:
+                source.go_on_from(own)
         return found
 
     def _optimizer_only(self) -> set[int]:

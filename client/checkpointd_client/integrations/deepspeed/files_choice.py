@@ -47,28 +47,29 @@ class FilesChoice:
     store: str
     reading_of: Callable[[], FileReads]
 
-    def chosen(self) -> tuple[str | None, dict[str, Any]]:
-        """The tag to load, and the contents of its files that this rank has read already, by path.
+    def chosen(self) -> tuple[str | None, Checkpoint | None, dict[str, Any]]:
+        """The tag to load, its checkpoint, and the contents of its files that this rank has read already, by path.
 
-        The tag is the newest that all ranks find whole, or one that DeepSpeed itself saved; None if there is no checkpoint.
+        It is the newest that all ranks find whole. The checkpoint is None for a tag that DeepSpeed itself saved; both are None
+        if there is no checkpoint.
         Raises NotFoundError for a tag that does not exist, DamagedError or UnreadableError, each on every rank.
         """
         candidates, theirs = self._candidates()
         if theirs is not None:
-            return theirs, {}
+            return theirs, None, {}
         for prefix, checkpoint in candidates:
             reading = self.reading_of()
             heard = self.opened.meet(self._said_of(checkpoint, reading), DOING)
             damage = [text for _, text in sorted(heard.items()) if text != WHOLE]
             if not damage and checkpoint is not None:
                 tag = _name_of(checkpoint)
-                return tag, reading.by_path(os.path.join(self.load_dir, tag))
+                return tag, checkpoint, reading.by_path(os.path.join(self.load_dir, tag))
             self._raise_unless_older_may_be_taken(prefix, damage, everybody=len(damage) == len(heard))
             log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
             self.opened.pass_over(prefix.partition("/")[0], "; ".join(damage))
         if candidates:
             raise DamagedError(f"every checkpoint in {self.load_dir} is damaged: {command('verify', self.load_dir)} says how")
-        return None, {}
+        return None, None, {}
 
     def _raise_unless_older_may_be_taken(self, prefix: str, damage: list[str], *, everybody: bool) -> None:
         unreadable = [text for text in damage if text.startswith(UNREADABLE)]
@@ -113,7 +114,7 @@ class FilesChoice:
         known, fault = self._known()
         beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]
         named = pointed(self.load_dir) if self.tag is None else self.tag
-        found = [c for c in beside if _name_of(c) == named or (self.tag is None and c.outcome.save_latest)]
+        found = [c for c in beside if (_is_candidate(c) if self.tag is None else _name_of(c) == named)]
         theirs = self._theirs(beside, named) if self.tag is None else None if found else self.tag
         damaged = missing = None
         if not found and named is not None and self._is_shown(named):
@@ -154,6 +155,12 @@ class FilesChoice:
         """Whether checkpointd has shown files under this name that still exist (FILESCHOICE-3)."""
         shown = os.path.join(self.store, shown_key(os.path.join(self.folder, name)))
         return os.path.exists(shown) and os.path.isdir(os.path.join(self.load_dir, name))
+
+
+def _is_candidate(checkpoint: Checkpoint) -> bool:
+    """Whether a load that names no tag may take it. A directory that was filled for one checkpoint names that one."""
+    outcome = checkpoint.outcome
+    return outcome.save_latest and (bool(outcome.unfinished) or not checkpoint.left_behind)
 
 
 def _name_of(checkpoint: Checkpoint) -> str:

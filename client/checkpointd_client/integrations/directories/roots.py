@@ -17,12 +17,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from checkpointd.errors import CheckpointdError, UsageError
+from checkpointd.layout.manifest import Branches
 from checkpointd_client.core import Core
 from checkpointd_client.settings import Options
 
@@ -89,8 +90,8 @@ class OpenRoots:
         self.went_on_from: str | None = None
         """A root that was loaded from without its Checkpointer."""
         self._saved: set[str] = set()
-        self._left: dict[str, int] = {}
-        """The roots that were loaded from and left, each with the start that ended there."""
+        self._left: dict[str, tuple[int, Mapping[str, Branches]]] = {}
+        """The roots that were loaded from and left, each with the start that ended there, and the branches that it has left."""
 
     def __contains__(self, root: str) -> bool:
         return root in self.checkpointers
@@ -100,8 +101,9 @@ class OpenRoots:
         found = self.checkpointers.get(root)
         if found is None:
             found = self.checkpointers[root] = _borrow(self._store_of(root), self, self._options)
-            if self._left.pop(root, None) == found.status().start - 1:
-                found.take_up()
+            start, left = self._left.pop(root, (0, {}))
+            if start == found.status().start - 1 > 0:
+                found.take_up(left)
         if root == self.went_on_from:
             found.take_up()
         return found
@@ -123,7 +125,7 @@ class OpenRoots:
     def _leave(self, root: str) -> None:
         checkpointer = self.checkpointers.pop(root)
         if checkpointer.has_taken_up:
-            self._left[root] = checkpointer.status().start
+            self._left[root] = checkpointer.status().start, checkpointer.left
         try:
             _give_back(self._store_of(root), self)
         except CheckpointdError as error:  # a save failed, whose handle reports it

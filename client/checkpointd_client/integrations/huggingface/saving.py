@@ -190,12 +190,15 @@ class DirectorySaver:
             return None
         begin = functools.partial(self._roots.checkpointer, root)
         with opened(store_of(root), begin, how, self._timeout_s, self._options, saves=False) as source:
-            found = self._found(source, folder, asked)
-            if found is not None:
+            found, own = self._found(source, folder, asked)
+            if own is not None:
+                source.go_on_from(own)
+            elif found is not None:
                 source.take_up()
             return found
 
-    def _found(self, source: Opened, folder: str, asked: str | None) -> str | None:
+    def _found(self, source: Opened, folder: str, asked: str | None) -> tuple[str | None, Checkpoint | None]:
+        """The directory to load, and the checkpoint that it shows; None for that of another program."""
         ranks, (known, fault) = find_ranks(), known_of(source)
         shown = {c.outcome.shown_at: c for c in reversed(known.values())}  # the newest of each directory
         names = _numbered(folder) if asked is None else [os.path.basename(os.path.abspath(asked))]
@@ -205,11 +208,11 @@ class DirectorySaver:
         candidates = first_said(source, listed, fault)
         for name, prefix in candidates:
             if prefix is None:  # another program saved it
-                return os.path.join(folder, name)
+                return os.path.join(folder, name), None
             heard = source.meet(words_of(source, known.get(prefix), ranks.rank, ranks.world_size), _DOING)
             damage = [text for _, text in sorted(heard.items()) if text != WHOLE]
             if not damage:
-                return os.path.join(folder, name)
+                return os.path.join(folder, name), known[prefix]
             why = f"{os.path.join(folder, name)}: {'; '.join(damage)}"
             if any(text.startswith(UNREADABLE) for text in damage):
                 raise UnreadableError(
@@ -222,7 +225,7 @@ class DirectorySaver:
         if candidates:
             root = self._target(os.path.join(folder, "any")).root
             raise DamagedError(f"every checkpoint in {folder} is damaged: {command('verify', root)} says how")
-        return None
+        return None, None
 
     def _prefix_of(self, shown: dict[str, Checkpoint], directory: str) -> str | None:
         try:

@@ -599,3 +599,26 @@ def test_a_checkpoint_of_another_format_is_recognised_with_the_right_command(tmp
         open_checkpoint(tmp_path / "run")
     with pytest.raises(UsageError, match=r"is a file.*file of torch\.save"):
         Checkpointer(tmp_path / "x.pt")
+
+
+def test_saves_after_a_load_of_an_older_tag_leave_what_came_after_it(tmp_path: Path) -> None:
+    def save(step: int) -> None:
+        dcp.save({"w": torch.full((3,), float(step))}, storage_writer=CheckpointdWriter(tmp_path / "run", step=step), **ALONE)
+
+    def left() -> set[str]:
+        with open_checkpoint(tmp_path / "run") as opened:
+            newest = opened.tag
+        return {newest, *(path.parts[-3] for path in (tmp_path / "run").glob("*/*/left-behind"))}
+
+    for step in (1, 2, 3, 4):
+        save(step)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=CheckpointdReader(tmp_path / "run", "global_step2"), **ALONE)
+    assert left() == {"global_step4"}, "a load alone changes nothing"
+    save(5)
+    assert left() == {"global_step5", "global_step3", "global_step4"}
+    dcp.save({"w": torch.zeros(3)}, storage_writer=CheckpointdWriter(tmp_path / "elsewhere", "first"), **ALONE)
+    save(6)
+    assert left() == {"global_step6", "global_step3", "global_step4"}, "of its own saves it leaves none"
+    dcp.load({"w": torch.zeros(3)}, storage_reader=CheckpointdReader(tmp_path / "run"), **ALONE)
+    save(7)
+    assert left() == {"global_step7", "global_step3", "global_step4"}

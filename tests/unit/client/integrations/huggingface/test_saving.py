@@ -81,5 +81,25 @@ def test_a_run_that_went_back_resumes_from_there_although_higher_numbers_are_the
     assert (folder / "checkpoint-3" / "model.pt").exists()
 
 
+def test_a_run_that_was_resumed_from_an_older_directory_goes_on_from_there(tmp_path: Path) -> None:
+    """A later start takes what was saved since, and not the higher numbers of the branch that was left."""
+    folder = tmp_path / "run"
+    saver = DirectorySaver(None, {}, synchronous=True)
+    for step in (1, 2, 3, 4):
+        saved(saver, folder / f"checkpoint-{step}", step)
+    saver.close()
+    saver = DirectorySaver(None, {}, synchronous=True)
+    assert saver.chosen(None, str(folder), str(folder / "checkpoint-1")) == str(folder / "checkpoint-1")
+    saved(saver, folder / "checkpoint-2", 2)
+    assert saver.chosen(None, str(folder), None) == str(folder / "checkpoint-2")
+    saver.close()
+    saver = DirectorySaver(None, {}, synchronous=True)
+    assert saver.chosen(None, str(folder), None) == str(folder / "checkpoint-2")
+    assert saver.chosen(None, str(folder), str(folder / "checkpoint-4")) == str(folder / "checkpoint-4"), "by its name"
+    saver.close()
+    stored = {path.parent.name for path in (folder / ".checkpointd" / "checkpoint-2").glob("*/*.file")}
+    assert stored == {"00000002-0"}, "the directory shows the newer one, so the older one has gone"
+
+
 async def full(*_: object, **__: object) -> Any:
     raise StoreFullError("the disk is full")
