@@ -62,7 +62,7 @@ async def retire(
         store, found, going, deleted=deleted, staying=staying, known=known, thorough=thorough, failed=failed
     )
     if failed:
-        words = "objects of %d attempt(s) at %s could not be removed: %s; the next removal tries again"
+        words = "objects of attempts (%d) at %s could not be removed: %s; the next removal tries again"
         log.warning(words, len(failed), store.url, failed[0])
     for facts, _ in deleted:
         await move_latest_away(store, facts.tag)

@@ -46,6 +46,7 @@ from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
 from checkpointd.layout.keys import LEASE, vote_name
+from checkpointd.phrases import byte_size
 from checkpointd.pipeline.gc.collect import forget_removed
 from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, prove_newest, retire
@@ -566,9 +567,8 @@ class Tidier:
     def _say(self, done: Retired) -> None:
         for removal in done.removed:
             self.freed += removal.freed_bytes
-            log.info(
-                "%s/%s: user %s removed %d bytes: %s", removal.tag, removal.attempt, user(), removal.freed_bytes, removal.reason
-            )
+            freed = byte_size(removal.freed_bytes)
+            log.info("removed %s/%s (%s) as user %s: %s", removal.tag, removal.attempt, freed, user(), removal.reason)
         complaint = done.choice.unknown_metric
         if complaint is not None and complaint != self._complaint:
             log.error(

@@ -126,7 +126,7 @@ async def recover(
         failed: list[StoreError] = []
         done.swept = len(await collect(store, facts, known=known, failed=failed))
         if failed:
-            words = "objects of %d attempt(s) at %s could not be removed: %s; the next removal tries again"
+            words = "objects of attempts (%d) at %s could not be removed: %s; the next removal tries again"
             log.error(words, len(failed), store.url, failed[0])
         await remove_plans(store, start, surviving)
         await known.refresh()
