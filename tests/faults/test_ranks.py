@@ -328,7 +328,7 @@ def test_a_node_that_has_an_older_root_of_its_own_is_told_at_the_start(pair: Job
         rank.tell("open", root=str(tmp_path / f"node-{rank.rank}"), seed=1, nbytes=4096)
     for rank in pair.ranks:
         with pytest.raises(
-            Exception, match=rf"RootNotSharedError: .*rank 1: .*another start 1, begun by process {os.getpid()}"
+            Exception, match=rf"RootNotSharedError: .*rank 1: .*another start 1, taken by process {os.getpid()}"
         ):
             rank.answer()
 

@@ -72,7 +72,7 @@ async def retire(
 async def retire_tag(store: Store, tag: str, start: int) -> None:
     """Remove dead attempts at one tag, for a process that has decided an attempt of `start`.
 
-    If a newer start has begun, nothing goes (COLLECT-5). Checkpoints of older starts stay (RETENTION-6).
+    If there is a newer start, nothing goes (COLLECT-5). Checkpoints of older starts stay (RETENTION-6).
     """
     if await starts.newest(store) == start:
         views = await catalog.attempts_of(store, tag)

@@ -1,6 +1,6 @@
 """Leases: they show others that a job or a daemon is at work at a root or an attempt.
 
-A job's lease lies at `.checkpointd/leases/<start>`. Rank 0 puts it before the start, renews it until the job is closed, and
+A job's lease lies at `.checkpointd/leases/<start>`. Rank 0 puts it before the record of the start, renews it until the job is closed, and
 then removes it. The lease of an attempt lies beside the attempt's objects. A daemon that may outlive the trainer puts it, on
 behalf of the attempt's coordinator, once the snapshot is whole, and removes it after the outcome.
 
@@ -381,7 +381,7 @@ class Beginner:
 
 
 async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = None) -> tuple[Start, HeldLease]:
-    """Begin the next start, with a lease that is renewed from now on. Every attempt at which somebody works survives in it,
+    """Take the next start, with a lease that is renewed from now on. Every attempt at which somebody works survives in it,
     but for those that the start before has fenced: the job has gone on without them. `known`: the catalog's log as this
     process has read it already.
 
@@ -398,7 +398,7 @@ async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = Non
             raise RootInUseError(refusal(store, stranger, beginner.instead))
         held = _of_job(store, number, beginner)
         if not await store.put_if_absent(held.key, encode(held.lease)):
-            continue  # another job is beginning this start
+            continue  # another job is taking this start
         held.keep(is_put=True)
         try:
             start = await starts.begin(

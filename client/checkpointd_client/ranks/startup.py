@@ -272,7 +272,7 @@ def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
         if seen.nonce == begun.nonce:
             return "ok"
         problem = (
-            f"{store.url} on {socket.gethostname()} has another start {begun.number}, begun by process {seen.writer.pid} on "
+            f"{store.url} on {socket.gethostname()} has another start {begun.number}, taken by process {seen.writer.pid} on "
             f"{seen.writer.host}"
         )
     return problem
