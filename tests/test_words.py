@@ -132,3 +132,9 @@ def test_two_classes_of_one_name_are_found() -> None:
     assert len(list(shared_names(sources, {}))) == 1
     assert list(shared_names(sources, {"Part": "both sides"})) == []
     assert len(list(shared_names({"a.py": "class Part: ..."}, {"Part": "both sides"}))) == 1
+
+
+def test_the_glossary_explains_each_word_once() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "GLOSSARY.md").read_text(), re.MULTILINE)
+    words = [row for row in rows if row != "word" and not row.startswith("---")]
+    assert [word for word in words if words.count(word) > 1] == []

@@ -73,6 +73,14 @@ def root_and_tag(places: tuple[str, ...], command: str) -> tuple[str, str]:
     return _root_of(root, places[0])
 
 
+def before_out(places: tuple[str, ...], command: str, example: str) -> tuple[tuple[str, ...], str]:
+    """`[ROOT] [TAG]` and OUT of `[ROOT] [TAG] OUT`. UsageError if OUT, or the root, is missing."""
+    if len(places) > 1 or (places and environment_root()):
+        return places[:-1], places[-1]
+    line = command_line(command, *(places or (EXAMPLE_ROOT,)), example)
+    raise UsageError(f"where to? Give the root and the place to write to, as in {line}")
+
+
 def root_and_maybe_tag(places: tuple[str, ...], command: str) -> tuple[str, str | None]:
     """`[ROOT] [TAG]`, as `given_root_and_maybe_tag`; a path to a tag gives both."""
     return located(*given_root_and_maybe_tag(places, command))

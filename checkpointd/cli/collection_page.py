@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from checkpointd.admin.gc import CollectionReport
-from checkpointd.cli.formatting import count, shortened, size
+from checkpointd.cli.formatting import count, size
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Table
+from checkpointd.phrases import listed
 from checkpointd.pipeline.gc.collect import Removal
-
-TAGS_CHARACTERS = 100
 
 
 def page(found: CollectionReport) -> Iterator[Block]:
@@ -20,14 +19,14 @@ def page(found: CollectionReport) -> Iterator[Block]:
         (f"{would}freed", size(found.freed_bytes)),
     ]
     if found.kept_bytes:
-        who = shortened(", ".join(found.needed_by), TAGS_CHARACTERS) or "newer checkpoints"
+        who = listed(found.needed_by) or "newer checkpoints"
         facts.append(("stays", f"{size(found.kept_bytes)} that {who} refer{'s' if len(found.needed_by) == 1 else ''} to"))
     if found.latest_moved_to:
         facts.append(("latest", f"moved to {found.latest_moved_to}"))
     if found.uploads:
         facts.append(("aborted" if not found.dry_run else "would be aborted", count(len(found.uploads), "unfinished upload")))
     if found.exporting:
-        facts.append(("kept for exports", shortened(", ".join(found.exporting), TAGS_CHARACTERS)))
+        facts.append(("kept for exports", listed(found.exporting)))
     if found.unproved:
         why = "since no checkpoint that was to stay could be read back whole"
         facts.append(("kept nevertheless", Cell(f"{count(len(found.unproved), 'checkpoint')}, {why}", "bad")))

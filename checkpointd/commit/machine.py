@@ -53,7 +53,7 @@ class Event(StrEnum):
 
 FINAL = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.FAILED, Phase.SKIPPED})
 FENCED = "fenced"
-"""The word for a save that did not commit because a newer start has begun. The metrics use the same word."""
+"""The word for a save that did not commit because there is a newer start. The metrics use the same word."""
 SUPERSEDED = "superseded"
 """The word for a save that was dropped from a spool in favour of a newer one."""
 _SHOWN = {Phase.FAILING: "failed", Phase.SKIPPING: "skipped"}

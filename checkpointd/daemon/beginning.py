@@ -1,4 +1,4 @@
-"""Makes the writer for a start's saves, after checking in the store that this start was at this root.
+"""Makes the writer for a start's saves, after it has checked in the store that this start is of this root.
 
 The client's path alone proves nothing: the daemon may see another file system at the same path.
 """
@@ -48,12 +48,12 @@ async def begun(
         except (StoreError, NotFoundError, DamagedError) as error:
             unseen = error
     if unseen is not None:
-        say("whether start %d began here cannot be seen now (%s); its saves look again", asked.start, unseen)
+        say("whether start %d is of this root cannot be seen now (%s); its saves look again", asked.start, unseen)
     return state, removed
 
 
 async def _removed(asked: wire.Begin, store: Store, known: Collection[Known]) -> set[str]:
-    """The nonces of the `known` starts, not older than the `asked` one, that began at an earlier root of the same path."""
+    """The nonces of the `known` starts, not older than the `asked` one, that were taken at an earlier root of the same path."""
     await starts.check_not_over(store, asked.start)
     others = [start for start in known if start[0] >= asked.start and start[1] not in ("", asked.nonce)]
     are_here = await asyncio.gather(*(starts.is_of_root(store, *start) for start in others))

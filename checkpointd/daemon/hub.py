@@ -62,7 +62,7 @@ class RankRecord:
     """The user with whose rights the daemon works for it; None: its own."""
     start: int | None = None
     begun: tuple[int, str] = (0, "")
-    """The newest start that the rank began, with its nonce."""
+    """The newest start that the rank told of, with its nonce."""
     since: float = field(default_factory=time.time)
     _connected: Counter[int] = field(default_factory=Counter, init=False)
     """The number of its connections, by user."""
@@ -168,7 +168,7 @@ class Hub:
 
     @property
     def refused(self) -> int:
-        """Connections and requests refused since the start."""
+        """Connections and requests refused since the daemon started."""
         return sum(self.refusals.values())
 
     def refuse(self, error: CheckpointdError) -> None:
@@ -257,7 +257,7 @@ class Hub:
         return list(dict.fromkeys([*in_use, *(record.root for record in joined)]))
 
     def begun(self, record: RankRecord, start: int, nonce: str, removed: Collection[str] = ()) -> None:
-        """A client began a start. `removed`: the nonces of starts whose root was removed and replaced by this one.
+        """A client has told of its start. `removed`: the nonces of starts whose root was removed and replaced by this one.
 
         A new nonce means a new start, although the pid may be the same: in a container it is often 1, or 0 for this daemon.
         """

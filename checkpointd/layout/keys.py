@@ -104,7 +104,9 @@ def check_tag(tag: str) -> str:
     elif len(tag.encode()) > _TAG_BYTES_MAX:
         why = f"it is longer than {_TAG_BYTES_MAX} bytes"
     if why:
-        raise UsageError(f"tag {tag!r:.250} cannot be used: {why}; use a plain name such as 'global_step100'")
+        name = tag.rstrip("/").rpartition("/")[2]
+        example = name if "/" in tag and is_tag(name) else "global_step100"
+        raise UsageError(f"tag {tag!r:.250} cannot be used: {why}; use a plain name such as {example!r}")
     return tag
 
 

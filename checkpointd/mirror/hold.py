@@ -42,12 +42,12 @@ class Hold:
     record: Mirrored
 
     async def check(self) -> None:
-        """Raise FencedError if a newer start has begun, and RootGoneError if the path leads to another directory."""
+        """Raise FencedError if there is a newer start, and RootGoneError if the path leads to another directory."""
         await self.root.check(self.start.start)
         newest = await starts.newest(self.store)
         if newest > self.start.start:
             raise FencedError(
-                f"{self.store.url} has another holder: start {newest} was begun there by {await self._who(newest)}. "
+                f"{self.store.url} has another holder: start {newest}, of {await self._who(newest)}. "
                 "This process copies nothing more there"
             )
 

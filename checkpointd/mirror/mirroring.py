@@ -167,7 +167,7 @@ class Mirroring:
             self._hold = await hold(self.mirror, ours_now, self._our_log)
         try:
             await check_begun_apart(self.origin, self.mirror, self._hold.start)
-            # A job may have begun between the look and the start.
+            # A job may have begun between the look and the hold.
             ours = await self._ours(whole=True)
             await check_mirror(self._lineage, self.origin, known, self.mirror, ours)
             await reserve.on_full_disk(self.mirror, partial(self._settle, ours))

@@ -119,7 +119,7 @@ async def _starts(store: Store) -> list[Start]:
 
 
 async def is_of_job(mirror: Store, number: int) -> bool:
-    """Whether a job began start `number` at the root `mirror`: an undecided attempt of it is no copy. A start decides it."""
+    """Whether a job took `number` at the root `mirror`. An undecided attempt of it is no copy; the next start decides it."""
     with suppress(NotFoundError, DamagedError):
         return (await starts.read(mirror, number)).world_size > 0
     return False
@@ -151,7 +151,7 @@ def _place(url: str) -> str:
 
 
 async def check_begun_apart(origin: Store, mirror: Store, begun: Start) -> None:
-    """Raise UsageError if `origin` shows the start that this process has just begun at `mirror`."""
+    """Raise UsageError if `origin` shows the start that this process has just taken at `mirror`."""
     with suppress(NotFoundError, DamagedError):
         if (await starts.read(origin, begun.start)).nonce == begun.nonce:
             raise UsageError(f"{origin.url} and {mirror.url} are two addresses of one place: a mirror is another one")
@@ -221,7 +221,7 @@ def is_same(one: Outcome, two: Outcome) -> bool:
 def _stranger(start: Start, origin: Store, mirror: Store, *, was_mirror: bool) -> FencedError | UsageError:
     who = f"process {start.writer.pid} on {start.writer.host}"
     job = f"job {start.job!r}" if start.job else "a job"
-    began = f"{who} began start {start.start} of {job} there at {start.writer.time}"
+    began = f"{job} began there at {start.writer.time} (start {start.start}, {who})"
     if was_mirror:
         return FencedError(
             f"{mirror.url} is no mirror of {origin.url} any more: {began}, and the job goes on there. Nothing is copied. "
@@ -238,7 +238,7 @@ def check_record(record: Mirrored, lineage: Lineage, origin: Store, mirror: Stor
     other = sorted(number for number in then.keys() & now.keys() if then[number].isdisjoint(now[number]))
     if other:
         raise UsageError(
-            f"{mirror.url} mirrors another root than {origin.url}: start {other[0]} was begun by another process in each "
+            f"{mirror.url} mirrors another root than {origin.url}: start {other[0]} is of another process in each "
             f"(it followed {record.origin}). {ANOTHER}"
         )
     if record.starts and not is_shared and lineage.starts.isdisjoint(record.starts):
@@ -267,9 +267,8 @@ def _check_own(
     reached = record.reached if record is not None else (0, 0)
     own = [v for prefix, v in commits.items() if prefix not in known and v.order is not None and v.order > reached]
     if own:
-        names = listed([view.tag for view in sorted(own, key=lambda view: view.order or (0, 0))[:NAMED]])
+        names = listed([view.tag for view in sorted(own, key=lambda view: view.order or (0, 0))], NAMED)
         says = f"{command('explain', *at_tag(mirror.url, own[0].tag))} says more. {ANOTHER}"
         raise UsageError(
-            f"{mirror.url} holds {len(own)} checkpoint(s) that {origin.url} does not know ({names}): nothing is copied. "
-            f"{swapped or says}"
+            f"{mirror.url} holds checkpoints that {origin.url} does not know ({names}): nothing is copied. {swapped or says}"
         )

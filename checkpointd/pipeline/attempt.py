@@ -295,7 +295,7 @@ class Attempt:
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
 
     async def _ends_fenced(self) -> bool:
-        """Whether a newer start has begun in which this attempt does not survive. If so, this puts the abort (ATTEMPT-6).
+        """Whether there is a newer start in which this attempt does not survive. If so, this puts the abort (ATTEMPT-6).
 
         If the store does not answer, or does not show the record of the newer start, the save goes on: the coordinator looks
         again before it commits.
@@ -505,7 +505,7 @@ class Attempt:
         return await self._put(decision)
 
     async def _is_fenced(self) -> bool:
-        """Whether a newer start has begun in which this attempt does not survive. Then that start's recovery decides, and this
+        """Whether there is a newer start in which this attempt does not survive. Then that start's recovery decides, and this
         coordinator waits at most FENCE_GRACE_S for the outcome.
         """
         try:

@@ -109,7 +109,7 @@ async def _latest_words(store: Store, tag: str) -> str:
         loads = "an older one that is whole, or none" if named.damage else "it"
         return f"latest names {tag}: a restart loads {loads}"
     if own.left_behind:
-        return f"latest names {named.tag or 'nothing'}: {tag} is of a branch that was left"
+        return f"latest names {named.tag or 'nothing'}: {tag} was left behind"
     if not own.outcome.save_latest:
         return f"latest names {named.tag or 'nothing'}: {tag} was saved with save_latest=False, so it never becomes latest"
     newer = next((c for c in checkpoints if c.tag == named.tag and c.outcome.order > own.outcome.order), None)

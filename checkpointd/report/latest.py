@@ -59,7 +59,7 @@ async def pointer(store: Store, checkpoints: Sequence[Checkpoint], wholeness: Wh
     if due is None:
         return Pointer(tag=tag)
     if named is not None and named.left_behind:
-        words = f"latest names {tag}, which is of a branch that was left: loads take {due.tag}, and {repair}"
+        words = f"latest names {tag}, which was left behind: loads take {due.tag}, and {repair}"
         return Pointer(tag=tag, behind=f"{words}. {going_back(store.url, named.tag)}")
     if named is None or named.outcome.order < due.outcome.order:
         names = f"names {tag}" if tag else "does not exist"

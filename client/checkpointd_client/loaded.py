@@ -43,7 +43,7 @@ class Loaded:
 def say_loaded(loaded: Loaded | None, root: str, took_s: float) -> None:
     """Log what was loaded, on one rank."""
     if loaded is None:
-        log.info("nothing is loaded: there is no checkpoint at %s", root)
+        log.info("nothing is loaded: there is no checkpoint at %s, so training begins at its first step", root)
         return
     near = {"store": "", "memory": ", out of the sidecar's memory", "spool": ", out of this node's spool"}[loaded.source]
     log.info("loaded %s (step %d) from %s in %.1f s%s", loaded.tag, loaded.step, root, took_s, near)

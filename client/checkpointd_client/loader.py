@@ -527,11 +527,7 @@ class Loader:
             raise verdict
         if restoration.per_rank_left and self.ranks.rank == 0:  # logged once; the result of each rank has its own list
             left = ", ".join(restoration.per_rank_left)
-            log.warning(
-                "%s was saved by another number of ranks, each with its own %s: this job keeps its own",
-                found.source.tag,
-                left,
-            )
+            log.warning("%s was saved by another number of ranks, so each rank keeps its own %s", found.source.tag, left)
         return loaded_of(found.source, restoration, client_state, tuple(self._failures))
 
 

@@ -163,7 +163,7 @@ def die_in_the_circle(notes: CaseNotes, ranks: Ranks, ckpt: Checkpointer, real: 
             loaded = ranks.load(ckpt, tag="global_step1")
             notes.wrong.append(repr(loaded))
         except CheckpointdError as error:
-            if f"ranks [{DYING}] did not answer" not in str(error):
+            if f"rank {DYING} did not answer" not in str(error):
                 notes.wrong.append(str(error))
     notes.finish()
     if ranks.rank == 0:  # it is the host of torch's store

@@ -189,7 +189,7 @@ def main_of_the_demo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_the_demo_fails_at_a_server_that_ignores_conditions(
     tmp_path: Path, moto_place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the reference before it, and without the starts again, which fail as the first start does."""
+    """Without the reference before it, and without later starts, which fail as the first one does."""
     monkeypatch.setattr(Demo, "train_undisturbed", lambda _: None)
     monkeypatch.setattr("demo.Job", lambda *arguments, **others: Job(*arguments, **{**others, "restarts": 0}))
     with CarelessProxy(moto_place.server.endpoint, loses={"if-none-match"}) as proxy:

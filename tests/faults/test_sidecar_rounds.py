@@ -44,7 +44,7 @@ class SidecarRounds(Rounds):
 
     verified: set[str] = field(default_factory=set)
     checked: int = 0
-    """The newest start whose start was checked."""
+    """The newest start that was checked."""
     loss: str = "inline"
     sources: Counter[str] = field(default_factory=Counter)
     nbytes: ClassVar[int] = NBYTES

@@ -242,7 +242,7 @@ def everybody_fenced(patch: Patch) -> None:
 
 
 def no_fence(patch: Patch) -> None:
-    """A coordinator does not look whether a newer start has begun."""
+    """A coordinator does not look whether there is a newer start."""
 
     async def check(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
         return None

@@ -8,13 +8,12 @@ from importlib import import_module
 
 import click
 
-from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, given_root_and_maybe_tag, located, places
+from checkpointd.cli.arguments import as_json, before_out, given_root_and_maybe_tag, located, places
 from checkpointd.cli.asking import ask, check_place, maybe_named_tag, place_is_missing
 from checkpointd.cli.formats import module_for
 from checkpointd.cli.formatting import count, size
 from checkpointd.cli.progress import progress_of_bytes
 from checkpointd.cli.render import Block, Facts, Heading, Table, show_answer
-from checkpointd.commands import command as command_line
 from checkpointd.commands import install
 from checkpointd.errors import UsageError
 from checkpointd.export.beside import read_beside
@@ -64,10 +63,8 @@ def command(
 
     ROOT may also be the save_dir of a DeepSpeed job: its fp32 weights are then written.
     """
-    if not places:
-        raise UsageError("where to? Give the place, as in " + command_line("consolidate", EXAMPLE_ROOT, "model.safetensors"))
-    *before, out = places
-    given, tag = given_root_and_maybe_tag(tuple(before), "consolidate")
+    before, out = before_out(places, "consolidate", "model.safetensors")
+    given, tag = given_root_and_maybe_tag(before, "consolidate")
     request = ExportRequest(
         tag=tag,
         only=only,

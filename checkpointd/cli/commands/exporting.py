@@ -7,13 +7,12 @@ from typing import Any
 
 import click
 
-from checkpointd.cli.arguments import EXAMPLE_ROOT, as_json, places, root_and_maybe_tag
+from checkpointd.cli.arguments import as_json, before_out, places, root_and_maybe_tag
 from checkpointd.cli.asking import ask, check_place, maybe_named_tag
 from checkpointd.cli.formats import EXPORTS, module_for
 from checkpointd.cli.formatting import count, size
 from checkpointd.cli.progress import progress_of_bytes
 from checkpointd.cli.render import Block, Facts, Heading, Table, show_answer, warn
-from checkpointd.commands import command as command_line
 from checkpointd.errors import UsageError
 
 
@@ -42,10 +41,8 @@ def command(
     ranks; one file is in memory at a time. OUT appears whole or not at all. Every byte is verified on the way. For
     safetensors and torch files see `consolidate`.
     """
-    if not places:
-        raise UsageError("where to? Give the place, as in " + command_line("export", EXAMPLE_ROOT, "/mnt/dcp/run1"))
-    *before, out = places
-    root, tag = root_and_maybe_tag(tuple(before), "export")
+    before, out = before_out(places, "export", "/mnt/dcp/run1")
+    root, tag = root_and_maybe_tag(before, "export")
     options: dict[str, Any] = {"memory": memory}
     if kind == "deepspeed":
         options = {"stage": stage or 2, "ranks": ranks or 1}

@@ -10,14 +10,12 @@ import click
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import ask
 from checkpointd.cli.attempts import STATE_MOODS, read_back_cell
-from checkpointd.cli.formatting import count, metrics, moment, number, ratio, shortened, size
+from checkpointd.cli.formatting import count, metrics, moment, number, ratio, size
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.cli.render import Cell, Table, show, show_json, warn
+from checkpointd.phrases import listed
 from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
 from checkpointd.report.listing import AttemptRow, Listing, listing
-
-TAGS_CHARACTERS = 200
-"""The most characters of tags in a warning about checkpoints that are not whole for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,5 +116,5 @@ def _warn_of_loss(root: str, rows: Sequence[AttemptRow]) -> None:
     if len(rows) == 1:
         warn(f"{first.tag}{' is not whole' if first.state == 'incomplete' else ''}: {lost_text(first.lost)}; {advice}")
         return
-    tags = shortened(", ".join(row.tag for row in rows), TAGS_CHARACTERS)
+    tags = listed([row.tag for row in rows])
     warn(f"{count(len(rows), 'checkpoint')} are not whole ({tags}); of {first.tag}: {lost_text(first.lost)}; {advice}")

@@ -11,7 +11,7 @@ import click
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import ask
 from checkpointd.cli.attempts import job_text, votes_table
-from checkpointd.cli.formatting import count, moment, shortened, size
+from checkpointd.cli.formatting import count, moment, size
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, show_answer, warn
 from checkpointd.cli.watching import watch
@@ -19,14 +19,13 @@ from checkpointd.commands import at_tag
 from checkpointd.commands import command as command_line
 from checkpointd.commit.machine import FENCED
 from checkpointd.errors import FencedError
-from checkpointd.phrases import rank_runs
+from checkpointd.phrases import listed, rank_runs
 from checkpointd.pipeline.root.wholeness import is_removed, lost_advice, lost_text
 from checkpointd.report.changes import changes
 from checkpointd.report.status import AbortedAttempt, Flight, Incomplete, Standing, standing
 from checkpointd.store.base import Store
 
 INTERVAL_S, SOCKET_INTERVAL_S = 2.0, 0.5
-TAGS_CHARACTERS = 100
 RANKS_SHOWN = 16
 """A larger job shows only ranks without a yes vote, and at most this many."""
 
@@ -131,14 +130,13 @@ def _latest_cell(found: Standing) -> Cell:
 def _checkpoints_text(found: Standing) -> str:
     if not found.left_behind:
         return str(found.checkpoints)
-    tags = shortened(", ".join(found.left_behind), TAGS_CHARACTERS)
-    return f"{found.checkpoints}, of which {len(found.left_behind)} of branches that were left ({tags})"
+    return f"{found.checkpoints}, of which {len(found.left_behind)} were left behind ({listed(found.left_behind)})"
 
 
 def _incomplete_text(root: str, broken: Sequence[Incomplete]) -> str:
     """Which checkpoints are not whole, and why the newest of them is not."""
     first, number = broken[0], len(broken)
-    tags = shortened(", ".join(one.tag for one in broken), TAGS_CHARACTERS)
+    tags = listed([one.tag for one in broken])
     why = f"of {first.tag}: {lost_text(first.lost)}; {lost_advice(root, first.tag, first.lost)}"
     return f"{count(number, 'checkpoint')} {'is' if number == 1 else 'are'} not whole ({tags}); {why}"
 

@@ -8,18 +8,17 @@ import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
 from checkpointd.cli.asking import ask, maybe_named_tag
-from checkpointd.cli.formatting import count, printable, shortened, size
+from checkpointd.cli.formatting import count, printable, size
 from checkpointd.cli.progress import progress_bar
 from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, show_answer, warn
 from checkpointd.errors import DamagedError, StoreError
+from checkpointd.phrases import listed
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
 from checkpointd.report.latest import pointer
 from checkpointd.report.verification import TagVerdict, Verification, tasks, verified
 from checkpointd.store.base import Store
 
-TAGS_CHARACTERS = 100
-"""The most characters of tags in the warning about results that could not be recorded."""
 MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doubt", "removed": "quiet", "copied": "quiet"}
 
 
@@ -46,7 +45,7 @@ def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
         warn(f"there are no checkpoints at {found.root}")
     unrecorded = [verdict for verdict in found.checkpoints if verdict.record_error]
     if unrecorded and not as_json:
-        tags = shortened(", ".join(verdict.tag for verdict in unrecorded), TAGS_CHARACTERS)
+        tags = listed([verdict.tag for verdict in unrecorded])
         warn(f"{count(len(unrecorded), 'result')} could not be recorded ({tags}): {unrecorded[0].record_error}")
     return DamagedError.exit_code if found.damage else StoreError.exit_code if found.unreadable or unrecorded else 0
 

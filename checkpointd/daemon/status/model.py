@@ -259,7 +259,7 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     clients: int
     clients_max: int
     refused: int
-    """Connections and requests refused since the start."""
+    """Connections and requests refused since the daemon started."""
     refusals: dict[str, int] = {}
     """The same by reason: see `hub.REASONS`."""
     leaving: bool

@@ -105,7 +105,7 @@ async def ranges(bucket: Bucket) -> Finding:
 async def listing(bucket: Bucket) -> Finding:
     """Listings show at once what was written and removed: starts find attempts by them."""
     sizes = {f"object-{number}": number for number in range(3)}
-    advice = "starts find starts and attempts in listings: use a server whose listings are never late"
+    advice = "a job finds earlier starts and attempts by listings: use a server whose listings are never late"
     for name, size in sizes.items():
         await bucket.put(f"listing/{name}", bytes(size))
     if {entry.name: entry.size for entry in await bucket.list("listing")} != sizes:

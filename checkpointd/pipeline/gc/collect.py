@@ -8,7 +8,7 @@ Invariants
   COLLECT-3  The `deleted` mark is the last object of an attempt to go.
   COLLECT-4  No object of a checkpoint goes that the index of a vote names. If the chain of outcome, ballot, vote and index of a
       rank cannot be verified, all objects of the rank stay.
-  COLLECT-5  The writers of an attempt tidy up its tag, and apply retention, only while no newer start has begun. A job that
+  COLLECT-5  The writers of an attempt tidy up its tag, and apply retention, only while there is no newer start. A job that
       starts later sees their commit and never loads the checkpoint that it replaced. A job that had started before may be
       loading that checkpoint.
   COLLECT-6  An object of a removed checkpoint goes only if no other checkpoint, and no index of an undecided attempt, names it.

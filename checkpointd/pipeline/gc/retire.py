@@ -62,7 +62,7 @@ async def retire(
         store, found, going, deleted=deleted, staying=staying, known=known, thorough=thorough, failed=failed
     )
     if failed:
-        words = "objects of %d attempt(s) at %s could not be removed: %s; the next removal tries again"
+        words = "objects of attempts (%d) at %s could not be removed: %s; the next removal tries again"
         log.warning(words, len(failed), store.url, failed[0])
     for facts, _ in deleted:
         await move_latest_away(store, facts.tag)
@@ -72,7 +72,7 @@ async def retire(
 async def retire_tag(store: Store, tag: str, start: int) -> None:
     """Remove dead attempts at one tag, for a process that has decided an attempt of `start`.
 
-    If a newer start has begun, nothing goes (COLLECT-5). Checkpoints of older starts stay (RETENTION-6).
+    If there is a newer start, nothing goes (COLLECT-5). Checkpoints of older starts stay (RETENTION-6).
     """
     if await starts.newest(store) == start:
         views = await catalog.attempts_of(store, tag)

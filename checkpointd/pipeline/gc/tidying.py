@@ -46,6 +46,7 @@ from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
 from checkpointd.layout.keys import LEASE, vote_name
+from checkpointd.phrases import byte_size
 from checkpointd.pipeline.gc.collect import forget_removed
 from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, prove_newest, retire
@@ -123,7 +124,7 @@ class Tidier:
     """The tidier of one rank's writer, on its loop. Only the coordinator's tidier removes.
 
     `keeps_before`: checkpoints before this order stay, since the job does not know them (RETENTION-6). `check_root`
-    raises if the root is not the one in which a start began (TIDY-5). `decide_older` decides attempts of older starts at which
+    raises if the root is not that of the start (TIDY-5). `decide_older` decides attempts of older starts at which
     nobody works any more (TIDY-4).
     """
 
@@ -166,7 +167,7 @@ class Tidier:
         """What was removed and which attempts are begun, and the time since which this has not changed."""
         self._start = 0
         self._is_over = False
-        """Whether a newer start has begun, by the last look."""
+        """Whether there is a newer start, by the last look."""
         self._tags: set[str] = set()
         self._look: asyncio.Task[None] | None = None
         self._deciding: asyncio.Task[None] | None = None
@@ -525,7 +526,7 @@ class Tidier:
     async def _remove(self, scope: str) -> None:
         """Remove dead attempts in `scope`, and note what is left there.
 
-        If a newer start has begun, this only looks, since the coordinator of that start removes (COLLECT-5). If the root is
+        If there is a newer start, this only looks, since the coordinator of that start removes (COLLECT-5). If the root is
         another one, it raises (TIDY-5).
         """
         scopes = [scope] if self._sees_all or scope else list(self._left)
@@ -566,9 +567,8 @@ class Tidier:
     def _say(self, done: Retired) -> None:
         for removal in done.removed:
             self.freed += removal.freed_bytes
-            log.info(
-                "%s/%s: user %s removed %d bytes: %s", removal.tag, removal.attempt, user(), removal.freed_bytes, removal.reason
-            )
+            freed = byte_size(removal.freed_bytes)
+            log.info("removed %s/%s (%s) as user %s: %s", removal.tag, removal.attempt, freed, user(), removal.reason)
         complaint = done.choice.unknown_metric
         if complaint is not None and complaint != self._complaint:
             log.error(

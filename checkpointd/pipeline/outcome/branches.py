@@ -96,11 +96,11 @@ async def leave_behind(store: Store, head: Outcome, *, beyond: bool = False, kno
     if records:
         await (known or CatalogLog(store)).append(*records)
         log.info(
-            "%s is the newest checkpoint of the current branch: %d checkpoint(s) at %s are left behind%s",
+            "%s is the newest checkpoint of the current branch at %s. Left behind: %d%s",
             head.tag,
-            len(change.left),
             store.url,
-            f", and {len(change.current)} no longer" if change.current else "",
+            len(change.left),
+            f". No longer left behind: {len(change.current)}" if change.current else "",
         )
     return change
 

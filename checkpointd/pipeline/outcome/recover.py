@@ -112,7 +112,7 @@ async def recover(
             log.error("latest stays where it is, since the newest commit, %s, may not be durable", newest.prefix)
             keeps = await catalog.readable_latest(store)
         elif newest is not None and (loss is None or accepts_loss):
-            if newest.attempt.start >= start:  # a newer start has begun, and its writer may have died before this was durable
+            if newest.attempt.start >= start:  # there is a newer start, and its writer may have died before this was durable
                 await store.settle(f"{newest.prefix}/{OUTCOME}")
             named = await catalog.readable_latest(store)
             moved = await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
@@ -127,7 +127,7 @@ async def recover(
         failed: list[StoreError] = []
         done.swept = len(await collect(store, facts, known=known, failed=failed))
         if failed:
-            words = "objects of %d attempt(s) at %s could not be removed: %s; the next removal tries again"
+            words = "objects of attempts (%d) at %s could not be removed: %s; the next removal tries again"
             log.error(words, len(failed), store.url, failed[0])
         await remove_plans(store, start, surviving)
         await known.refresh()

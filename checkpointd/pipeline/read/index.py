@@ -8,6 +8,7 @@ from checkpointd.errors import DamagedError, FormatError, NotFoundError, WorldSi
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import BALLOT, object_key
+from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root.ballots import CountedVotes
 from checkpointd.pipeline.root.catalog import Checkpoint, index_named_by
 from checkpointd.store.base import Store
@@ -20,10 +21,7 @@ async def read_index(store: Store, checkpoint: Checkpoint, rank: int, votes: Cou
     """
     outcome = checkpoint.outcome
     if not 0 <= rank < outcome.world_size:
-        raise WorldSizeError(
-            f"{checkpoint.tag} was saved by {outcome.world_size} ranks, so there is nothing for rank {rank}: "
-            "start the job with as many ranks as saved it"
-        )
+        raise WorldSizeError(f"{checkpoint.tag} was saved by {rank_runs(range(outcome.world_size))}, not by rank {rank}")
     key = f"{checkpoint.prefix}/{BALLOT}"
     try:
         vote = await (votes or CountedVotes(store, outcome)).of(rank)

@@ -1,15 +1,15 @@
 """Leases: they show others that a job or a daemon is at work at a root or an attempt.
 
-A job's lease lies at `.checkpointd/leases/<start>`. Rank 0 puts it before the start, renews it until the job is closed, and
-then removes it. The lease of an attempt lies beside the attempt's objects. A daemon that may outlive the trainer puts it, on
-behalf of the attempt's coordinator, once the snapshot is whole, and removes it after the outcome.
+A job's lease lies at `.checkpointd/leases/<start>`. Rank 0 puts it before the record of the start, renews it until the job is
+closed, and then removes it. The lease of an attempt lies beside the attempt's objects. A daemon that may outlive the trainer
+puts it, on behalf of the attempt's coordinator, once the snapshot is whole, and removes it after the outcome.
 
 Invariants
   LEASE-1  Leases decide only how long a start waits and which attempts it leaves alone. Commits depend on starts and on
       put-if-absent, so a lease that is lost, late or wrong costs a wait, or the save in flight.
   LEASE-2  Clocks of different machines are never compared. A process that looks at a lease watches its count for the lease's
       length, on its own monotonic clock. It does not wait for a process that the kernel knows to have ended.
-  LEASE-3  A job puts its lease before its start, so a process that sees the start of a living job also sees its lease.
+  LEASE-3  A job puts its lease before the record of its start, so a process that sees the record also sees the lease.
   LEASE-4  A look at a lease ends at the first renewal, when the lease or its process is gone, or after the lease's length.
   LEASE-5  A job begins beside a living job only if both have the same name, or if the user says that it takes over the root. A
       process that mirrors to the root begins beside none, whatever its name. A start that can read the lease no more fails.
@@ -381,7 +381,7 @@ class Beginner:
 
 
 async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = None) -> tuple[Start, HeldLease]:
-    """Begin the next start, with a lease that is renewed from now on. Every attempt at which somebody works survives in it,
+    """Take the next start, with a lease that is renewed from now on. Every attempt at which somebody works survives in it,
     but for those that the start before has fenced: the job has gone on without them. `known`: the catalog's log as this
     process has read it already.
 
@@ -398,7 +398,7 @@ async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = Non
             raise RootInUseError(refusal(store, stranger, beginner.instead))
         held = _of_job(store, number, beginner)
         if not await store.put_if_absent(held.key, encode(held.lease)):
-            continue  # another job is beginning this start
+            continue  # another job is taking this start
         held.keep(is_put=True)
         try:
             start = await starts.begin(

@@ -24,7 +24,7 @@ from checkpointd.system_errors import lasts
 log = logging.getLogger("checkpointd")
 
 ANSWER_S = 4.0
-"""How long a store may take when a start begins. This is enough to prove that a record is missing (ABSENCE_S), and short
+"""How long a store may take when a job begins. This is enough to prove that a record is missing (ABSENCE_S), and short
 enough for a trainer that waits for its sidecar. The first save looks again."""
 
 
@@ -43,23 +43,23 @@ class _Elsewhere(Exception):
 
 
 class OwnRoot:
-    """The starts that one rank's job has begun at the root, as its writer knows them."""
+    """The starts that one rank's job has taken at the root, as its writer knows them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[int, _Known] = {}
 
     async def begun(self, start: int, nonce: str) -> None:
-        """Note that the job has begun `start` at this root. Raises nothing, since the first save checks it again."""
+        """Note that the job has taken `start` at this root. Raises nothing, since the first save checks it again."""
         with suppress(CheckpointdError):
             await self.confirm(start, nonce)
 
     def expect(self, start: int, nonce: str) -> None:
-        """Note that an earlier process of this job began `start` at this root. The next check looks for it."""
+        """Note that an earlier process of this job took `start` at this root. The next check looks for it."""
         self._known[start] = _Known(nonce)
 
     async def confirm(self, start: int, nonce: str) -> StoreError | None:
-        """Check another process's word that the job has begun `start` at this root.
+        """Check another process's word that the job has taken `start` at this root.
 
         Raises RootGoneError if the store contradicts it, and LinkError or StoreError if the root may not be read here. Returns
         the error of a storage that fails for now: the first save looks again.
@@ -79,7 +79,7 @@ class OwnRoot:
 
     async def check(self, start: int) -> None:
         """Raise RootGoneError if the path leads to another directory (OWNROOT-1), StoreError if the storage cannot tell, and
-        FencedError if the record of the start is gone because many newer ones have begun.
+        FencedError if the record of the start is gone because there are many newer ones.
 
         If the writer was not told of the start, it trusts the record that it finds. A start without a record is not checked.
         """
@@ -110,13 +110,13 @@ class OwnRoot:
             ):  # a newer start may have removed it (START-2)
                 raise FencedError(await starts.fence_message(self._store, start, current)) from None
             known.is_gone = True
-            raise _Elsewhere(f"{key}, which says that it began there, is not there") from None
+            raise _Elsewhere(f"the record {key} of this job is not there") from None
         except DamagedError:
             if known.identity is None:
                 raise
             found = known.nonce  # the record was damaged since; the directory's identity decides
         if found != known.nonce:
-            raise _Elsewhere(f"another job has begun start {start} there")
+            raise _Elsewhere(f"start {start} there is another job's")
         try:
             identity = await identity_of(self._store, key)
         except NotFoundError:

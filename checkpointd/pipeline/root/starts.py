@@ -4,7 +4,7 @@ Invariants
   START-1  A coordinator of an older start may commit an attempt only if the record of the newest start lists it as surviving.
   START-2  The record of the newest start stays, so that the next number is greater. Each new start removes the records of
       starts that are KEPT and more starts older, except those in which an attempt runs that survives.
-  START-3  No number is begun twice. A process that was stopped between its choice of a number and its put may find that the
+  START-3  No number is used twice. A process that was stopped between its choice of a number and its put may find that the
       number was used and its record removed. So it looks after the put. If the newest start is so far ahead, the put does not
       count.
 """
@@ -45,7 +45,7 @@ async def _numbers(store: Store) -> list[int]:
 
 
 async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> Start:
-    """Begin the next start for a job of `world_size` ranks (0: for a recovery without a job), even if another job is alive.
+    """Take the next start for a job of `world_size` ranks (0: for a recovery without a job), even if another job is alive.
 
     This fences every older start at the root. Only the attempts `surviving` (`<tag>/<attempt>`), whose writers have outlived
     their trainers, go on. A job calls `leases.begin` instead, which leaves a living job alone.
@@ -75,7 +75,7 @@ async def begin(
     job: str = "",
     process: str | None = None,
 ) -> Start | None:
-    """Begin start `number`, as `take` does; None if it exists or did exist (START-3). `process`: the holder, by default this
+    """Take start `number`, as `take` does; None if it exists or did exist (START-3). `process`: the holder, by default this
     process.
     """
     start = Start(
@@ -121,7 +121,7 @@ async def read(store: Store, number: int) -> Start:
 
 
 async def is_of_root(store: Store, number: int, nonce: str) -> bool:
-    """Whether start `number` with `nonce` began at this root, and not at a root that was removed since. True if unknown."""
+    """Whether start `number` with `nonce` was taken at this root, and not at a root that was removed since. True if unknown."""
     patient = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
     try:
         return (await read(patient, number)).nonce == nonce
@@ -132,7 +132,7 @@ async def is_of_root(store: Store, number: int, nonce: str) -> bool:
 
 
 async def check_fence(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
-    """Raise FencedError if a newer start than `number` has begun and `attempt` (`<tag>/<attempt>`) does not survive in it.
+    """Raise FencedError if there is a newer start than `number` and `attempt` (`<tag>/<attempt>`) does not survive in it.
 
     `proved`: if the newer start's record cannot be read, raise NotFoundError or DamagedError instead.
     """
@@ -155,7 +155,7 @@ async def unfenced(store: Store, attempts: Collection[str]) -> tuple[str, ...]:
 
 
 async def check_not_over(store: Store, number: int) -> None:
-    """Raise FencedError if a newer start than `number` has begun and no attempt of start `number` survives in it.
+    """Raise FencedError if there is a newer start than `number` and no attempt of start `number` survives in it.
 
     Raises NotFoundError or DamagedError if the newer start's record cannot be read.
     """
@@ -178,7 +178,7 @@ async def _survives(store: Store, current: int, attempt: str, *, proved: bool) -
 
 
 async def fence_message(store: Store, number: int, current: int) -> str:
-    """The message of FencedError: who began start `current`, and what to do."""
+    """The message of FencedError: who took start `current`, and what to do."""
     try:
         found = (await read(store, current)).writer
         who = f"process {found.pid} on {found.host} at {found.time}"

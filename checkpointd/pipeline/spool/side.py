@@ -55,7 +55,7 @@ class WriterParts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SpoolHooks:
-    """Parts of the attempt. `ends_fenced` puts the abort if a newer start has begun, and says so. `check_stop` raises Stopped
+    """Parts of the attempt. `ends_fenced` puts the abort if there is a newer start, and says so. `check_stop` raises Stopped
     if the attempt was decided meanwhile. `over`: set when nothing more needs to be written.
     """
 
@@ -107,7 +107,7 @@ class SpoolSide:
         return True
 
     async def upload(self, on_start: Callable[[], None]) -> bool:
-        """Upload the shard and vote yes (SPOOL-9). False if the attempt ends because a newer start has begun.
+        """Upload the shard and vote yes (SPOOL-9). False if the attempt ends because there is a newer start.
 
         Raises SupersededError if the shard was dropped for a newer one, DamagedError if the spool has damaged it, and Stopped.
         """

@@ -25,6 +25,7 @@ from checkpointd.layout.keys import index_name
 from checkpointd.layout.manifest import BesideFile, IndexRef, Vote, digest
 from checkpointd.layout.plan import cover_fault
 from checkpointd.layout.tree import files_of
+from checkpointd.phrases import byte_size
 from checkpointd.pipeline.root.plans import OwnPlan
 from checkpointd.pipeline.workers import aside
 from checkpointd.pipeline.write.chunks import write_chunks
@@ -53,7 +54,7 @@ async def persist(job: PersistJob) -> Vote:
         progress, rank = job.progress, job.info.rank
         need = job.shard.nbytes - progress.raw_kept
         raise StoreFullError(
-            f"{error}; rank {rank} has up to {need} bytes to write for this save, and wrote {progress.stored}"
+            f"{error}; rank {rank} has up to {byte_size(need)} to write for this save, and wrote {byte_size(progress.stored)}"
         ) from error
     job.check_stop()
     job.on_stored(structs.replace(stored.index, tree=b""))

@@ -93,7 +93,7 @@ class LatestWatch:
         return current is not None and current >= least
 
     def may_be_back_after(self, start: float) -> bool:
-        """Whether `latest` may be behind although a start that began at `start` has moved it to the newest commit."""
+        """Whether `latest` may be behind although a job that began at `start` has moved it to the newest commit."""
         return any(debt.mover in self.root.storage.alive() or debt.since >= start for debt in self.debts)
 
     def fault_of_debts(self, mover: str | None = None, back: Order | None = None) -> str:

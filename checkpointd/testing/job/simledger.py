@@ -17,7 +17,7 @@
   uploads-stand        Nobody aborts the upload of another process whose attempt is still to be decided, unless a newer start
                        fences it. After a start, no older attempt has an unfinished upload.
   outlived             No recovery aborts an attempt whose lease a living process held, and which the catalog announced, when
-                       that start began, unless the start before it has fenced the attempt.
+                       that start was taken, unless the start before it has fenced the attempt.
   left-alone           A start fences a living job with another name, or without one, only if it was told to take over.
   always-starts        A start waits at most the length of one lease for another job.
   always-ends          An attempt ends in a final phase, soon after its deadline. It may stay in doubt only if a fault hindered
@@ -179,7 +179,7 @@ class Ledger:
         self._starting[process] = now, take_over
 
     def job_began(self, process: str, name: str, start: int, seconds: float, lease_s: float) -> None:
-        """`process` has begun `start`, `seconds` after `start_began`."""
+        """`process` has taken `start`, `seconds` after `start_began`."""
         self._living[process] = name, start
         own_s = seconds - self.root.storage.lost_s(process)
         if own_s > lease_s + START_S and not self.excuses(process):
@@ -319,13 +319,13 @@ class Ledger:
             raise InvariantError("outlived", f"{process} aborted {prefix}, at which {worker} was at work")
 
     def _check_left_alone(self, start: Start, process: str) -> None:
-        """`process` has begun `start`. This can fence only the job of the start before, which has fenced all older ones."""
+        """`process` has taken `start`. This can fence only the job of the start before, which has fenced all older ones."""
         _, take_over = self._starting.get(process, (0.0, False))
         for other, (name, number) in self._living.items():
             is_newest = number == self._newest_start
             same = other == process or (name and name == start.job)
             if is_newest and not same and not take_over and other in self._alive() and not self.excuses(other):
-                raise InvariantError("left-alone", f"{process} began start {start.start}, and {other} is alive in {number}")
+                raise InvariantError("left-alone", f"{process} took start {start.start}, and {other} is alive in {number}")
 
     def _start_touched(self, change: ObjectChange) -> None:
         process, what, key = change

@@ -260,7 +260,7 @@ class Rank:
         return chosen.outcome.step + 1
 
     async def _newest(self) -> Checkpoint | None:
-        """The checkpoint that load() takes: the newest that moved `latest`. `latest` names it unless a newer start began."""
+        """The checkpoint that load() takes: the newest that moved `latest`. `latest` names it unless there is a newer start."""
         floor = self.ledger.latest_floor
         found = await candidates(self.store, Patience(retry_s=0.0, absence_s=0.0))
         owed = self.ledger.latest.may_be_back_after(self._began)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from checkpointd.arguments import shown
 from checkpointd.errors import FormatError, StateError
@@ -265,6 +266,8 @@ def refused(value: object, fqn: str) -> StateError:
 def _advice(value: object) -> str:
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType):
         return "code is never stored: store a name and look the function up after loading"
+    if isinstance(value, DataLoader):
+        return "use torchdata's StatefulDataLoader, or leave the loader out and derive its position from the step"
     if isinstance(value, type | types.ModuleType):
         return "a class or module is code: store its name"
     if isinstance(value, np.ndarray):

@@ -26,6 +26,7 @@ from torch.distributed import DeviceMesh, PrefixStore, ProcessGroup, Store  # ty
 from checkpointd.arguments import shown
 from checkpointd.config import Ranks, environment_world_size
 from checkpointd.errors import ERRORS, CheckpointdError, DeadlineError, UsageError
+from checkpointd.phrases import rank_runs
 from checkpointd.waits import Waiting
 
 T = TypeVar("T")
@@ -376,13 +377,13 @@ def _posted(store: Store, names: Mapping[str, T]) -> dict[T, str]:
 
 def missing_words(missing: list[int], doing: str) -> str:
     """The line of the log while `missing` ranks are waited for."""
-    return f"ranks {missing} have not come: every rank must be {doing}"
+    return f"{rank_runs(missing)} {'has' if len(missing) == 1 else 'have'} not come yet: every rank must be {doing}"
 
 
 def absent_error(missing: list[int], timeout_s: float, doing: str) -> DeadlineError:
     """The error for `missing` ranks, which did not come although every rank must be `doing` the same."""
     return DeadlineError(
-        f"ranks {missing} did not answer within {timeout_s:g} s: every rank must be {doing}; "
+        f"{rank_runs(missing)} did not answer within {timeout_s:g} s: every rank must be {doing}; "
         "look at their logs, and start the job again if they are gone",
         ranks=tuple(missing),
     )

@@ -14,7 +14,7 @@ from torch.distributed import Store as MeetingStore  # type: ignore[attr-defined
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
 from checkpointd.layout.keys import start_key
-from checkpointd.phrases import listed
+from checkpointd.phrases import listed, rank_runs
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, leases, reserve, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
@@ -33,7 +33,7 @@ RECOVERY_TIMEOUT_S = 900.0
 START_TIMEOUT_S = 120.0
 """The ranks wait at least this long for each other to make their Checkpointers."""
 _DOING = (
-    "making its Checkpointer: call Checkpointer(...) on every rank, not on rank 0 alone, or name the ranks that save by "
+    "making its Checkpointer. Call Checkpointer(...) on every rank, not on rank 0 alone, or pass the ranks that save as "
     "process_group=..."
 )
 LOOK_TIMEOUT_S = 30.0
@@ -139,7 +139,7 @@ async def check_is_root(store: Store) -> None:
 
 async def _say_new(store: Store) -> None:
     """Log that training begins at a new root, and warn if the path looks mistyped."""
-    log.info("new root at %s: there is no checkpoint, so training begins at step 0", store.url)
+    log.info("new root at %s: no job has saved here before", store.url)
     if found := await neighbours(store.url):
         log.warning(
             "the root at %s is new, but jobs have saved at %s. If this job was to go on from there, end it and mend the path. "
@@ -163,7 +163,7 @@ async def begin(store: Store, beginner: Beginner) -> Started:
         start, lease = await leases.begin(store, beginner, known)
     try:
         if before:
-            await _say_who_is_fenced(store, before)
+            await _say_who_is_fenced(store, start.start, before)
         found = await recover(store, start.start, start.surviving, known=known)
         await reserve.lay(store)
         latest = await _latest(store)
@@ -187,7 +187,7 @@ def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
     """
     if begun.checkpoints:
         log.error(
-            "this job saves at %s and has not loaded: all %d checkpoint(s) that earlier jobs left there (latest: %s) stay, "
+            "this job saves at %s and has not loaded: all checkpoints that earlier jobs left there (%d, latest: %s) stay, "
             "whatever retention says, even if their tags are saved again. To go on from them, call %s before the first save. "
             "To start afresh, so that retention counts them as this job's own: %s",
             root,
@@ -198,7 +198,7 @@ def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
         )
 
 
-async def _say_who_is_fenced(store: Store, before: int) -> None:
+async def _say_who_is_fenced(store: Store, start: int, before: int) -> None:
     try:
         holder = await starts.read(store, before)
     except CheckpointdError as error:
@@ -209,9 +209,10 @@ async def _say_who_is_fenced(store: Store, before: int) -> None:
     ended = writers.is_this_process(holder.process) or writers.has_ended(holder.process)
     log.log(
         logging.INFO if ended else logging.WARNING,
-        "this job takes over from start %d at %s (process %d on %s, %s), which %s",
-        before,
+        "this is start %d at %s. Start %d (process %d on %s, %s) %s",
+        start,
         store.url,
+        before,
         who.pid,
         who.host,
         who.time,
@@ -249,7 +250,7 @@ def reach_sidecars(ranks: Ranks, board: Board, reach: Callable[[], object], time
         doing = "making its Checkpointer, with sidecar=... as well"
         without, named = _faults(board, "sidecar", str(problem) if problem else "ok", timeout_s, doing)
         if without and problem is None:
-            raise SidecarError(f"ranks {without} have no sidecar: {named}")
+            raise SidecarError(f"no sidecar on {rank_runs(without)}: {named}")
     if problem is not None:
         raise problem
 
@@ -271,7 +272,7 @@ def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
         if seen.nonce == begun.nonce:
             return "ok"
         problem = (
-            f"{store.url} on {socket.gethostname()} has another start {begun.number}, begun by process {seen.writer.pid} on "
+            f"{store.url} on {socket.gethostname()} has another start {begun.number}, taken by process {seen.writer.pid} on "
             f"{seen.writer.host}"
         )
     return problem

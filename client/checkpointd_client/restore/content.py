@@ -33,7 +33,7 @@ class RankContent:
     that FQN. `left`: FQNs that had different values on the saving ranks; they are not in the tree. `elsewhere`: FQNs that only
     some of the saving ranks had, and which may belong to another rank now. `among_many`: this is the content of all saving
     ranks, and several ranks load it, so a value that has no place on one rank may have one on another. `resharded`: it was
-    saved by another number of ranks.
+    saved by another number of ranks. `spread`: one rank saved it, and several load it.
     """
 
     root: tree.Node
@@ -45,6 +45,7 @@ class RankContent:
     elsewhere: frozenset[str] = frozenset()
     among_many: bool = False
     resharded: bool = False
+    spread: bool = False
     stored_as: Mapping[str, str] = field(default_factory=dict)
 
     def request(self, fqn: str, box: Box, sink: BoxSink | None = None) -> BoxRequest:
@@ -114,6 +115,7 @@ def merged_content(world: CheckpointView, *, keep: int | None, alone: bool, plan
         elsewhere=frozenset() if alone else frozenset(merging.partial),
         among_many=not alone,
         resharded=keep is None,
+        spread=not alone and world.checkpoint.outcome.world_size == 1,
     )
 
 

@@ -68,13 +68,16 @@ class SaveAdvice:
     def busy(self, tag: str, overhead_max: float | None) -> None:
         """Training waits for earlier saves: say what helps."""
         if self._is_first("busy"):
+            more = (
+                "" if overhead_max is None else f", or let saves take more of the machine (max_overhead above {overhead_max:g})"
+            )
             log.warning(
                 "rank %d: save() of %s waits until one of the two saves before it is written, and training waits with it. To "
-                'avoid that, save less often, let save() skip what comes too fast (when_busy="skip" or "space"), or let saves '
-                "take more of the machine (a greater max_overhead; it is %s). status().waited_s counts all such waits",
+                'avoid that, save less often, or let save() skip what comes too fast (when_busy="skip" or "space")%s. '
+                "status().waited_s counts all such waits",
                 self._rank,
                 tag,
-                "None, the most" if overhead_max is None else f"{overhead_max:g}",
+                more,
             )
 
     def _is_first(self, word: str) -> bool:

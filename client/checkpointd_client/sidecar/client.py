@@ -177,7 +177,7 @@ class SidecarClient:
             link.tell_inline(msgspec.structs.replace(message, **aged))
 
     async def start(self, patience_s: float) -> wire.Joined | None:
-        """Connect before the start; returns the daemon's snapshots and attempts.
+        """Connect before the job takes its start; returns the daemon's snapshots and attempts.
 
         If the daemon is out of reach: "inline" returns None, "raise" raises LinkLost, and "wait" tries again for `patience_s`
         before it raises LinkLost. A daemon that refuses this rank always raises SidecarError.

@@ -265,7 +265,7 @@ def test_a_job_that_forgot_to_load_removes_nothing_of_an_earlier_one_and_says_so
     assert save_two(left_by_another) >= OTHERS | {"best 00000002-0"}
     said = [record for record in caplog.records if "has not loaded" in record.getMessage()]
     assert [record.levelname for record in said] == ["ERROR"]
-    assert "4 checkpoint(s)" in said[0].getMessage()
+    assert "(4, latest: " in said[0].getMessage()
     assert "afresh=True" in said[0].getMessage()
 
 

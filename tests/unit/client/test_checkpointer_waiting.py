@@ -82,9 +82,13 @@ def test_a_save_that_waits_for_memory_says_whose(
     assert (tmp_path / "latest").read_text() == "global_step3\n"
 
 
-@pytest.mark.parametrize("waits_long", [True, False])
+@pytest.mark.parametrize(("waits_long", "max_overhead"), [(True, 0.03), (True, None), (False, 0.03)])
 def test_a_save_that_holds_training_up_says_once_what_helps_and_counts_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits_long: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    waits_long: bool,
+    max_overhead: float | None,
 ) -> None:
     monkeypatch.setattr(saver, "BUSY_S", 0.01 if waits_long else LIMIT_S)
     caplog.set_level(logging.WARNING, "checkpointd")
@@ -103,7 +107,7 @@ def test_a_save_that_holds_training_up_says_once_what_helps_and_counts_the_time(
     def words() -> list[str]:
         return [r.getMessage() for r in caplog.records if "training waits with it" in r.getMessage()]
 
-    with Checkpointer(tmp_path) as ckpt:
+    with Checkpointer(tmp_path, max_overhead=max_overhead) as ckpt:
         handles += [ckpt.save(step, state(float(step))) for step in (1, 2)]
         assert ckpt.status().waited_s == 0.0
         until = (lambda: bool(words())) if waits_long else tried.is_set
@@ -120,7 +124,8 @@ def test_a_save_that_holds_training_up_says_once_what_helps_and_counts_the_time(
         ckpt.wait()
         assert ckpt.status().waited_s > waited_s
     assert len(words()) == waits_long
-    assert all('when_busy="skip"' in word and "save less often" in word and "max_overhead" in word for word in words())
+    assert all('when_busy="skip"' in word and "save less often" in word for word in words())
+    assert all(("max_overhead above" in word) == (max_overhead is not None) for word in words())
 
 
 def test_a_storage_that_is_silent_is_named_while_it_is_waited_for(

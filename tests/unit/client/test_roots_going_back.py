@@ -278,7 +278,7 @@ def test_an_edit_that_names_what_was_left_is_answered_too(root: Path, caplog: py
     rollback(root, "global_step2")
     (root / "latest").write_text("global_step5\n")
     found = asyncio.run(_ask(root, listing)).latest  # type: ignore[attr-defined]
-    assert "which is of a branch that was left: loads take global_step2" in found.problem
+    assert "which was left behind: loads take global_step2" in found.problem
     with open_checkpoint(root, "latest") as opened:
         assert opened.tag == "global_step2"
     assert run(root) == "global_step2"

@@ -99,7 +99,7 @@ async def test_a_storage_that_cannot_tell_now_refuses_nobody(
         await client.ready(root, SHARD)
         await client.send(wire.Look())
         await client.next(wire.Joined)
-    assert "whether start 1 began here cannot be seen now" in caplog.text
+    assert "whether start 1 is of this root cannot be seen now" in caplog.text
     works.set()
     await client.whole_save(1, SHARD)
     assert (await client.outcome(1)).phase == "committed"

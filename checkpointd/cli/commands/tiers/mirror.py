@@ -14,7 +14,7 @@ import click
 
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import check_root, check_used, root_around
-from checkpointd.cli.formatting import count, printable, shortened, size
+from checkpointd.cli.formatting import count, printable, size
 from checkpointd.cli.locating import locate
 from checkpointd.cli.progress import progress_bar
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Mood, Note, Table, show_answer, show_json
@@ -25,14 +25,13 @@ from checkpointd.errors import CheckpointdError, UsageError
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of, run_once
 from checkpointd.mirror.news import WORDS, CheckpointNews, Kind, MirrorReport, News
-from checkpointd.phrases import byte_count
+from checkpointd.phrases import byte_count, listed
 from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 
 T = TypeVar("T")
 
-TAGS_CHARACTERS = 100
 MOODS: dict[Kind, Mood] = {
     "mirrored": "good",
     "left-out": "quiet",
@@ -174,7 +173,7 @@ def _until_told(work: Coroutine[Any, Any, None]) -> None:
 def _line(news: News) -> str:
     """One line for people."""
     if not isinstance(news, CheckpointNews):
-        tags = shortened(", ".join(news.retired), TAGS_CHARACTERS)
+        tags = listed(news.retired)
         return f"deleted at the mirror: {tags}, {size(news.freed_bytes)} freed"
     if news.kind == "mirrored":
         there = f", {size(news.found_bytes)} were there" if news.found_bytes else ""
@@ -199,7 +198,7 @@ def page(report: MirrorReport) -> Iterator[Block]:
         again = size(sum(one.copied_bytes for one in healed))
         facts.append(("healed", f"{count(len(healed), 'checkpoint')}, damaged at the mirror before, {again} copied again"))
     if left_out:
-        tags = shortened(", ".join(one.tag for one in left_out), TAGS_CHARACTERS)
+        tags = listed([one.tag for one in left_out])
         facts.append(("left out", f"{count(len(left_out), 'checkpoint')} that the rules would remove again: {tags}"))
     if report.retired:
         facts.append(("deleted", f"{count(len(report.retired), 'checkpoint')}, {size(report.freed_bytes)} freed"))

@@ -106,7 +106,7 @@ class DcpSession:
         self._started: Started | None = None
         self._world_size = 0
         self.first = 0
-        """The first start that was begun here."""
+        """The first start that was taken here."""
         self._has_said, self._has_left = False, False
         self._saves: Counter[str] = Counter()
         self._lock = threading.Lock()

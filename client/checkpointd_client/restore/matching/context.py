@@ -136,6 +136,8 @@ class Context(ABC):
         """The states that objects hand out, of those that may be asked."""
         self.resharded = content.resharded
         """Whether another number of ranks has saved it."""
+        self.spread = content.spread
+        """Whether one rank has saved it, and several load it."""
         self._content, self._excluded = content, frozenset(content.excluded)
         self._left_below = {path[:at] for path in content.left for at in _dots(path)}
 

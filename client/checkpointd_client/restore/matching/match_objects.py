@@ -28,6 +28,9 @@ def match_object(match: Context, live: Any, node: tree.Node, fqn: str) -> bool:
         if isinstance(node, tree.Dict):
             match_module(match, match.modules.part(live, fqn), node, fqn)
         return isinstance(node, tree.Dict)
+    if match.spread and isinstance(live, torch.Generator | RngState):  # all ranks would draw the same numbers
+        match.per_rank_left.append(fqn)
+        return True
     if isinstance(live, torch.Generator):
         return isinstance(node, tree.Tensor) and _generator(match, live, node, fqn)
     if isinstance(live, torch.optim.Optimizer):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.data import DataLoader
 
 from checkpointd.errors import StateError
 from checkpointd.layout import tree
@@ -393,6 +394,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: [].append, "code is never stored"),
     (lambda: functools.partial(function), "functools.partial"),
     (lambda: object(), "state_dict"),
+    (lambda: DataLoader([1]), "use torchdata's StatefulDataLoader"),
     (lambda: nn.Linear, "store its name"),
     (lambda: Opaque.ONE, r"store its \.name"),
     (lambda: _local_colour(), "is defined inside a function"),

@@ -174,7 +174,7 @@ def test_a_rank_that_is_gone_when_it_is_asked_is_named() -> None:
         for one in (calls[0], calls[2]):
             ((error, _),) = one.result()
             assert isinstance(error, DeadlineError)
-            assert "ranks [1] did not answer" in str(error)
+            assert "rank 1 did not answer" in str(error)
         assert isinstance(calls[1].exception(), KeyboardInterrupt)
 
 
@@ -228,7 +228,7 @@ def test_a_rank_that_did_not_answer_once_is_not_waited_for_again_in_the_same_rou
         for end in [threads.submit(turn.agree, "verdict", None) for turn in (*early, late)]:
             error = end.result()
             assert isinstance(error, DeadlineError)
-            assert f"ranks [2] did not answer within {SHORT_S} s" in str(error)
+            assert f"rank 2 did not answer within {SHORT_S} s" in str(error)
 
 
 def test_a_rank_that_missed_a_load_joins_the_next_one() -> None:
@@ -236,7 +236,7 @@ def test_a_rank_that_missed_a_load_joins_the_next_one() -> None:
     patient = a.board
     for _, error in _together(lambda: _load(_without_the_last(a), "first"), lambda: _load(b, "first")):
         assert isinstance(error, DeadlineError)
-        assert "ranks [2] did not answer" in str(error)
+        assert "rank 2 did not answer" in str(error)
     a.board = patient
     assert _together(*(lambda t=t: _load(t, "second") for t in (a, b, c))) == [("second", None)] * WORLD
 
@@ -244,7 +244,7 @@ def test_a_rank_that_missed_a_load_joins_the_next_one() -> None:
 def test_a_rank_that_asked_before_rank_0_ever_did_takes_part_when_it_does() -> None:
     a, b, c = _ranks()
     b.timeout_s = SHORT_S
-    with pytest.raises(DeadlineError, match=r"ranks \[0\]"):
+    with pytest.raises(DeadlineError, match="rank 0"):
         _load(b, "never said")
     b.timeout_s = LONG_S
     assert _together(*(lambda t=t: _load(t, "said") for t in (a, b, c))) == [("said", None)] * WORLD

@@ -38,16 +38,16 @@ def test_a_run_says_in_one_line_each_what_it_did(tmp_path: Path, said: Callable[
         for step in (1, 2):
             ckpt.save(step, state(float(step))).wait()
     began, nothing, first, *rest = said("INFO")
-    assert began == f"new root at {root}: there is no checkpoint, so training begins at step 0"
-    assert nothing == f"nothing is loaded: there is no checkpoint at {root}"
+    assert began == f"new root at {root}: no job has saved here before"
+    assert nothing == f"nothing is loaded: there is no checkpoint at {root}, so training begins at its first step"
     assert first.startswith("committed global_step1 (step 1) ")
     assert any(line.startswith("committed global_step2 (step 2) ") for line in rest)
     before = len(said("INFO"))
     with Checkpointer(root) as ckpt:
         ckpt.load(state(0.0))
     over, loaded = said("INFO")[before:]
-    assert over.startswith(f"this job takes over from start 1 at {root} (process ")
-    assert over.endswith("which has ended")
+    assert over.startswith(f"this is start 2 at {root}. Start 1 (process ")
+    assert over.endswith(") has ended")
     assert loaded.startswith(f"loaded global_step2 (step 2) from {root} in ")
     assert not said("WARNING")
 

@@ -16,6 +16,7 @@ from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.joint_plan import JointPlan, twins_of
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.contents import content_of
+from checkpointd_client import RngState
 from checkpointd_client.restore.content import RankContent, merged_content
 from checkpointd_client.restore.plan import LoadOptions, Target, prepare
 from checkpointd_client.restore.store_source import wants
@@ -49,13 +50,15 @@ class Job:
     def __init__(self, *states: dict[str, Any]) -> None:
         self.ranks = [save(state) for state in states]
         indexes = {rank: index_of(saved, rank, len(states)) for rank, saved in enumerate(self.ranks)}
-        self.world = CheckpointView(SimpleNamespace(tag="t"), indexes)  # type: ignore[arg-type]  # only its tag is asked for
+        checkpoint: Any = SimpleNamespace(tag="t", outcome=SimpleNamespace(world_size=len(states)))
+        self.world = CheckpointView(checkpoint, indexes)
 
-    def load(self, state: dict[str, Any], content: RankContent) -> None:
+    def load(self, state: dict[str, Any], content: RankContent) -> tuple[str, ...]:
         restoration = prepare(state, content, LoadOptions(strict=False))
         for target in restoration.targets:
             self.fill(target, content)
         restoration.finish()
+        return restoration.per_rank_left
 
     def fill(self, target: Target, content: RankContent) -> None:
         [want] = wants([target], content, fill=False)
@@ -77,6 +80,21 @@ def test_a_view_is_read_from_the_rank_that_saved_it(keep: int | None, own: float
     loaded = {"own": torch.zeros(4), "first": torch.zeros(2), "second": torch.zeros(2)}
     job.load(loaded, merged_content(job.world, keep=keep, alone=keep is None))
     assert {name: tensor[0].item() for name, tensor in loaded.items()} == {"own": own, "first": 1.0, "second": 2.0}
+
+
+@pytest.mark.parametrize(("saved", "alone", "left"), [(1, False, ("rng", "own")), (2, False, ()), (1, True, ()), (2, True, ())])
+def test_several_ranks_do_not_all_go_on_with_the_random_numbers_of_one(saved: int, alone: bool, left: tuple[str, ...]) -> None:
+    """Ranks that drew the same numbers before go on to draw the same."""
+    torch.manual_seed(1)
+    job = Job(*({"rng": RngState(), "own": torch.Generator().manual_seed(1), "count": 3} for _ in range(saved)))
+    torch.manual_seed(2)
+    loaded = {"rng": RngState(), "own": torch.Generator().manual_seed(2), "count": 0}
+    assert job.load(loaded, merged_content(job.world, keep=None, alone=alone)) == left
+    own = loaded["own"]
+    assert isinstance(own, torch.Generator)
+    assert torch.get_rng_state().equal(torch.Generator().manual_seed(2 if left else 1).get_state())
+    assert own.get_state().equal(torch.Generator().manual_seed(2 if left else 1).get_state())
+    assert loaded["count"] == 3
 
 
 def test_names_that_are_tied_on_each_rank_stay_tied() -> None:

@@ -228,7 +228,7 @@ def test_tidy_4_what_outlives_its_trainer_does_not_wait_until_the_next_job_remov
 def test_tidy_4_attempts_of_an_older_start_at_which_nobody_works_any_more_are_decided(
     seed: int, has: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They survived the start of this start in a daemon, which then died."""
+    """They survived into this start in a daemon, which then died."""
 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)

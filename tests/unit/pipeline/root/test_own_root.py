@@ -86,7 +86,7 @@ async def test_ownroot_1_another_jobs_root_in_its_place() -> None:
     with pytest.raises(RootGoneError, match="is not there"):
         await root.check(1)
     await starts.begin(store, 1, 1)
-    with pytest.raises(RootGoneError, match="another job has begun start 1"):
+    with pytest.raises(RootGoneError, match="start 1 there is another job's"):
         await root.check(1)
 
 

@@ -1,4 +1,4 @@
-"""START-2 and START-3 of pipeline/root/starts.py: records of old starts go, and no number is begun twice."""
+"""START-2 and START-3 of pipeline/root/starts.py: records of old starts go, and no number is used twice."""
 
 from __future__ import annotations
 

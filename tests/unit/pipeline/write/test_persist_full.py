@@ -7,6 +7,7 @@ import re
 import pytest
 
 from checkpointd.errors import StoreFullError
+from checkpointd.phrases import byte_size
 from checkpointd.store.base import ObjectWriter
 from checkpointd.store.memory import MemoryStore
 from tests.builders import plan_save, rank_arrays
@@ -20,5 +21,5 @@ class FullStore(MemoryStore):
 async def test_what_a_save_needs_stands_beside_what_is_free() -> None:
     save = await plan_save(FullStore())
     need = sum(array.nbytes for array in rank_arrays(1).values())
-    with pytest.raises(StoreFullError, match=re.escape(f"(17 bytes are free); rank 1 has up to {need} bytes to write")):
+    with pytest.raises(StoreFullError, match=re.escape(f"(17 bytes are free); rank 1 has up to {byte_size(need)} to write")):
         await save.vote(1)

@@ -18,7 +18,7 @@ def test_goes_back_and_says_what_is_left_behind(root: Path, at: With, cli: Cli) 
     assert done.code == 0
     assert "the next load takes: global_step1 (step 1)" in done.out
     assert [row["state"] for row in cli("list", root, "--json").json["rows"]] == ["left-behind", "left-behind", "committed"]
-    assert "2 of branches that were left (global_step3, global_step2)" in cli("status", root).out
+    assert "2 were left behind (global_step3, global_step2)" in cli("status", root).out
     why = cli("explain", root, "global_step3").out
     assert "training went on from an older checkpoint" in why
     assert f"checkpointd rollback {root} global_step3 --attempt 00000001-0" in why

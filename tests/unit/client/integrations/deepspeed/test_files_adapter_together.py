@@ -74,7 +74,7 @@ def test_a_first_call_of_rank_0_alone_ends_by_its_own_deadline(job_of: MakesJob,
     """A Checkpointer would be waited for two minutes at least; DeepSpeed's barrier for as long as torch.distributed waits."""
     [error] = job_of(SHORT_S).errors(lambda plug: getattr(plug, call)(str(tmp_path / "root")), None)
     assert isinstance(error, DeadlineError)
-    assert f"ranks [1] did not answer within {SHORT_S:g} s: every rank must be calling {call}()" in str(error)
+    assert f"rank 1 did not answer within {SHORT_S:g} s: every rank must be calling {call}()" in str(error)
     assert not (tmp_path / "root").exists(), "nothing was begun there"
 
 
