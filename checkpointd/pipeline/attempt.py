@@ -74,6 +74,8 @@ NO_S = 10.0
 """How long a rank that has voted no leaves the abort to the coordinator."""
 ANSWER_S = 10.0
 """How long a store may take once the deadline has passed."""
+SLOW_S = 1.0
+"""A look at the store that has taken so long is said."""
 BASE_S = 10.0
 """How long a save that goes to the spool waits for the root to tell the checkpoint before (SPOOL-7)."""
 
@@ -454,7 +456,8 @@ class Attempt:
         try:
             return await answered(self._look(), left_s)
         except StoreError as error:
-            log.error("%s: %s", self.info.prefix, error)
+            if left_s >= SLOW_S:  # a look that begins just before the deadline tells nothing of the store
+                log.error("%s: %s", self.info.prefix, error)
             return None
 
     async def _look(self) -> Outcome | None:

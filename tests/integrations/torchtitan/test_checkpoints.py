@@ -98,14 +98,14 @@ def test_load_only_reads_and_disturbs_nobody(tmp_path: Path) -> None:
     manager = job.manager(tmp_path)
     job.train(manager, 2)
     manager.maybe_wait_for_saving()
-    epochs = sorted((tmp_path / "checkpoint" / ".checkpointd" / "epochs").iterdir())
+    starts = sorted((tmp_path / "checkpoint" / ".checkpointd" / "starts").iterdir())
     reader = Job(seed=1)
     looking = reader.manager(tmp_path, load_only=True)
     assert looking.load() is True
     assert_equal(reader.everything(), job.everything())
     assert looking.save(3) is False
     looking.close()
-    assert sorted((tmp_path / "checkpoint" / ".checkpointd" / "epochs").iterdir()) == epochs
+    assert sorted((tmp_path / "checkpoint" / ".checkpointd" / "starts").iterdir()) == starts
     job.train(manager)  # it still saves
     manager.close()
 

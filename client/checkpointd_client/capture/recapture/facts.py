@@ -137,6 +137,8 @@ def _look_at(level: list[nn.Module], found: Found) -> list[nn.Module]:
     found.values.extend(chain.from_iterable(map(_VALUES, buffers)))
     inner = list(chain.from_iterable(map(_VALUES, children)))
     are_there = list(map(is_not, inner, repeat(None)))
+    kinds = list(map(type, level))
+    wrapping = frozenset(kind for kind in set(kinds) if issubclass(kind, wrappers.classes()))  # isinstance() of an ABC is slow
     noted = _Level(
         (list(map(len, parameters)), list(map(len, buffers)), list(map(len, children))),
         list(chain.from_iterable(parameters)),
@@ -144,7 +146,7 @@ def _look_at(level: list[nn.Module], found: Found) -> list[nn.Module]:
         list(map(frozenset, not_persistent)) if any(not_persistent) else [],
         list(chain.from_iterable(children)),
         are_there,
-        list(map(isinstance, level, repeat(wrappers.classes()))),
+        list(map(wrapping.__contains__, kinds)),
         list(map(attrgetter("_version"), level)),
         list(map(len, chain(after, before))) if has_hooks else [],
     )
