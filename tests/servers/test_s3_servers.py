@@ -143,7 +143,7 @@ def test_what_seaweed_acknowledged_outlives_its_kill(own_seaweed: SeaweedFS) -> 
 
 
 def test_why_there_is_no_seaweed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = why_no_seaweed()
     assert missing is not None
