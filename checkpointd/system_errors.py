@@ -114,7 +114,8 @@ _WORDS: Final[dict[tuple[int, Place | None], str]] = {
     (errno.ESHUTDOWN, "root"): "the store was closed, or the process is ending: close the checkpointer before the end of the "
     "program",
     (errno.ENOENT, None): "it is not there: correct the path",
-    (errno.ENOENT, "root"): "it was removed while it was in use: is another process collecting this root?",
+    (errno.ENOENT, "root"): "its directory cannot be made there, or was removed while it was in use: is this the right place, "
+    "and is another process collecting this root?",
     (errno.ENOENT, "read"): "it was there a moment ago: is another process collecting this root, or does the file server lag "
     "behind?",
     (errno.ENOENT, "socket"): "there is no such socket: give the one that the daemon has",
