@@ -43,7 +43,7 @@ FRAMEWORKS := .venv-integrations
 WITH_FRAMEWORKS := $(FRAMEWORKS)/ready-$(firstword $(shell cat pyproject.toml constraints.txt constraints-integrations.txt | cksum))
 
 test-all: setup $(WITH_FRAMEWORKS) ## The gate and the night: everything, with the frameworks that it is integrated with
-	$(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --nightly $(ARGS)
+	PATH="$$PATH:$(CURDIR)/$(BIN)" $(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --nightly $(ARGS)
 
 $(WITH_FRAMEWORKS): $(READY)
 	test -x $(FRAMEWORKS)/bin/python || $(BIN)/python -m venv $(FRAMEWORKS)

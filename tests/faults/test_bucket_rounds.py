@@ -46,7 +46,7 @@ class BucketRounds(SidecarRounds):
     spools: bool = field(kw_only=True)
     SPOOL: ClassVar[str] = "spool"
     nbytes: ClassVar[int] = 1 << 20
-    start_s: ClassVar[float] = 180.0
+    patience_s: ClassVar[float] = 180.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -41,6 +42,8 @@ class Rounds:
     struck: set[int] = field(default_factory=set)
     """Processes that had begun before the last kill."""
     kills: Counter[str] = field(default_factory=Counter)
+    patience_s: ClassVar[float] = 60.0
+    """How long a start may take, and how long a few saves."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -110,7 +113,7 @@ class Rounds:
             job.check_running()
             return len(committed_steps(self.ranks)) >= goal
 
-        wait_until(reached, "saves commit")
+        wait_until(reached, "saves commit", limit_s=self.patience_s)
         threading.Event().wait(self.chance.uniform(0, JITTER_S))
 
     def kill(self, job: Torchrun, target: str) -> None:

@@ -48,8 +48,6 @@ class SidecarRounds(Rounds):
     loss: str = "inline"
     sources: Counter[str] = field(default_factory=Counter)
     nbytes: ClassVar[int] = NBYTES
-    start_s: ClassVar[float] = 60.0
-    """How long a start may take."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +95,7 @@ class SidecarRounds(Rounds):
 
     def check_the_start(self, job: Torchrun) -> None:
         """Once for each start: what was committed since is not what it loaded."""
-        wait_until(lambda: self.loaded(job), "both ranks load", limit_s=self.start_s)
+        wait_until(lambda: self.loaded(job), "both ranks load", limit_s=self.patience_s)
         start = self.loaded(job)[0]["start"]
         if start != self.checked:
             super().check_the_start(job)

