@@ -71,7 +71,7 @@ def test_a_stranger_gets_nothing_and_training_goes_on(
 def test_those_who_insist_on_a_sidecar_do_not_start_with_a_stranger(
     sidecar: ScriptedSidecar, tmp_path: Path, on_loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("checkpointd_client.core.SIDECAR_PATIENCE_S", 0.1)
+    monkeypatch.setattr("checkpointd_client.core.SIDECAR_PATIENCE_S", 2.0)
     sidecar.listen_as(STRANGER)
     with pytest.raises(SidecarError, match=f"user {STRANGER} .*answers at {sidecar.path}.*sidecar_uid={STRANGER}"):
         Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss=on_loss)  # type: ignore[arg-type]
