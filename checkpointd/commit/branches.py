@@ -1,0 +1,55 @@
+"""Branches: which checkpoints are left behind when training goes on from an older one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from checkpointd.commit.facts import Order
+from checkpointd.commit.log_records import CommitRecord, LoggedAttempt
+from checkpointd.layout.files import training_of
+
+
+@dataclass(frozen=True, slots=True)
+class BranchChange:
+    """The checkpoints (`<tag>/<attempt>`) that are left behind from now on, and those that are no longer, newest first."""
+
+    left: tuple[str, ...] = ()
+    current: tuple[str, ...] = ()
+
+
+def order_of(attempt: LoggedAttempt) -> Order:
+    """The order of its commit, if it commits."""
+    return attempt.id.start, attempt.id.k
+
+
+def training(commit: CommitRecord) -> str:
+    """The training of the checkpoint: those that share a root each have branches of their own."""
+    return training_of(commit.shown_at, commit.unfinished)
+
+
+def change_of(attempts: Iterable[LoggedAttempt], head: LoggedAttempt, *, beyond: bool) -> BranchChange:
+    """What changes if the checkpoint `head` is the newest of the current branch. `beyond`: what came after `head` is left
+    behind as well; otherwise nothing is said of it, since it goes on from there.
+
+    If training goes on from a checkpoint of a branch that was left, that one and those before it are current again.
+    """
+    assert head.commit is not None
+    order, gaps = order_of(head), head.commit.left
+    base = order if beyond or not gaps else gaps[-1][0]
+    found = [
+        one for one in attempts if one.status == "checkpoint" and one.commit and training(one.commit) == training(head.commit)
+    ]
+    found.sort(key=order_of, reverse=True)
+    regains = any(one.left_behind and order_of(one) == base for one in found)
+    left, current = list[str](), list[str]()
+    for one in found:
+        at = order_of(one)
+        if at > order and not beyond:
+            continue
+        is_left = at != order and (at > order or any(since < at < until for since, until in gaps))
+        if is_left and not one.left_behind:
+            left.append(one.attempt)
+        elif one.left_behind and not is_left and regains and at <= base:
+            current.append(one.attempt)
+    return BranchChange(tuple(left), tuple(current))

@@ -1,0 +1,421 @@
+"""What the records of a root's log mean: `check` says whether a record may follow a state, `apply` gives the state after it.
+
+The records of an entry are checked in order; all count, or none.
+
+| record | valid if | then |
+|---|---|---|
+| begin | its start is newer; each that it spares is undecided, or may still be announced | other undecided ones are aborted |
+| announce | of the state's start, or spared (at a mirror: older); new; its base is a checkpoint or none | undecided |
+| commit | undecided; each holder is the base, or a holder of the base | a checkpoint; its branch leaves others behind |
+| abort | undecided | aborted |
+| remove | checkpoints; if a start removes, it is the state's, and a verified one stays that is sound | removed |
+| swept | aborted or removed, and nobody needs them | forgotten some entries later |
+| verified, damaged, passed-over | a checkpoint | noted; of the first two, the later counts |
+| rollback | a checkpoint that is not damaged | what came after it is left behind, what it descends from is not |
+| hold | unknown | as if removed |
+
+Invariants
+  LOG-7  A start puts the commits of what is whole and its `begin` in one entry, and loads only then. From then on nothing
+      commits that it did not spare, and no later start can spare it again.
+  LOG-8  No attempt is announced twice, whatever became of it, since the state keeps the numbers that were used.
+  LOG-10  A save refers only to what its base holds or refers to. What a checkpoint, or the base of an undecided attempt,
+      refers to is never swept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+
+from checkpointd.commit.branches import change_of, order_of, training
+from checkpointd.commit.log_records import (
+    BEGINS_MAX,
+    AbortRecord,
+    AnnounceRecord,
+    AttemptStatus,
+    BeginRecord,
+    CommitRecord,
+    DamageRecord,
+    HoldRecord,
+    LogEntry,
+    LoggedAttempt,
+    LogState,
+    PassOverRecord,
+    Ranges,
+    Record,
+    RemoveRecord,
+    RollbackRecord,
+    SweepRecord,
+    VerifyRecord,
+)
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import ErrorReport
+
+FORGET_EVERY = 64
+FORGET_AFTER = 128
+"""The state after each FORGET_EVERY-th entry forgets what was swept this many entries before or earlier."""
+
+
+# --- check ----------------------------------------------------------------------------------------------------------
+
+
+def check(state: LogState, record: Record) -> str:
+    """Why `record` may not follow `state`, in words; empty if it may."""
+    match record:
+        case BeginRecord():
+            return _check_begin(state, record)
+        case AnnounceRecord():
+            return _check_announce(state, record)
+        case CommitRecord():
+            return _check_commit(state, record)
+        case AbortRecord():
+            return _check_status(state, record.attempt, "undecided")
+        case RemoveRecord():
+            return _check_remove(state, record)
+        case SweepRecord():
+            return _check_swept(state, record)
+        case RollbackRecord():
+            one = state.attempts.get(record.attempt)
+            damaged = one is not None and one.damaged
+            return _check_status(state, record.attempt, "checkpoint") or (f"{record.attempt} is damaged" if damaged else "")
+        case HoldRecord():
+            is_known = record.attempt in state.attempts or _was_used(state, record.attempt)
+            return f"{record.attempt} {fate(state, record.attempt)}" if is_known else ""
+        case VerifyRecord() | DamageRecord() | PassOverRecord():
+            return _check_status(state, record.attempt, "checkpoint")
+
+
+def _check_begin(state: LogState, begin: BeginRecord) -> str:
+    if begin.start <= state.start:
+        return f"start {begin.start} is not newer than start {state.start}"
+    refused = next((name for name in begin.spared if not may_be_spared(state, name)), None)
+    return "" if refused is None else f"{refused} cannot be spared: it {fate(state, refused)}"
+
+
+def may_be_spared(state: LogState, attempt: str) -> bool:
+    """Whether the next start may spare `attempt` (`<tag>/<attempt>`)."""
+    known = state.attempts.get(attempt)
+    if known is not None:
+        return known.status == "undecided"
+    own = _id(attempt).start == state.start or _is_spared(state, attempt)
+    return own and not _was_used(state, attempt)
+
+
+def _check_announce(state: LogState, record: AnnounceRecord) -> str:
+    if record.attempt in state.attempts or _was_used(state, record.attempt):
+        return f"{record.attempt} {fate(state, record.attempt)}"
+    if not is_admitted(state, record.attempt):
+        return f"start {state.start} has begun, and does not spare {record.attempt}"
+    return _check_status(state, record.base, "checkpoint") if record.base else ""
+
+
+def is_admitted(state: LogState, attempt: str) -> bool:
+    """Whether the newest start lets `attempt` (`<tag>/<attempt>`) be announced."""
+    of = _id(attempt).start
+    is_mirrored = state.begin is not None and bool(state.begin.origin) and of < state.start
+    return of == state.start or _is_spared(state, attempt) or is_mirrored
+
+
+def _check_commit(state: LogState, record: CommitRecord) -> str:
+    if refused := _check_status(state, record.attempt, "undecided"):
+        return refused
+    base = state.attempts[record.attempt].base
+    allowed = {base, *state.attempts[base].holders} if base else set[str]()
+    foreign = next((holder for holder in record.holders if holder not in allowed), None)
+    return "" if foreign is None else f"{record.attempt} refers to {foreign}, which its base {base or '(none)'} does not hold"
+
+
+def _check_remove(state: LogState, record: RemoveRecord) -> str:
+    for name in record.attempts:
+        if refused := _check_status(state, name, "checkpoint"):
+            return refused
+    if not record.start:
+        return ""
+    if record.start != state.start:
+        return f"start {state.start} has begun, so start {record.start} removes nothing"
+    going = set(record.attempts)
+    if any(is_sound(one) and one.verified for one in state.attempts.values() if one.attempt not in going):
+        return ""
+    return "no checkpoint that stays was read back whole"
+
+
+def is_sound(attempt: LoggedAttempt) -> bool:
+    """Whether it is a checkpoint of which nobody has found damage."""
+    return attempt.status == "checkpoint" and not attempt.damaged and not attempt.passed_over
+
+
+def _check_swept(state: LogState, record: SweepRecord) -> str:
+    needed = needed_by_others(state)
+    for name in record.attempts:
+        if refused := _check_status(state, name, "aborted", "removed"):
+            return refused
+        if name in needed:
+            return f"others need objects of {name}"
+    return ""
+
+
+def needed_by_others(state: LogState) -> frozenset[str]:
+    """The attempts of which others need objects: a checkpoint, or an undecided attempt through its base (LOG-10)."""
+    found = set[str]()
+    for one in state.attempts.values():
+        if one.status == "checkpoint":
+            found.update(one.holders)
+        elif one.status == "undecided" and one.base:
+            found.add(one.base)
+            base = state.attempts.get(one.base)
+            found.update(() if base is None else base.holders)
+    return frozenset(found)
+
+
+def _check_status(state: LogState, attempt: str, *wanted: str) -> str:
+    known = state.attempts.get(attempt)
+    if known is not None and known.status in wanted and not known.swept:
+        return ""
+    return f"{attempt} {fate(state, attempt)}"
+
+
+def fate(state: LogState, attempt: str) -> str:
+    """What has become of `attempt` (`<tag>/<attempt>`), in words that follow its name."""
+    known = state.attempts.get(attempt)
+    if known is not None:
+        return _FATES[known.status]
+    return "was decided, and is forgotten" if _was_used(state, attempt) else "was not announced"
+
+
+_FATES = {
+    "undecided": "is undecided",
+    "checkpoint": "is a checkpoint",
+    "aborted": "was aborted",
+    "removed": "was removed",
+}
+
+
+def _is_spared(state: LogState, attempt: str) -> bool:
+    return state.begin is not None and attempt in state.begin.spared
+
+
+def _was_used(state: LogState, attempt: str) -> bool:
+    one = _id(attempt)
+    return any(first <= one.k <= last for first, last in state.used.get(one.start, ()))
+
+
+def _id(attempt: str) -> AttemptId:
+    found = AttemptId.parse(attempt.rpartition("/")[2])
+    assert found is not None  # records that name anything else are refused when they are read
+    return found
+
+
+def reached(state: LogState, record: Record) -> bool:
+    """Whether `state` has what `record` is put for, or has decided otherwise: then nobody needs to put it (LOG-4)."""
+    match record:
+        case BeginRecord():
+            return (record.start, record.nonce) in state.begins
+        case AnnounceRecord():
+            return record.attempt in state.attempts or _was_used(state, record.attempt)
+        case CommitRecord() | AbortRecord():
+            known = state.attempts.get(record.attempt)
+            return known.status != "undecided" if known is not None else _was_used(state, record.attempt)
+        case RemoveRecord():
+            gone = (state.attempts.get(name) for name in record.attempts)
+            return all(one is None or one.status == "removed" for one in gone)
+        case SweepRecord():
+            return all(name not in state.attempts or state.attempts[name].swept for name in record.attempts)
+        case VerifyRecord():
+            one = state.attempts.get(record.attempt)
+            return one is not None and one.verified
+        case DamageRecord():
+            one = state.attempts.get(record.attempt)
+            return one is not None and bool(one.damaged)
+        case PassOverRecord():
+            one = state.attempts.get(record.attempt)
+            return one is not None and bool(one.passed_over)
+        case RollbackRecord():
+            return False
+        case HoldRecord():
+            return record.attempt in state.attempts
+
+
+def check_all(state: LogState, records: Iterable[Record]) -> str:
+    """Why `records` may not follow `state` together; empty if they may."""
+    for record in records:
+        if refused := check(state, record):
+            return refused
+        state = apply(state, record)
+    return ""
+
+
+# --- apply ----------------------------------------------------------------------------------------------------------
+
+
+def apply(state: LogState, record: Record) -> LogState:
+    """The state after `record`, which must be valid in `state`."""
+    change = _Change.of(state)
+    change.add(record)
+    return change.done()
+
+
+def following(state: LogState, entries: Sequence[LogEntry]) -> LogState:
+    """The state after `entries`, each of which follows the one before."""
+    change = _Change.of(state)
+    for entry in entries:
+        change.number, change.nonce = entry.number, entry.nonce
+        for record in entry.records:
+            change.add(record)
+        if entry.number % FORGET_EVERY == 0:
+            change.forget()
+    return change.done()
+
+
+@dataclass(slots=True)
+class _Change:
+    """A copy of a state, to which records are added."""
+
+    number: int
+    nonce: str
+    begin: BeginRecord | None
+    begins: tuple[tuple[int, str], ...]
+    used: dict[int, Ranges]
+    heads: dict[str, str]
+    attempts: dict[str, LoggedAttempt]
+
+    @classmethod
+    def of(cls, state: LogState) -> _Change:
+        used, heads, attempts = dict(state.used), dict(state.heads), dict(state.attempts)
+        return cls(state.number, state.nonce, state.begin, state.begins, used, heads, attempts)
+
+    def done(self) -> LogState:
+        return LogState(
+            self.number,
+            self.nonce,
+            self.begin,
+            self.begins,
+            MappingProxyType(self.used),
+            MappingProxyType(self.heads),
+            MappingProxyType(self.attempts),
+        )
+
+    def add(self, record: Record) -> None:
+        match record:
+            case BeginRecord():
+                self._begin(record)
+            case AnnounceRecord():
+                self._use(record.attempt)
+                new = LoggedAttempt(attempt=record.attempt, step=record.step, base=record.base, status="undecided")
+                self.attempts[record.attempt] = new
+            case CommitRecord():
+                self._commit(record)
+            case AbortRecord():
+                self._decide(record.attempt, "aborted", abort=record)
+            case RemoveRecord():
+                self._remove(record)
+            case SweepRecord():
+                for name in record.attempts:
+                    self._set(name, swept=self.number)
+            case VerifyRecord():
+                self._set(record.attempt, verified=True, damaged="")
+            case DamageRecord():
+                self._set(record.attempt, verified=False, damaged=record.why or "damaged")
+            case PassOverRecord():
+                self._set(record.attempt, passed_over=record.why or "damaged")
+            case RollbackRecord():
+                self._roll_back(record)
+            case HoldRecord():
+                self._use(record.attempt)
+                self.attempts[record.attempt] = LoggedAttempt(attempt=record.attempt, status="removed")
+
+    def forget(self) -> None:
+        """Forget what was swept long ago."""
+        gone = [name for name, one in self.attempts.items() if 0 < one.swept <= self.number - FORGET_AFTER]
+        for name in gone:
+            del self.attempts[name]
+
+    def _set(self, attempt: str, **changes: object) -> None:
+        """Change an attempt that is known. A rank that follows the log from its start does not know older ones."""
+        if attempt in self.attempts:
+            self.attempts[attempt] = msgspec.structs.replace(self.attempts[attempt], **changes)
+
+    def _decide(self, attempt: str, status: AttemptStatus, **changes: object) -> None:
+        """The same for what decides it: it may be unknown, too, after entries that cannot be read."""
+        self.attempts.setdefault(attempt, LoggedAttempt(attempt=attempt, status=status))
+        self._set(attempt, status=status, **changes)
+
+    def _begin(self, begin: BeginRecord) -> None:
+        words = f"start {begin.start} has begun, by process {begin.writer.pid} on {begin.writer.host} at {begin.writer.time}"
+        error = ErrorReport(code="FencedError", message=words)
+        for name, one in self.attempts.items():
+            if one.status == "undecided" and name not in begin.spared:
+                fenced = AbortRecord(attempt=name, error=error, decided_by=-1, writer=begin.writer)
+                self.attempts[name] = msgspec.structs.replace(one, status="aborted", abort=fenced)
+        self.begin, self.begins = begin, (*self.begins, (begin.start, begin.nonce))[-BEGINS_MAX:]
+        starts = {_id(name).start for name in begin.spared}
+        # At a mirror, attempts of all starts may be announced.
+        staying = sorted(self.used)[-BEGINS_MAX:] if begin.origin else [start for start in self.used if start in starts]
+        self.used = {start: self.used[start] for start in staying}
+
+    def _use(self, attempt: str) -> None:
+        one = _id(attempt)
+        self.used[one.start] = with_number(self.used.get(one.start, ()), one.k)
+
+    def _commit(self, commit: CommitRecord) -> None:
+        self._decide(commit.attempt, "checkpoint", step=commit.step, commit=commit)
+        own, one = training(commit), self.attempts[commit.attempt]
+        if commit.left:
+            self._leave(one, beyond=False)
+        head = self.attempts.get(self.heads.get(own, ""))
+        if head is None or order_of(head) < order_of(one):
+            self.heads[own] = one.attempt
+        elif head.commit is not None and head.commit.left:
+            self._leave(head, beyond=False)  # the commit comes late, and may be of a branch that was left since
+
+    def _remove(self, record: RemoveRecord) -> None:
+        for name in record.attempts:
+            self._decide(name, "removed", removal=msgspec.structs.replace(record, attempts=(name,)))
+        for own in [own for own, head in self.heads.items() if head in record.attempts]:
+            del self.heads[own]
+            current = [one for one in self.attempts.values() if one.status == "checkpoint" and not one.left_behind]
+            alike = [one for one in current if one.commit is not None and training(one.commit) == own]
+            if alike:
+                self.heads[own] = max(alike, key=order_of).attempt
+
+    def _roll_back(self, record: RollbackRecord) -> None:
+        one = self.attempts.get(record.attempt)
+        if one is not None and one.commit is not None:
+            self._leave(one, beyond=True)
+            self.heads[training(one.commit)] = one.attempt
+
+    def _leave(self, head: LoggedAttempt, *, beyond: bool) -> None:
+        change = change_of(self.attempts.values(), head, beyond=beyond)
+        for name in change.left:
+            self._set(name, left_behind=True)
+        for name in change.current:
+            self._set(name, left_behind=False)
+
+
+def with_number(ranges: Ranges, number: int) -> Ranges:
+    """`ranges` with `number`, which is in none of them."""
+    found = [*ranges, (number, number)]
+    found.sort()
+    merged = [found[0]]
+    for first, last in found[1:]:
+        if first == merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], last)
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+# --- rebuilds -------------------------------------------------------------------------------------------------------
+
+
+def rebuilt(state: LogState, number: int, nonce: str, records: Iterable[Record]) -> LogState:
+    """The state `number` of a log that is made again: `state`, as far as the old one could be read, and after it `records`,
+    which say what its objects show, and begin a start.
+    """
+    change = _Change.of(state)
+    for record in records:
+        change.add(record)
+    change.number, change.nonce = number, nonce
+    return change.done()

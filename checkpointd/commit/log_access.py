@@ -1,0 +1,481 @@
+"""How a process reads a root's log and appends to it, one operation of the store at a time.
+
+Nothing happens here: each of these is a value with the next operation (`request`), and `after(reply)` gives the value that
+follows, or how it ended. `pipeline/root/log.py` runs them against a store, and the explorer in `tests/model/` runs them through
+every order in which the operations of several processes can fall.
+
+Invariants
+  LOG-1  A process puts entry n+1, if absent, only if it knows the state after entry n and `check` allows the records there.
+      So the log has no invalid record. If the number is taken, it reads that entry, chooses and checks again.
+  LOG-2  What was put counts once a later list of the log shows no state and no mark of a rebuild at its number or above; what
+      was read one by one, once a later list shows nothing above. Otherwise a number may have been used before, and the process
+      reads on, or again from the newest state. A process that begins with a list reads the state last of all: while the state
+      is there, no entry after it was removed, so all that it has read is true.
+  LOG-3  An entry that does not name the nonce of the one before is not used.
+  LOG-4  After a lost reply, or when a state covers its number, a process asks the proved state whether its aim is reached.
+  LOG-5  What a process has read is durable before it puts, reports or removes anything because of it.
+  LOG-6  Whoever has proved the state after each STATE_EVERY-th entry puts it. Then all states but STATES_KEPT go, and after
+      them the entries that the oldest of those covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeAlias
+
+from checkpointd.commit.log import following
+from checkpointd.commit.log_records import LogEntry, LogListing, LogState, Record, entry_key, mark_key, state_key
+from checkpointd.errors import CheckpointdError
+
+STATE_EVERY = 64
+STATES_KEPT = 4
+LOOKS = 3
+"""How many times to look for what is missing or damaged: a state may have covered it between a list and a read."""
+
+EMPTY, NOTHING = LogState(), LogListing()
+
+Wanted: TypeAlias = Callable[[LogState], Sequence[Record]]
+"""The records to append to this state, which are valid in it; none if the aim is reached, or cannot be reached any more."""
+
+
+# --- requests and replies --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ListLog:
+    """The reply is a LogListing."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetEntries:
+    """The reply has an entry, ABSENT, or an Unusable for each number."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GetState:
+    """The reply is a state, ABSENT, or an Unusable."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutEntry:
+    """Put it if absent, durably. The reply is whether this put it, or UNSURE."""
+
+    entry: LogEntry
+
+
+@dataclass(frozen=True, slots=True)
+class PutState:
+    """Put it if absent, durably. The reply does not matter."""
+
+    state: LogState
+
+
+@dataclass(frozen=True, slots=True)
+class PutMark:
+    """Put the mark of a rebuild, durably, unless it is there. The reply does not matter."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Make all entries durable that are visible now. `number`: one of them. The reply does not matter."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveStates:
+    """The reply does not matter."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveEntries:
+    """The reply does not matter."""
+
+    numbers: tuple[int, ...]
+
+
+class Missing(StrEnum):
+    ABSENT = "is missing"
+    UNSURE = "no reply"
+
+
+ABSENT, UNSURE = Missing.ABSENT, Missing.UNSURE
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """An object that is there, and whose bytes are not what a writer put."""
+
+    error: CheckpointdError
+
+
+Request: TypeAlias = ListLog | GetEntries | GetState | PutEntry | PutState | PutMark | Settle | RemoveStates | RemoveEntries
+Got: TypeAlias = LogEntry | Missing | Unusable
+Reply: TypeAlias = LogListing | tuple[Got, ...] | LogState | Missing | Unusable | bool
+
+
+# --- reading and appending -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLog:
+    """The log as a process knows it. `is_settled`: whether all of it is durable. `due`: the newest state that it has come by
+    and that should be put (LOG-6).
+    """
+
+    state: LogState = EMPTY
+    is_settled: bool = True
+    due: LogState | None = None
+
+    def with_entries(self, entries: Sequence[LogEntry], *, settled: bool = False) -> KnownLog:
+        """The same after these entries, which follow."""
+        state, due, some = self.state, self.due, list[LogEntry]()
+        for entry in entries:
+            some.append(entry)
+            if entry.number % STATE_EVERY == 0:
+                state = due = following(state, some)
+                some = []
+        if some:
+            state = following(state, some)
+        return KnownLog(state, settled or (self.is_settled and not entries), due)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a reading or an append ended. `put`: whether the records of the append are in the log by this process's put.
+    `is_proved`: whether all of `known` is true (LOG-2); a follower that waits for more does not prove what it knows. `fault`:
+    why the log could not be read to its end; empty if it could.
+    """
+
+    known: KnownLog
+    put: bool = False
+    is_proved: bool = True
+    fault: str = ""
+
+
+class _Step(StrEnum):
+    LIST = "list"
+    ENTRIES = "get the entries that were listed"
+    STATE = "get the state that was listed"
+    NEXT = "get the next entry"
+    SETTLE = "make durable what was read"
+    PUT = "put"
+    TAKEN = "get the entry that has taken the number"
+    UNSURE = "get the entry that may be its own"
+    COUNTS = "list after the put"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class LogAccess:
+    """One reading of the log, or one append to it. `look`, `follow` and `append` begin it."""
+
+    known: KnownLog
+    step: _Step = _Step.LIST
+    wanted: Wanted | None = None
+    """Of an append."""
+    nonce: str = ""
+    """Of the entry that an append puts, in every try."""
+    until: Callable[[LogState], bool] | None = None
+    """Of a follower."""
+    settles: bool = True
+    """Whether what was read is made durable before this ends (LOG-5)."""
+    base: int = 0
+    """The state that was listed and is to be read last; 0: what is known goes on."""
+    listed: tuple[int, ...] = ()
+    """The entries that were listed after it."""
+    got: tuple[Got, ...] = ()
+    """The listed entries, until the state before them is there."""
+    entry: LogEntry | None = None
+    """The entry that is put."""
+    bad: frozenset[int] = frozenset()
+    """The numbers of states that are unusable."""
+    looks: int = 0
+    """How many times something was missing or unusable."""
+    is_proved: bool = False
+    """Whether this ends once what was read is durable."""
+
+    @property
+    def number(self) -> int:
+        return self.known.state.number
+
+    @property
+    def request(self) -> Request:
+        """The next operation."""
+        match self.step:
+            case _Step.LIST | _Step.COUNTS:
+                return ListLog()
+            case _Step.ENTRIES:
+                return GetEntries(self.listed)
+            case _Step.STATE:
+                return GetState(self.base)
+            case _Step.NEXT | _Step.TAKEN | _Step.UNSURE:
+                return GetEntries((self.number + 1,))
+            case _Step.SETTLE:
+                return Settle(self.number)
+            case _Step.PUT if self.entry is not None:
+                return PutEntry(self.entry)
+        raise AssertionError(self.step)
+
+    def after(self, reply: Reply) -> LogAccess | Ended:
+        """What follows the reply to `request`."""
+        match self.step, reply:
+            case _Step.LIST, LogListing():
+                return self._listed(reply)
+            case _Step.COUNTS, LogListing():
+                return self._listed(reply) if reply.covered > self.number else self._succeeded()
+            case _Step.ENTRIES, tuple() if self.base:
+                return replace(self, step=_Step.STATE, got=reply)
+            case _Step.ENTRIES, tuple():
+                return self._read(reply)
+            case _Step.STATE, LogState():
+                return replace(self, known=KnownLog(reply, is_settled=False), base=0)._read(self.got, since_list=True)
+            case _Step.STATE, Unusable():
+                return replace(self, step=_Step.LIST, bad=self.bad | {self.base})
+            case _Step.STATE, _:
+                return self._again(f"{state_key(self.base)} {ABSENT}")
+            case ((_Step.NEXT | _Step.TAKEN | _Step.UNSURE), (got,)):
+                return self._next(got)
+            case _Step.SETTLE, _:
+                settled = replace(self, known=replace(self.known, is_settled=True))
+                return Ended(settled.known) if self.is_proved else settled._on()
+            case _Step.PUT, _:
+                steps = {True: _Step.COUNTS, UNSURE: _Step.UNSURE}
+                return replace(self, step=steps.get(reply, _Step.TAKEN))
+        raise AssertionError(f"{reply!r} is no reply to {self.request!r}")
+
+    def _listed(self, listing: LogListing) -> LogAccess | Ended:
+        if listing.is_being_rebuilt:
+            return Ended(self.known, is_proved=False, fault=f"it is being made again; see {mark_key(listing.marks[-1])}")
+        base = max((one for one in listing.states if one > self.number and one not in self.bad), default=0)
+        listed = tuple(one for one in listing.entries if one > (base or self.number))
+        if listed:
+            return replace(self, step=_Step.ENTRIES, base=base, listed=listed)
+        if base:
+            return replace(self, step=_Step.STATE, base=base, listed=(), got=())
+        if listing.covered > self.number:
+            return self._again(f"{state_key(listing.covered)} is damaged, and nothing else tells what it says")
+        if self.wanted is not None and self.wanted(self.known.state):
+            return self._on()  # the number is free after all
+        return self._proved()
+
+    def _read(self, got: tuple[Got, ...], *, since_list: bool = False) -> LogAccess | Ended:
+        """Take the entries as far as they follow. `since_list`: all was read between a list and the state (LOG-2)."""
+        some, nonce = list[LogEntry](), self.known.state.nonce
+        for number, one in enumerate(self.listed, self.number + 1):
+            there = got[len(some)] if one == number else ABSENT
+            if not isinstance(there, LogEntry) or there.before != nonce:
+                return self._with(some)._again(_why(there, number))
+            some.append(there)
+            nonce = there.nonce
+        found = self._with(some)
+        return found._proved() if since_list and self.wanted is None and self.until is None else found._on()
+
+    def _with(self, entries: Sequence[LogEntry]) -> LogAccess:
+        return replace(self, known=self.known.with_entries(entries), got=(), listed=())
+
+    def _next(self, got: Got) -> LogAccess | Ended:
+        if isinstance(got, LogEntry) and got.nonce == self.nonce:
+            return replace(self, step=_Step.COUNTS, entry=got)
+        if isinstance(got, LogEntry) and got.before == self.known.state.nonce:
+            return replace(self, known=self.known.with_entries([got]))._on()
+        if got is ABSENT and self.step is _Step.NEXT:
+            return Ended(self.known, is_proved=False)
+        if got is ABSENT and self.step is _Step.UNSURE:
+            return self._on()
+        return self._again(_why(got, self.number + 1))
+
+    def _on(self) -> LogAccess | Ended:
+        """Go on with what is known now."""
+        state = self.known.state
+        if self.until is not None:
+            return replace(self, step=_Step.LIST if self.until(state) else _Step.NEXT)
+        records = self.wanted(state) if self.wanted is not None else ()
+        if not records:
+            return replace(self, step=_Step.LIST)
+        if not self.known.is_settled:
+            return replace(self, step=_Step.SETTLE)
+        entry = LogEntry(number=state.number + 1, nonce=self.nonce, before=state.nonce, records=tuple(records))
+        return replace(self, step=_Step.PUT, entry=entry)
+
+    def _succeeded(self) -> Ended:
+        assert self.entry is not None
+        return Ended(self.known.with_entries([self.entry], settled=True), put=True)
+
+    def _proved(self) -> LogAccess | Ended:
+        if self.settles and not self.known.is_settled:
+            return replace(self, step=_Step.SETTLE, is_proved=True)
+        return Ended(self.known)
+
+    def _again(self, why: str) -> LogAccess | Ended:
+        if self.looks + 1 >= LOOKS:
+            return Ended(self.known, is_proved=False, fault=why)
+        return replace(self, step=_Step.LIST, looks=self.looks + 1)
+
+
+def _why(got: Got, number: int) -> str:
+    """What is wrong with an entry that cannot be used."""
+    if isinstance(got, Unusable):
+        return str(got.error)
+    if isinstance(got, LogEntry):
+        return f"{entry_key(number)} does not follow the entry before it: somebody has changed or exchanged one of the two"
+    return f"{entry_key(number)} {ABSENT}, although the log goes on after it"
+
+
+def look(known: KnownLog, *, settles: bool = False) -> LogAccess:
+    """Read the log to its end."""
+    return LogAccess(known, settles=settles)
+
+
+def follow(known: KnownLog, until: Callable[[LogState], bool]) -> LogAccess:
+    """Read on until there is no further entry, or the state is as `until` asks; what it knows is proved only then."""
+    begun = LogAccess(known, until=until)._on()
+    assert isinstance(begun, LogAccess)
+    return begun
+
+
+def append(known: KnownLog, wanted: Wanted, nonce: str) -> LogAccess:
+    """Append what `wanted` gives, in an entry with this nonce."""
+    begun = LogAccess(known, wanted=wanted, nonce=nonce)._on()
+    assert isinstance(begun, LogAccess)
+    return begun
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+class _Stage(StrEnum):
+    PUT = "put"
+    LIST = "list"
+    SETTLE = "settle"
+    STATES = "remove states"
+    ENTRIES = "remove entries"
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """Puts `state`, which is proved, and removes what older states cover (LOG-6)."""
+
+    state: LogState
+    stage: _Stage = _Stage.PUT
+    listing: LogListing = NOTHING
+
+    @property
+    def request(self) -> Request:
+        cut = self._cut
+        match self.stage:
+            case _Stage.PUT:
+                return PutState(self.state)
+            case _Stage.LIST:
+                return ListLog()
+            case _Stage.SETTLE:
+                return Settle(self.state.number)
+            case _Stage.STATES:
+                return RemoveStates(tuple(one for one in self.listing.states if one < cut))
+            case _Stage.ENTRIES:
+                return RemoveEntries(tuple(one for one in self.listing.entries if one <= cut))
+
+    @property
+    def _cut(self) -> int:
+        """The number of the oldest state that stays; 0 if nothing goes."""
+        states = self.listing.states
+        return states[-STATES_KEPT] if len(states) >= STATES_KEPT else 0
+
+    def after(self, reply: Reply) -> Compaction | None:
+        """What follows; None at the end. The states go first: while one is there, no entry after it was removed (LOG-2)."""
+        match self.stage, reply:
+            case _Stage.PUT, _:
+                return replace(self, stage=_Stage.LIST)
+            case _Stage.LIST, LogListing():
+                found = replace(self, stage=_Stage.SETTLE, listing=reply)
+                return found if found._cut else None
+            case _Stage.SETTLE, _:
+                return replace(self, stage=_Stage.STATES)
+            case _Stage.STATES, _:
+                return replace(self, stage=_Stage.ENTRIES)
+        return None
+
+
+# --- rebuilds ---------------------------------------------------------------------------------------------------------
+
+REBUILD_GAP = 1_000_000
+"""A rebuild goes on at the next multiple of this number, which no process that still appends to the old log can reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """Closes a log that cannot be read to its end, and reads what is readable (LOG-11). `state` is then what that says, at the
+    number of the mark, unless somebody else has put the state of that number.
+    """
+
+    state: LogState = EMPTY
+    number: int = 0
+    """That of the mark."""
+    listing: LogListing = NOTHING
+    bad: int = 0
+    """How many of the newest states are unusable."""
+    step: _Step = _Step.LIST
+
+    @property
+    def request(self) -> Request:
+        match self.step:
+            case _Step.PUT:
+                return PutMark(self.number)
+            case _Step.STATE:
+                return GetState(self._states[-1 - self.bad])
+            case _Step.ENTRIES:
+                return GetEntries(self._entries)
+        return ListLog()
+
+    @property
+    def _states(self) -> tuple[int, ...]:
+        return tuple(one for one in self.listing.states if one < self.number)
+
+    @property
+    def _entries(self) -> tuple[int, ...]:
+        return tuple(one for one in self.listing.entries if self.state.number < one < self.number)
+
+    @property
+    def is_done_by_others(self) -> bool:
+        """Whether there is a state of the mark's number."""
+        return any(one >= self.number for one in self.listing.states)
+
+    @property
+    def is_done(self) -> bool:
+        return self.step is _Step.DONE
+
+    def after(self, reply: Reply) -> Rebuild:
+        """What follows."""
+        match self.step, reply:
+            case _Step.LIST, LogListing():
+                pending = reply.marks[-1] if reply.is_being_rebuilt else (reply.last // REBUILD_GAP + 1) * REBUILD_GAP
+                return replace(self, number=pending, step=_Step.PUT)
+            case _Step.PUT, _:
+                return replace(self, step=_Step.COUNTS)
+            case _Step.COUNTS, LogListing():
+                found = replace(self, listing=reply)
+                return replace(found, step=_Step.DONE) if found.is_done_by_others else found._state_or_entries()
+            case _Step.STATE, LogState():
+                return replace(self, state=reply)._read_entries()
+            case _Step.STATE, _:
+                return replace(self, bad=self.bad + 1)._state_or_entries()
+            case _Step.ENTRIES, tuple():
+                readable = [one for one in reply if isinstance(one, LogEntry)]
+                return replace(self, state=following(self.state, readable), step=_Step.DONE)
+        raise AssertionError(f"{reply!r} is no reply to {self.request!r}")
+
+    def _state_or_entries(self) -> Rebuild:
+        return replace(self, step=_Step.STATE) if self.bad < len(self._states) else self._read_entries()
+
+    def _read_entries(self) -> Rebuild:
+        return replace(self, step=_Step.ENTRIES if self._entries else _Step.DONE)
