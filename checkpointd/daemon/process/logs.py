@@ -1,9 +1,9 @@
 """The daemon's log. Text from clients, files or names stays on one line and cannot fill the disk.
 
 Invariants
-  LOG-1  A record is one line, and the lines of its traceback are indented. No text can forge a line or control a terminal.
-  LOG-2  A record takes at most MESSAGE_MAX characters, and its traceback TRACEBACK_MAX, before control characters are escaped.
-  LOG-3  A repeated message is logged at most SAID_MAX times in PERIOD_S for each cause and user, unless the caller gives
+  LOGLINE-1  A record is one line, and the lines of its traceback are indented. No text can forge a line or control a terminal.
+  LOGLINE-2  A record takes at most MESSAGE_MAX characters, and its traceback TRACEBACK_MAX, before control characters are escaped.
+  LOGLINE-3  A repeated message is logged at most SAID_MAX times in PERIOD_S for each cause and user, unless the caller gives
       another number. Later, one message says how many were left out.
 """
 
@@ -75,7 +75,7 @@ def regarding(subject: Subject) -> Iterator[None]:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record by LOG-1 and LOG-2, with its root and rank if it has them."""
+    """Formats a record by LOGLINE-1 and LOGLINE-2, with its root and rank if it has them."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -142,7 +142,7 @@ class _Cause:
 
 @dataclass(slots=True)
 class Rationed:
-    """Logs messages that may come thousands of times a second (LOG-3)."""
+    """Logs messages that may come thousands of times a second (LOGLINE-3)."""
 
     log: logging.Logger
     clock: Callable[[], float] = time.monotonic

@@ -23,7 +23,7 @@ def formatted(message: str, *args: object, error: BaseException | None = None) -
 
 
 def test_what_a_record_repeats_neither_ends_its_line_nor_steers_a_terminal() -> None:
-    """LOG-1"""
+    """LOGLINE-1"""
     line = formatted("process %d was refused: %s", 7, EVIL)
     assert line.isprintable()
     assert "\\n2026-11-22 00:00:00 INFO forged line\\r\\u202e\\x9b31m\\ud800" in line
@@ -31,7 +31,7 @@ def test_what_a_record_repeats_neither_ends_its_line_nor_steers_a_terminal() -> 
 
 
 def test_a_traceback_keeps_its_lines_and_none_of_them_looks_like_a_record() -> None:
-    """LOG-1"""
+    """LOGLINE-1"""
     try:
         raise ValueError(EVIL)
     except ValueError as error:
@@ -55,7 +55,7 @@ def test_times_are_utc_and_say_so_in_both_forms(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_record_has_a_bounded_length() -> None:
-    """LOG-2"""
+    """LOGLINE-2"""
     assert len(formatted("%s", "ü" * (15 << 20))) < logs.MESSAGE_MAX + 200
     assert escaped("abc", 2) == "ab… (1 characters more)"
     assert len(formatted("it failed", error=ValueError("x\n" * (1 << 20)))) < 10 * logs.TRACEBACK_MAX
@@ -115,7 +115,7 @@ def test_json_is_one_line_whatever_it_repeats() -> None:
 
 
 def test_what_happens_again_and_again_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """LOG-3: for each cause and user by itself."""
+    """LOGLINE-3: for each cause and user by itself."""
     now = [0.0]
     said = Rationed(logging.getLogger("checkpointd"), lambda: now[0])
     for number in range(1000):
@@ -130,7 +130,7 @@ def test_what_happens_again_and_again_is_counted(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_causes_that_are_remembered_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """LOG-3"""
+    """LOGLINE-3"""
     said = Rationed(logging.getLogger("checkpointd"), lambda: 0.0)
     for uid in range(2 * logs.CAUSES_MAX):
         said.warning("refused", uid, "refused")
