@@ -38,7 +38,7 @@ from checkpointd.daemon.protocol.parts import contents_parts, layout_parts  # no
 from checkpointd.layout.boxes import Box  # noqa: E402
 from checkpointd.layout.keys import start_key  # noqa: E402
 from checkpointd.layout.manifest import Start, encode  # noqa: E402
-from checkpointd.pipeline.root.identity import writer  # noqa: E402
+from checkpointd.pipeline.identity import writer  # noqa: E402
 from checkpointd.store.posix.store import PosixStore  # noqa: E402
 from checkpointd.store.writers import new_writer  # noqa: E402
 

@@ -28,9 +28,9 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import DAMAGED, VERIFIED, attempt_lease_key, mark_name, read_back_name
 from checkpointd.layout.manifest import Damaged, Deleted, Lease, ReadBack, decode, encode
-from checkpointd.pipeline import attempt
+from checkpointd.pipeline import attempt, identity
 from checkpointd.pipeline.read.verify import record_verdict, verify
-from checkpointd.pipeline.root import catalog, catalog_log, identity
+from checkpointd.pipeline.root import catalog, catalog_log
 from checkpointd.pipeline.root.candidates import note_passed_over
 from checkpointd.pipeline.write import choose_codec
 from checkpointd.pipeline.write.job import PersistJob

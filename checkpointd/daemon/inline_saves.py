@@ -16,9 +16,9 @@ from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, NotFoundE
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport, Inline, Outcome, Vote
 from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.root.ballots import vote_of
 from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.base import Store
 
 WHY_MAX = 500

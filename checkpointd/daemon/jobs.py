@@ -37,8 +37,9 @@ from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError,
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.phrases import byte_size, lasting
+from checkpointd.pipeline import identity
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root import identity, leases
+from checkpointd.pipeline.root import leases
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.report.advice import after_abort

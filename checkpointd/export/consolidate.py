@@ -35,12 +35,12 @@ from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
 from checkpointd.phrases import byte_count
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.read.plan import BoxRequest, gaps
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import named
 from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store import open_store
 from checkpointd.store.base import Store

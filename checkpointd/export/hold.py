@@ -16,7 +16,7 @@ import msgspec
 from checkpointd.errors import CheckpointdError, StoreError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.layout.manifest import Lease, encode
-from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root.leases import ANSWER_S, RENEWALS, Sight, Watch
 from checkpointd.pipeline.workers import answered
 from checkpointd.store.base import Store

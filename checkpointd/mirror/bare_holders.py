@@ -14,10 +14,10 @@ from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import DELETED, OUTCOME, AttemptId, holder_of, holds_bytes
 from checkpointd.layout.manifest import Deleted, Outcome, encode
 from checkpointd.pipeline.gc.collect import remove_records
+from checkpointd.pipeline.identity import user, writer
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, note_outcome, record_of
-from checkpointd.pipeline.root.identity import user, writer
 from checkpointd.pipeline.root.marks import greatest_mark, references
 from checkpointd.store.base import Store
 

@@ -17,9 +17,9 @@ from checkpointd.config import JOB_CHARACTERS_MAX
 from checkpointd.errors import DamagedError, FencedError, NotFoundError
 from checkpointd.layout.keys import MIRROR, MIRRORS
 from checkpointd.layout.manifest import Mirrored, Start, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import leases, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.store.base import Store

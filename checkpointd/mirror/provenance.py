@@ -24,9 +24,9 @@ from checkpointd.errors import DamagedError, FencedError, NotFoundError, RootGon
 from checkpointd.layout.keys import MIRROR, SERVICE, start_key, start_of
 from checkpointd.layout.manifest import STARTS_MAX, VERSION, Header, Mirrored, Outcome, Start, decode
 from checkpointd.phrases import listed
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.identity import identity_of
 

@@ -12,9 +12,9 @@ from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import object_key, object_rank, vote_name
 from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Inline, Vote, WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.pipeline.root.wholeness import counted_votes
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store

@@ -38,12 +38,12 @@ from checkpointd.export.selection import select_all
 from checkpointd.layout.keys import LATEST, STEP_MAX, AttemptId
 from checkpointd.other_formats import of_others
 from checkpointd.phrases import listed
+from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store import open_store
 from checkpointd.system_errors import in_words
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses

@@ -15,7 +15,7 @@ from checkpointd.bucket_urls import directory_of
 from checkpointd.commit.retention import Mode
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.other_formats import of_others
-from checkpointd.pipeline.root.identity import seconds_of
+from checkpointd.pipeline.identity import seconds_of
 from checkpointd.report.listing import AttemptRow, listing
 from checkpointd_client.export.consolidate import Root, run_on_store
 from checkpointd_client.lifetime import claim_root

@@ -17,7 +17,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, PartlyLoadedError, UnreadableError
 from checkpointd.layout.keys import PASSED_OVER, VERIFIED
 from checkpointd.layout.manifest import PassedOver, Verified, decode, encode
-from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.identity import writer
 from checkpointd_client import Checkpointer, consolidate
 from tests.builders import break_file
 from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault, read_impatiently

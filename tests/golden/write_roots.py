@@ -35,8 +35,9 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import DAMAGED, LEFT_BEHIND, MIRROR, attempt_lease_key, read_back_name
 from checkpointd.layout.manifest import Damaged, Lease, LeftBehind, Mirrored, ReadBack, encode
+from checkpointd.pipeline import identity
 from checkpointd.pipeline.read.verify import record_verdict, verify
-from checkpointd.pipeline.root import catalog, identity, leases, starts
+from checkpointd.pipeline.root import catalog, leases, starts
 from checkpointd.pipeline.root.candidates import note_passed_over
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention

@@ -34,10 +34,10 @@ from checkpointd.pipeline import attempt
 from checkpointd.pipeline.announcement import CatalogAnnouncement
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.outcome import publish, recover
 from checkpointd.pipeline.root import catalog, catalog_log, latest, leases, plans, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.wholeness import Lost, Votes, Wholeness
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist, vote, write_objects

@@ -17,8 +17,8 @@ from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.files import WHOLE
 from checkpointd.layout.keys import BALLOT, DELETED, OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
 from checkpointd.layout.manifest import BesideFile, Deleted, IndexRef, Outcome, Shown, Vote, digest, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import tag_directories
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.posix.plain import PlainFiles

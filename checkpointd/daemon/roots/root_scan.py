@@ -9,10 +9,10 @@ from checkpointd.daemon.status.history import RootHistory, SpaceSample
 from checkpointd.daemon.status.model import CheckpointStatus
 from checkpointd.errors import DamagedError
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint, ReadBackState
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.base import Store
 
 CHECKPOINTS_MAX = 20

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from checkpointd.daemon.status.model import PastSave, SpaceStatus
 from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline.root.identity import seconds_of
+from checkpointd.pipeline.identity import seconds_of
 
 SAVES_MAX = 128
 """The status tells them all: about 2 MB for 64 roots."""

@@ -24,9 +24,9 @@ from checkpointd.commit.facts import Order
 from checkpointd.errors import FormatError, NotFoundError, StoreError
 from checkpointd.layout.keys import SERVICE
 from checkpointd.layout.manifest import LEASE_S_MAX, Lease, decode_sealed, digest
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.leases import LOOK_S_MAX, RUNNING_LENGTHS, HeldLease, Sight
 from checkpointd.store.base import Store
 

@@ -50,11 +50,11 @@ from checkpointd.phrases import byte_size
 from checkpointd.pipeline.gc.collect import forget_removed
 from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, prove_newest, retire
+from checkpointd.pipeline.identity import user
 from checkpointd.pipeline.pauses import pauses
 from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import user
 from checkpointd.pipeline.root.leases import ANSWER_S, LENGTH_S
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.workers import stopped

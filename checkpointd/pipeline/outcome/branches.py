@@ -24,11 +24,11 @@ from checkpointd.errors import CheckpointdError, NotFoundError, UnreadableError
 from checkpointd.layout.files import training_of
 from checkpointd.layout.keys import LEFT_BEHIND, AttemptId
 from checkpointd.layout.manifest import Branches, LeftBehind, Outcome, encode
+from checkpointd.pipeline.identity import user, writer
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import order_at_most
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
-from checkpointd.pipeline.root.identity import user, writer
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 

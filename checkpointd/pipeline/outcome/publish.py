@@ -40,10 +40,10 @@ from checkpointd.layout.keys import (
 from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VOTE_BYTES_MAX, Outcome, Vote, decode, encode
 from checkpointd.layout.plan import Doubled, NumberedPlan, TensorNumbers, compared
 from checkpointd.layout.save_timings import Cost
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.root import catalog, reserve
 from checkpointd.pipeline.root.ballots import put_for_commit
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.plans import read_plans
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside, uncollected

@@ -31,13 +31,13 @@ from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import VERIFIED, AttemptId, object_key, read_back_name, read_back_rank
 from checkpointd.layout.manifest import Outcome, ReadBack, Verified, decode, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.chunks import bytes_together, group_chunks, read_chunks
 from checkpointd.pipeline.read.plan import rank_reads
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, checked_index, record_verdict, verify_proved
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import note, record_of
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.wholeness import Wholeness
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store

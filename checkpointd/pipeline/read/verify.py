@@ -19,6 +19,7 @@ from checkpointd.layout.joint_plan import joint_plan, joint_plan_ref
 from checkpointd.layout.keys import BALLOT, DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key
 from checkpointd.layout.manifest import Damaged, StoredContent, Verified, encode
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.contents import content_of
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
@@ -27,7 +28,6 @@ from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.root.ballots import CountedVotes, ballot_ref
 from checkpointd.pipeline.root.catalog import Checkpoint, view
 from checkpointd.pipeline.root.catalog_log import note, record_of
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store

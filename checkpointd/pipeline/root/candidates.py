@@ -22,10 +22,10 @@ from checkpointd.commit.facts import Order
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import LATEST, OUTCOME, PASSED_OVER, vote_name
 from checkpointd.layout.manifest import PassedOver, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.marks import removed_by_hand
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience

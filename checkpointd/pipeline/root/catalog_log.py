@@ -50,7 +50,7 @@ from checkpointd.layout.catalog_records import (
 )
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import VERSION, Outcome
-from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store, each
 

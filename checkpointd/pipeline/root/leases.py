@@ -31,9 +31,9 @@ import msgspec
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, RootInUseError, StoreError
 from checkpointd.layout.keys import LEASE, LEASES, OUTCOME, attempt_lease_key, attempt_prefix, job_lease_key, start_of
 from checkpointd.layout.manifest import Lease, Start, decode, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.workers import answered
 from checkpointd.store.base import Store, each
 from checkpointd.store.patient import Patience, PatientStore

@@ -22,11 +22,11 @@ from checkpointd.layout.catalog_records import CatalogEntry
 from checkpointd.layout.indexes import decode_index
 from checkpointd.layout.keys import DELETED, OUTCOME, holder_of, holds_bytes, mark_name, mark_number, object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Deleted, Outcome, decode, encode
+from checkpointd.pipeline.identity import user, writer
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.ballots import votes_of
 from checkpointd.pipeline.root.catalog import AttemptView
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import user, writer
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")

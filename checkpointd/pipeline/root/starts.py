@@ -18,9 +18,9 @@ from collections.abc import Collection, Sequence
 from checkpointd.errors import DamagedError, FencedError, NotFoundError, StoreError
 from checkpointd.layout.keys import SERVICE, AttemptId, start_key, start_of
 from checkpointd.layout.manifest import Start, decode, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd.store.writers import new_writer

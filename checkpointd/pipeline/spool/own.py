@@ -19,7 +19,7 @@ from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, StoreError, StoreFullError
 from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import byte_size
-from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.spool.directory import ROOT, SpoolDirectory
 from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, is_record_of, record_key

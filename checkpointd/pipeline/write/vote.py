@@ -20,9 +20,9 @@ from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import chunks_name, group_prefix, index_name, object_rank, object_takeover, rank_group, vote_name
 from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, IndexRef, Vote, encode
 from checkpointd.layout.tree import files_of
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.contents import content_of
 from checkpointd.pipeline.root.catalog import read_vote
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
 from checkpointd.pipeline.write.dedup import referred, trained

@@ -23,10 +23,10 @@ from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, Si
 from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import AttemptId, holds_bytes, object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Outcome, digest
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, decode_record
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store

@@ -7,10 +7,10 @@ import msgspec
 from checkpointd.export.progress import ExportProgress
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.pace import PaceReason
 from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.root.catalog import Checkpoint, ReadBackState
-from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.requests import Requests
 
 

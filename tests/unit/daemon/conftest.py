@@ -26,8 +26,8 @@ from checkpointd.daemon.protocol.parts import contents_parts, layout_parts, snap
 from checkpointd.daemon.service import Service
 from checkpointd.layout.keys import AttemptId, start_key
 from checkpointd.layout.manifest import ErrorReport, Start, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import own_root
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.shard import PAGE, Shard
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore

@@ -14,8 +14,8 @@ from checkpointd.daemon.protocol import wire
 from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.layout.keys import AttemptId, start_key
 from checkpointd.layout.manifest import Start, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import own_root
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import SMALL_BYTES_MAX
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.writers import new_writer

@@ -16,10 +16,10 @@ from checkpointd.layout.keys import DAMAGED, DELETED, OUTCOME
 from checkpointd.layout.manifest import Damaged, encode
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.news import News
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.passing import PassingStore

@@ -14,9 +14,9 @@ from checkpointd.errors import DamagedError, StoreError
 from checkpointd.layout.keys import DAMAGED, LATEST, OUTCOME, VERIFIED
 from checkpointd.layout.manifest import Damaged, encode
 from checkpointd.mirror.mirroring import error_of
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from tests.unit.mirror.origins import (

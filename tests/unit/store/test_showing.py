@@ -8,7 +8,7 @@ import pytest
 
 from checkpointd.errors import StoreError
 from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root.tag_directories import mend, show
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket

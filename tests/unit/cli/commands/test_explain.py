@@ -9,8 +9,8 @@ import pytest
 from checkpointd.errors import StoreFullError
 from checkpointd.layout.keys import attempt_lease_key, job_lease_key
 from checkpointd.layout.manifest import Inline, Lease, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from tests.builders import begin_start, break_file, leave_in_doubt, save_checkpoint
 from tests.job_elsewhere import ELSEWHERE

@@ -7,8 +7,8 @@ import pytest
 
 from checkpointd.layout.keys import attempt_lease_key
 from checkpointd.layout.manifest import Lease, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import starts
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.writers import new_writer
 from tests.builders import break_file, leave_in_doubt, load_arrays, rank_arrays, save_checkpoint

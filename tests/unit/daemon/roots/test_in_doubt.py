@@ -19,11 +19,11 @@ from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import RootScanner
 from checkpointd.layout.keys import AttemptId, attempt_lease_key, start_key
 from checkpointd.layout.manifest import Lease, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.outcome.recover import judge
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore

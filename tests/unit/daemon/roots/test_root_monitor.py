@@ -21,8 +21,8 @@ from checkpointd.daemon.roots import root_monitor as monitor_module
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import CHECKPOINTS_MAX, RootScanner
 from checkpointd.errors import StoreError, UnreadableError
+from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.identity import seconds_of
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore

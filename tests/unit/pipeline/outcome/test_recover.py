@@ -14,13 +14,13 @@ from checkpointd.errors import StoreError
 from checkpointd.layout.catalog_records import CATALOG, CatalogEntry, decode_batch
 from checkpointd.layout.keys import DELETED, AttemptId, attempt_lease_key, shown_key
 from checkpointd.layout.manifest import BesideFile, Deleted, Shown, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.outcome import recover as recovering
 from checkpointd.pipeline.outcome.recover import Recovery, judge, recover
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import catalog, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.marks import condemn
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, ObjectWriter

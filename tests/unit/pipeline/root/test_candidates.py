@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from checkpointd.layout.catalog_records import CATALOG, CatalogEntry, close_of
 from checkpointd.layout.keys import DELETED, LATEST, AttemptId
 from checkpointd.layout.manifest import Deleted, encode
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import candidates as choices
 from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.candidates import candidates, listed, lost_newest
 from checkpointd.pipeline.root.catalog_log import note, record_of
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.patient import Patience

@@ -9,10 +9,10 @@ from checkpointd.layout.catalog_records import CATALOG, CatalogRecord, CatalogSt
 from checkpointd.layout.keys import DELETED, AttemptId
 from checkpointd.layout.manifest import Deleted, encode
 from checkpointd.pipeline.gc.collect import remove_records
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import catalog, catalog_mending, starts
 from checkpointd.pipeline.root.catalog_log import CatalogLog, note, record_of
-from checkpointd.pipeline.root.identity import writer
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from tests.builders import leave_in_doubt, save_checkpoint

@@ -8,7 +8,7 @@ from checkpointd.errors import NotFoundError
 from checkpointd.layout.keys import mark_name, mark_number
 from checkpointd.layout.manifest import Deleted, encode
 from checkpointd.pipeline.gc import collect
-from checkpointd.pipeline.root.identity import writer
+from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root.marks import greatest_mark
 from checkpointd.store.memory import MemoryStore
 

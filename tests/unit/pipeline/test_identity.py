@@ -9,7 +9,8 @@ import pwd
 
 from checkpointd.layout.keys import DELETED
 from checkpointd.layout.manifest import Deleted, decode
-from checkpointd.pipeline.root import identity, marks
+from checkpointd.pipeline import identity
+from checkpointd.pipeline.root import marks
 from checkpointd.report.explanation import explanation
 from checkpointd.store.memory import MemoryStore
 from tests.builders import save_checkpoint

@@ -1,0 +1,296 @@
+"""The log of a root, over any store. `commit/log_access.py` decides what to do next; this does it.
+
+Invariant
+  LOG-11  Only a start makes a log again that cannot be read to its end. It puts a mark far above every number in use; nothing
+      that is put below the mark counts from then on. Then it reads what is readable, looks at the objects, and puts the state
+      of the mark's number, in which a start has begun that fences all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
+
+from checkpointd.commands import command
+from checkpointd.commit import log_access as steps
+from checkpointd.commit.log import apply, check_all, reached, rebuilt
+from checkpointd.commit.log_access import ABSENT, UNSURE, Ended, KnownLog, LogAccess, Rebuild, Reply, Request, Unusable, Wanted
+from checkpointd.commit.log_records import (
+    ENTRY_BYTES_MAX,
+    LOG,
+    STATE_BYTES_MAX,
+    LogListing,
+    LogState,
+    Record,
+    decode_entry,
+    decode_state,
+    encode_entry,
+    encode_state,
+    entry_key,
+    mark_key,
+    state_key,
+)
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
+from checkpointd.pipeline.workers import uncollected
+from checkpointd.store.base import Store
+
+log = logging.getLogger("checkpointd")
+
+T = TypeVar("T")
+
+LARGE_STATE = 1 << 20
+"""A state of more bytes is decoded on a thread."""
+
+
+async def any_root() -> None:
+    """Take whatever root the path leads to."""
+
+
+def new_nonce() -> str:
+    """A nonce for an entry or a start."""
+    return secrets.token_hex(16)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What one caller wants to append."""
+
+    wanted: Wanted
+    is_done: bool = False
+    put: bool = False
+    """Whether its records are in the entry that was put."""
+
+
+@dataclass(slots=True, eq=False)
+class RootLog:
+    """The log of the root at `store`, as this process knows it. It reads what is new only.
+
+    `check_root` raises if the path does not lead to the root of this process any more (LOG-12).
+    """
+
+    store: Store
+    check_root: Callable[[], Awaitable[None]] = any_root
+    fault: str = ""
+    """Why the log could not be read to its end at the last look; empty if it could."""
+    _known: KnownLog = field(default_factory=KnownLog)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _parts: list[_Part] = field(default_factory=list)
+    _last: int = 0
+    """The greatest number in use, as of the last list."""
+
+    @property
+    def state(self) -> LogState:
+        """The state after the last entry that this process has read."""
+        return self._known.state
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    async def look(self, *, settles: bool = False) -> LogState:
+        """Read the log to its end, and return the state there. `settles`: make durable what was read, for a caller that acts
+        on it. If the log is damaged, the state is what can be proved, and `fault` says so. Raises UnreadableError if the
+        storage does not tell.
+        """
+        async with self._turn:
+            self._took(await self._run(steps.look(self._known, settles=settles)))
+            if not self.fault and self._last < self.state.number:  # somebody put another root in the place of this one
+                self._known = KnownLog()
+                self._took(await self._run(steps.look(self._known, settles=settles)))
+            return self.state
+
+    async def follow(self, until: Callable[[LogState], bool]) -> bool:
+        """Read the entries that have come, in few calls. Returns whether the state is as `until` asks, which is then proved and
+        durable. Raises UnreadableError if the storage does not tell, or if the log cannot be read to its end.
+        """
+        async with self._turn:
+            ended = await self._run(steps.follow(self._known, until))
+            self._took(ended)
+            if ended.fault:
+                raise UnreadableError(self._unreadable(ended.fault))
+            return ended.is_proved and until(self.state)
+
+    def goes_on_from(self, state: LogState) -> None:
+        """Follow the log from `state`, which another process has read. What was decided before is then not known."""
+        self._known = KnownLog(state)
+
+    # --- appending ----------------------------------------------------------------------------------------------------
+
+    async def add(self, *records: Record) -> str:
+        """Append `records` together, unless the log has already what they are put for. Returns why they were refused, as of
+        the state that is known then; empty if the log has them. Raises as `append`.
+        """
+        part = await self._appended(lambda state: [one for one in records if not reached(state, one)])
+        left = [] if part.put else [one for one in records if not reached(self.state, one)]
+        return check_all(self.state, left)
+
+    async def append(self, wanted: Wanted) -> LogState:
+        """Append the records that `wanted` gives for the state at the end of the log, if they are valid there. It is asked
+        again whenever somebody else was faster. Returns the state afterwards, which is proved and durable.
+
+        Callers that meet are served by one entry. Raises StoreError if the storage fails: the records may be there or not, so
+        ask again. Raises UnreadableError if the log cannot be read to its end, RootGoneError if the root is another one.
+        """
+        await self._appended(wanted)
+        return self.state
+
+    async def _appended(self, wanted: Wanted) -> _Part:
+        part = _Part(wanted)
+        self._parts.append(part)
+        try:
+            async with self._turn:
+                if not part.is_done:
+                    await self._append([part, *(one for one in self._parts if one is not part and not one.is_done)])
+            return part
+        finally:
+            self._parts.remove(part)
+
+    async def _append(self, parts: Sequence[_Part]) -> None:
+        ended = await self._run(steps.append(self._known, partial(_together, parts), new_nonce()))
+        self._took(ended)
+        if ended.fault:
+            raise UnreadableError(self._unreadable(ended.fault))
+        for part in parts:
+            part.is_done = True
+            part.put = part.put and ended.put
+
+    def _unreadable(self, fault: str) -> str:
+        recover = command("recover", self.store.url)
+        return f"the log of {self.store.url} cannot be read to its end: {fault}. The next start makes it again, or: {recover}"
+
+    async def compact(self) -> None:
+        """If a state is due, put it, and remove what older states cover (LOG-6). Only logs what goes wrong."""
+        async with self._turn:
+            due, self._known = self._known.due, replace(self._known, due=None)
+            machine = None if due is None else steps.Compaction(due)
+            try:
+                while machine is not None:
+                    machine = machine.after(await self._do(machine.request))
+            except CheckpointdError as error:
+                log.warning(
+                    "old entries of the log of %s cannot be removed: %s; a later save tries again", self.store.url, error
+                )
+
+    # --- rebuilds -----------------------------------------------------------------------------------------------------
+
+    async def rebuild(self, decide: Callable[[LogState], Awaitable[Sequence[Record]]]) -> LogState:
+        """Make the log again (LOG-11). `decide`: what the objects show beyond a state, and the begin of a start."""
+        async with self._turn:
+            found = Rebuild()
+            while not found.is_done:
+                found = found.after(await self._do(found.request))
+            if not found.is_done_by_others:
+                made = rebuilt(found.state, found.number, new_nonce(), await decide(found.state))
+                await self._do(steps.PutState(made))
+            self._known = KnownLog()
+            self._took(await self._run(steps.look(self._known, settles=True)))
+            return self.state
+
+    # --- operations of the store ----------------------------------------------------------------------------------------
+
+    async def _run(self, access: LogAccess) -> Ended:
+        failures, step = 0, access
+        while True:
+            request = step.request
+            try:
+                reply = await self._do(request)
+            except StoreError as error:
+                # The put may have had its effect; another try shows whether it cannot have one.
+                failures += 1
+                if not isinstance(request, steps.PutEntry) or isinstance(error, UnreadableError) or failures > 1:
+                    raise
+                reply = UNSURE
+            after = step.after(reply)
+            if isinstance(after, Ended):
+                return after
+            step = after
+
+    async def _do(self, request: Request) -> Reply:
+        match request:
+            case steps.ListLog():
+                names = [entry.name for entry in await self.store.list(LOG) if not entry.is_prefix]
+                listing = LogListing.of(names)
+                self._last = listing.last
+                return listing
+            case steps.GetEntries(numbers):
+                found = await self.store.get_each([entry_key(number) for number in numbers], size_max=ENTRY_BYTES_MAX)
+                return tuple(map(_entry, found, numbers))
+            case steps.GetState(number):
+                return await self._state(number)
+            case steps.PutEntry(entry):
+                await self.check_root()
+                return await self.store.put_if_absent(entry_key(entry.number), encode_entry(entry))
+            case steps.PutState(state):
+                await self.check_root()
+                return await self.store.put_if_absent(state_key(state.number), await _aside(partial(encode_state, state)))
+            case steps.PutMark(number):
+                await self.check_root()
+                return await self.store.put_if_absent(mark_key(number), b"")
+            case steps.Settle(number):
+                await self._settle(number)
+            case steps.RemoveStates(numbers):
+                await self._remove([state_key(number) for number in numbers])
+            case steps.RemoveEntries(numbers):
+                await self._remove([entry_key(number) for number in numbers])
+        return True
+
+    async def _state(self, number: int) -> Reply:
+        try:
+            data = await self.store.get(state_key(number), size_max=STATE_BYTES_MAX)
+            return await _aside(partial(uncollected, partial(decode_state, data, number)), len(data))
+        except NotFoundError:
+            return ABSENT
+        except DamagedError as error:
+            log.error("%s; the state before it and the entries after that one are read", error)
+            return Unusable(error)
+
+    async def _settle(self, number: int) -> None:
+        for key in (entry_key(number), state_key(number)):
+            with suppress(NotFoundError):
+                await self.store.settle(key)
+                return
+
+    async def _remove(self, keys: Sequence[str]) -> None:
+        if keys:
+            await self.check_root()
+            await self.store.delete_each(keys)
+
+    def _took(self, ended: Ended) -> None:
+        self._known = ended.known
+        if ended.fault and ended.fault != self.fault:
+            log.error("%s", self._unreadable(ended.fault))
+        self.fault = ended.fault
+
+
+def _entry(found: bytes | CheckpointdError, number: int) -> steps.Got:
+    try:
+        if isinstance(found, CheckpointdError):
+            raise found
+        return decode_entry(found, number)
+    except NotFoundError:
+        return ABSENT
+    except DamagedError as error:
+        return Unusable(error)
+
+
+def _together(parts: Sequence[_Part], state: LogState) -> list[Record]:
+    """What `parts` want, one after the other. A part that is refused after those before it is left out."""
+    found = list[Record]()
+    for part in parts:
+        own = part.wanted(state)
+        part.put = bool(own) and not check_all(state, own)
+        if part.put:
+            found += own
+            for record in own:
+                state = apply(state, record)
+    return found
+
+
+async def _aside(work: Callable[[], T], nbytes: int = LARGE_STATE + 1) -> T:
+    if nbytes <= LARGE_STATE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -1,0 +1,85 @@
+"""The id of a root, and the check that a path still leads to the root at which a process began.
+
+Invariant
+  LOG-12  Before each append and each removal, a process that works at a root looks whether `log/root` is still the object that
+      it saw first: the same id, and in the same directory, or at least the same file. No entry follows a gap.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+import msgspec
+
+from checkpointd.commit.log_records import LOG_ROOT
+from checkpointd.config import ABSENCE_S
+from checkpointd.errors import DamagedError, NotFoundError, RootGoneError
+from checkpointd.layout.manifest import VERSION, WriterIdentity, decode_sealed, sealed
+from checkpointd.pipeline.identity import writer
+from checkpointd.store.base import Store
+from checkpointd.store.identity import Identity, identity_of
+from checkpointd.store.patient import Patience, PatientStore
+
+
+class RootId(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.root"):
+    """Tells a root from all others."""
+
+    version: int = VERSION
+    id: str
+    """Random; 32 hexadecimal digits."""
+    writer: WriterIdentity
+
+
+async def read_id(store: Store) -> str:
+    """The id of the root. Raises NotFoundError if the root has none, DamagedError if it cannot be read."""
+    return decode_sealed(await store.get(LOG_ROOT), RootId, LOG_ROOT, lambda _: None).id
+
+
+async def made_id(store: Store) -> str:
+    """The id of the root, which this makes if there is none."""
+    new = RootId(id=secrets.token_hex(16), writer=writer())
+    data = sealed(msgspec.json.format(msgspec.json.encode(new), indent=2))
+    return new.id if await store.put_if_absent(LOG_ROOT, data) else await read_id(store)
+
+
+@dataclass(slots=True, eq=False)
+class OwnId:
+    """The root with the id `own` at `store`, as a process that works there knows it; by default the one that it sees first."""
+
+    store: Store
+    own: str = ""
+    _identity: Identity | None = field(default=None, init=False)
+    _is_gone: bool = field(default=False, init=False)
+    """Whether the last look proved that it is gone. Then the next look needs no proof to say so again."""
+
+    async def check(self) -> None:
+        """Raise RootGoneError if the path leads to another root now, StoreError if the storage cannot tell."""
+        try:
+            identity = await identity_of(self.store, LOG_ROOT)
+        except NotFoundError:
+            identity = None
+        if identity is not None and identity == self._identity and not self._is_gone:
+            return
+        # A file server may lag behind, so the look must prove that the object is gone.
+        patient = PatientStore(self.store, Patience(ABSENCE_S, 0.0 if self._is_gone else ABSENCE_S))
+        try:
+            found = await read_id(patient)
+        except NotFoundError:
+            self._is_gone = True
+            raise self._gone(f"{LOG_ROOT} is not there") from None
+        except DamagedError:
+            if identity is None or self._identity is None:
+                raise
+            found = self.own  # it was damaged since; the directory's identity decides
+        if self.own not in ("", found):
+            raise self._gone("another root lies there")
+        if identity is not None and self._identity is not None and not identity.is_same_root(self._identity):
+            raise self._gone("a copy of it lies in its place")
+        self.own, self._identity, self._is_gone = found, identity, False
+
+    def _gone(self, why: str) -> RootGoneError:
+        return RootGoneError(
+            f"{self.store.url} is no longer the directory in which this job began: {why}. Was it unmounted, renamed, or "
+            "another file system mounted over it? Nothing was written there; put it back, and the next save goes on by itself"
+        )
