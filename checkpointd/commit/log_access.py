@@ -204,6 +204,8 @@ class LogAccess:
     """How many times something was missing or unusable."""
     is_proved: bool = False
     """Whether this ends once what was read is durable."""
+    put: bool = False
+    """Whether the entry counts."""
 
     @property
     def number(self) -> int:
@@ -233,7 +235,7 @@ class LogAccess:
             case _Step.LIST, LogListing():
                 return self._listed(reply)
             case _Step.COUNTS, LogListing():
-                return self._listed(reply) if reply.covered > self.number else self._succeeded()
+                return self._listed(reply) if reply.covered > self.number else self._succeeded(reply)
             case _Step.ENTRIES, tuple() if self.base:
                 return replace(self, step=_Step.STATE, got=reply)
             case _Step.ENTRIES, tuple():
@@ -248,7 +250,7 @@ class LogAccess:
                 return self._next(got)
             case _Step.SETTLE, _:
                 settled = replace(self, known=replace(self.known, is_settled=True))
-                return Ended(settled.known) if self.is_proved else settled._on()
+                return Ended(settled.known, put=self.put) if self.is_proved else settled._on()
             case _Step.PUT, _:
                 steps = {True: _Step.COUNTS, UNSURE: _Step.UNSURE}
                 return replace(self, step=steps.get(reply, _Step.TAKEN))
@@ -264,7 +266,7 @@ class LogAccess:
         if base:
             return replace(self, step=_Step.STATE, base=base, listed=(), got=())
         if listing.covered > self.number:
-            return self._again(f"{state_key(listing.covered)} is damaged, and nothing else tells what it says")
+            return self._again(_lost(listing.covered))
         if self.wanted is not None and self.wanted(self.known.state):
             return self._on()  # the number is free after all
         return self._proved()
@@ -275,10 +277,13 @@ class LogAccess:
         for number, one in enumerate(self.listed, self.number + 1):
             there = got[len(some)] if one == number else ABSENT
             if not isinstance(there, LogEntry) or there.before != nonce:
-                return self._with(some)._again(_why(there, number))
+                is_lost = there is ABSENT and number <= max(self.bad, default=0)
+                return self._with(some)._again(_lost(max(self.bad)) if is_lost else _why(there, number))
             some.append(there)
             nonce = there.nonce
         found = self._with(some)
+        if max(self.bad, default=0) > found.number:
+            return found._again(_lost(max(self.bad)))
         return found._proved() if since_list and self.wanted is None and self.until is None else found._on()
 
     def _with(self, entries: Sequence[LogEntry]) -> LogAccess:
@@ -286,7 +291,8 @@ class LogAccess:
 
     def _next(self, got: Got) -> LogAccess | Ended:
         if isinstance(got, LogEntry) and got.nonce == self.nonce:
-            return replace(self, step=_Step.COUNTS, entry=got)
+            unsettled = replace(self.known, is_settled=False)  # no reply has said that it is durable
+            return replace(self, step=_Step.COUNTS, entry=got, known=unsettled)
         if isinstance(got, LogEntry) and got.before == self.known.state.nonce:
             return replace(self, known=self.known.with_entries([got]))._on()
         if got is ABSENT and self.step is _Step.NEXT:
@@ -308,14 +314,17 @@ class LogAccess:
         entry = LogEntry(number=state.number + 1, nonce=self.nonce, before=state.nonce, records=tuple(records))
         return replace(self, step=_Step.PUT, entry=entry)
 
-    def _succeeded(self) -> Ended:
+    def _succeeded(self, listing: LogListing) -> LogAccess | Ended:
         assert self.entry is not None
-        return Ended(self.known.with_entries([self.entry], settled=True), put=True)
+        if self.number and self.number not in (*listing.entries, *listing.states):
+            return Ended(self.known, is_proved=False, fault=_why(ABSENT, self.number))  # the log is an older one (LOG-12)
+        known = self.known.with_entries([self.entry], settled=self.known.is_settled)
+        return replace(self, known=known, put=True)._proved()
 
     def _proved(self) -> LogAccess | Ended:
         if self.settles and not self.known.is_settled:
             return replace(self, step=_Step.SETTLE, is_proved=True)
-        return Ended(self.known)
+        return Ended(self.known, put=self.put)
 
     def _again(self, why: str) -> LogAccess | Ended:
         if self.looks + 1 >= LOOKS:
@@ -330,6 +339,10 @@ def _why(got: Got, number: int) -> str:
     if isinstance(got, LogEntry):
         return f"{entry_key(number)} does not follow the entry before it: somebody has changed or exchanged one of the two"
     return f"{entry_key(number)} {ABSENT}, although the log goes on after it"
+
+
+def _lost(state: int) -> str:
+    return f"{state_key(state)} is damaged, and nothing else tells what it says"
 
 
 def look(known: KnownLog, *, settles: bool = False) -> LogAccess:
@@ -470,8 +483,7 @@ class Rebuild:
             case _Step.STATE, _:
                 return replace(self, bad=self.bad + 1)._state_or_entries()
             case _Step.ENTRIES, tuple():
-                readable = [one for one in reply if isinstance(one, LogEntry)]
-                return replace(self, state=following(self.state, readable), step=_Step.DONE)
+                return replace(self, state=following(self.state, _chained(self.state, reply)), step=_Step.DONE)
         raise AssertionError(f"{reply!r} is no reply to {self.request!r}")
 
     def _state_or_entries(self) -> Rebuild:
@@ -479,3 +491,18 @@ class Rebuild:
 
     def _read_entries(self) -> Rebuild:
         return replace(self, step=_Step.ENTRIES if self._entries else _Step.DONE)
+
+
+def _chained(state: LogState, got: Sequence[Got]) -> list[LogEntry]:
+    """The readable entries after `state`, without each that does not follow the entry before, and what follows that (LOG-3).
+    After a gap, the next one is taken.
+    """
+    found, foreign = list[LogEntry](), set[str]()
+    number, nonce = state.number, state.nonce
+    for entry in (one for one in got if isinstance(one, LogEntry)):
+        if entry.before in foreign or (entry.number == number + 1 and entry.before != nonce):
+            foreign.add(entry.nonce)
+            continue
+        found.append(entry)
+        number, nonce = entry.number, entry.nonce
+    return found
