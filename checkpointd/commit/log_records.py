@@ -85,7 +85,7 @@ class AnnounceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The checkpoint (`<tag>/<attempt>`) to whose objects, and to those that it refers to, the attempt may refer."""
 
 
-class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="commit"):
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag_field="kind", tag="commit"):
     """An attempt has become a checkpoint. Its size does not grow with the number of ranks."""
 
     attempt: AttemptName
@@ -216,7 +216,7 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", ta
     records: tuple[Record, ...]
 
 
-class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """An attempt as the log has it."""
 
     attempt: AttemptName
@@ -412,25 +412,25 @@ def _names(record: Record) -> tuple[str, ...]:
 
 
 def _state_fault(state: _StoredState) -> str | None:
-    listed, named = set[str](), set[str](state.heads.values())
+    listed, named = {one.attempt for one in state.attempts}, set[str](state.heads.values())
+    if len(listed) < len(state.attempts):
+        return "lists an attempt twice"
     for one in state.attempts:
-        if one.attempt in listed:
-            return f"lists {one.attempt!r:.100} twice"
-        if one.status == "checkpoint" and one.commit is None:
-            return f"lists {one.attempt!r:.100} as a checkpoint without its commit"
-        if one.commit is not None:
-            if one.commit.attempt != one.attempt:
-                return f"lists {one.attempt!r:.100} with the commit of {one.commit.attempt!r:.100}"
-            if fault := _ballot_fault(one.commit):
+        commit = one.commit
+        if commit is not None:
+            if commit.attempt != one.attempt:
+                return f"lists {one.attempt!r:.100} with the commit of {commit.attempt!r:.100}"
+            if fault := _ballot_fault(commit):
                 return fault
-            named.update(one.commit.holders)
+            named.update(commit.holders)
+        elif one.status == "checkpoint":
+            return f"lists {one.attempt!r:.100} as a checkpoint without its commit"
         if one.abort is not None:
             named.add(one.abort.attempt)
         if one.removal is not None:
             named.update(one.removal.attempts)
         if one.base:
             named.add(one.base)
-        listed.add(one.attempt)
     return _foreign(chain(listed, named - listed, () if state.begin is None else state.begin.spared))
 
 

@@ -402,7 +402,7 @@ def twice(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (twice, f"lists {A!r} twice"),
+        (twice, "lists an attempt twice"),
         (at("attempts.1.commit", None), f"lists {B!r} as a checkpoint without its commit"),
         (at("attempts.1.commit.attempt", A), f"lists {B!r} with the commit of {A!r}"),
         (at("attempts.1.status", "lost"), "is damaged: Invalid enum value 'lost' - at `$.attempts[1].status`"),
