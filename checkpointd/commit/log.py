@@ -183,6 +183,8 @@ def fate(state: LogState, attempt: str) -> str:
     known = state.attempts.get(attempt)
     if known is not None:
         return _FATES[known.status] + (", and nothing is left of it" if known.swept else "")
+    if (other := next((name for name in state.attempts if _id(name) == _id(attempt)), None)) is not None:
+        return f"has the number of {other}"
     return "was decided, and is forgotten" if _was_used(state, attempt) else "is not in the log"
 
 

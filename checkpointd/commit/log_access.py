@@ -130,12 +130,14 @@ Reply: TypeAlias = LogListing | tuple[Got, ...] | LogState | Missing | Unusable 
 @dataclass(frozen=True, slots=True)
 class KnownLog:
     """The log as a process knows it. `is_settled`: whether all of it is durable. `due`: the newest state that it has come by
-    and that should be put (LOG-6).
+    and that should be put (LOG-6). `is_whole`: whether the state has all that was decided before the process began to follow;
+    if not, it is put nowhere.
     """
 
     state: LogState = EMPTY
     is_settled: bool = True
     due: LogState | None = None
+    is_whole: bool = True
 
     def with_entries(self, entries: Sequence[LogEntry], *, settled: bool = False) -> KnownLog:
         """The same after these entries, which follow."""
@@ -147,7 +149,8 @@ class KnownLog:
                 some = []
         if some:
             state = following(state, some)
-        return KnownLog(state, settled or (self.is_settled and not entries), due)
+        is_settled = settled or (self.is_settled and not entries)
+        return replace(self, state=state, is_settled=is_settled, due=due if self.is_whole else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ class LogAccess:
 
     def _listed(self, listing: LogListing) -> LogAccess | Ended:
         if listing.is_being_rebuilt:
-            return Ended(self.known, is_proved=False, fault=f"it is being made again; see {mark_key(listing.marks[-1])}")
+            return self._unproved(f"it is being made again; see {mark_key(listing.marks[-1])}")
         base = max((one for one in listing.states if one > self.number and one not in self.bad), default=0)
         listed = tuple(one for one in listing.entries if one > (base or self.number))
         if listed:
@@ -296,7 +299,7 @@ class LogAccess:
         if isinstance(got, LogEntry) and got.before == self.known.state.nonce:
             return replace(self, known=self.known.with_entries([got]))._on()
         if got is ABSENT and self.step is _Step.NEXT:
-            return Ended(self.known, is_proved=False)
+            return self._unproved()
         if got is ABSENT and self.step is _Step.UNSURE:
             return self._on()
         return self._again(_why(got, self.number + 1))
@@ -317,7 +320,7 @@ class LogAccess:
     def _succeeded(self, listing: LogListing) -> LogAccess | Ended:
         assert self.entry is not None
         if self.number and self.number not in (*listing.entries, *listing.states):
-            return Ended(self.known, is_proved=False, fault=_why(ABSENT, self.number))  # the log is an older one (LOG-12)
+            return self._unproved(_why(ABSENT, self.number))  # the log is an older one (LOG-12)
         known = self.known.with_entries([self.entry], settled=self.known.is_settled)
         return replace(self, known=known, put=True)._proved()
 
@@ -326,9 +329,12 @@ class LogAccess:
             return replace(self, step=_Step.SETTLE, is_proved=True)
         return Ended(self.known, put=self.put)
 
+    def _unproved(self, fault: str = "") -> Ended:
+        return Ended(replace(self.known, due=None), is_proved=False, fault=fault)
+
     def _again(self, why: str) -> LogAccess | Ended:
         if self.looks + 1 >= LOOKS:
-            return Ended(self.known, is_proved=False, fault=why)
+            return self._unproved(why)
         return replace(self, step=_Step.LIST, looks=self.looks + 1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -160,7 +160,7 @@ def test_log_8_what_was_announced_is_not_announced_again(attempt: str, fate_of_i
 
 
 def test_log_8_the_number_of_a_save_is_not_used_again_by_another_tag() -> None:
-    assert check(CHECKPOINT, announce("other/00000001-0")) == "other/00000001-0 was decided, and is forgotten"
+    assert check(CHECKPOINT, announce("other/00000001-0")) == f"other/00000001-0 has the number of {A}"
     assert check(CHECKPOINT, announce("other/00000001-1")) == ""
 
 
@@ -244,7 +244,7 @@ def test_log_8_a_mirror_keeps_the_used_numbers_of_all_starts() -> None:
 
 
 @pytest.mark.parametrize("decide", [commit, abort])
-def test_what_is_undecided_is_decided_once(decide: type[CommitRecord] | type[AbortRecord]) -> None:
+def test_what_is_undecided_is_decided_once(decide: Callable[[str], Record]) -> None:
     assert check(EACH_FATE, decide(A)) == ""
     assert check(EACH_FATE, decide(B)) == f"{B} is a checkpoint"
     assert check(EACH_FATE, decide(C)) == f"{C} was aborted"
@@ -363,7 +363,7 @@ def test_what_was_swept_is_forgotten_some_entries_later() -> None:
 
 
 @pytest.mark.parametrize("note", [verified, damaged, passed_over, rollback])
-def test_only_a_checkpoint_is_noted(note: type[RollbackRecord]) -> None:
+def test_only_a_checkpoint_is_noted(note: Callable[[str], Record]) -> None:
     assert check(EACH_FATE, note(B)) == ""
     assert check(EACH_FATE, note(A)) == f"{A} is undecided"
     assert check(EACH_FATE, note(C)) == f"{C} was aborted"

@@ -562,6 +562,27 @@ def test_log_6_the_state_after_each_so_many_entries_is_due() -> None:
     assert log.run(append(known(STATE_EVERY - 1), next_start, OWN)).known.due is not None
 
 
+def test_log_6_a_state_that_is_not_proved_is_not_due() -> None:
+    log = log_of(STATE_EVERY + 1)
+    ended = log.run(follow(known(STATE_EVERY - 1), lambda _: False))
+    assert (ended.known.state, ended.known.due) == (STATES[STATE_EVERY + 1], None)
+    ended = log.run(follow(known(STATE_EVERY - 1), lambda state: state.number > STATE_EVERY))
+    assert (ended.known.state, ended.known.due) == (STATES[STATE_EVERY + 1], STATES[STATE_EVERY])
+    log.entries[STATE_EVERY + 2] = unusable(entry_key(STATE_EVERY + 2))
+    assert log.run(look(known(STATE_EVERY - 1))).known.due is None
+
+
+def test_log_6_who_does_not_know_what_was_decided_before_puts_no_state() -> None:
+    log = log_of(STATE_EVERY + 1)
+    before = STATES[STATE_EVERY - 2]
+    joined = KnownLog(LogState(number=before.number, nonce=before.nonce, begin=before.begin), is_whole=False)
+    ended = log.run(append(joined, next_start, OWN))
+    assert (ended.put, ended.known.state.number, ended.known.due) == (True, STATE_EVERY + 2, None)
+    compacted_log = compacted()
+    ended = compacted_log.run(look(joined))
+    assert (ended.known.state, ended.known.is_whole) == (STATES[-1], True)
+
+
 def compact(log: Log, state: LogState) -> None:
     log.asked.clear()
     machine: Compaction | None = Compaction(state)
