@@ -26,8 +26,18 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from checkpointd.commit.log import following
-from checkpointd.commit.log_records import LogEntry, LogListing, LogState, Record, entry_key, mark_key, state_key
-from checkpointd.errors import CheckpointdError
+from checkpointd.commit.log_records import (
+    LOG,
+    NUMBER_MAX,
+    LogEntry,
+    LogListing,
+    LogState,
+    Record,
+    entry_key,
+    mark_key,
+    state_key,
+)
+from checkpointd.errors import CheckpointdError, FormatError
 
 STATE_EVERY = 64
 STATES_KEPT = 4
@@ -474,10 +484,13 @@ class Rebuild:
         return self.step is _Step.DONE
 
     def after(self, reply: Reply) -> Rebuild:
-        """What follows."""
+        """What follows. Raises FormatError if there is no number for the mark."""
         match self.step, reply:
             case _Step.LIST, LogListing():
                 pending = reply.marks[-1] if reply.is_being_rebuilt else (reply.last // REBUILD_GAP + 1) * REBUILD_GAP
+                if pending > NUMBER_MAX:
+                    key = f"{LOG}/{reply.last:012d}"
+                    raise FormatError(f"{key}.* has a number that no log reaches; move it away, and repeat this", key=key)
                 return replace(self, number=pending, step=_Step.PUT)
             case _Step.PUT, _:
                 return replace(self, step=_Step.COUNTS)

@@ -42,7 +42,7 @@ from checkpointd.commit.log_access import (
     follow,
     look,
 )
-from checkpointd.commit.log_records import LogEntry, LogListing, LogState, Record, entry_key, mark_key, state_key
+from checkpointd.commit.log_records import NUMBER_MAX, LogEntry, LogListing, LogState, Record, entry_key, mark_key, state_key
 from checkpointd.errors import FormatError
 from tests.unit.commit.log_histories import begin, entry, nonce
 
@@ -677,6 +677,15 @@ def test_log_11_a_log_that_was_made_again_is_made_again_further_up() -> None:
     found = rebuild(log)
     assert found.number == 2 * REBUILD_GAP
     assert starts(found.state) == [1, 2, 3, 4, 5, 7]
+
+
+def test_an_object_with_a_number_that_no_log_reaches_is_named() -> None:
+    log = log_of(7)
+    log.entries[NUMBER_MAX] = ENTRIES[6]
+    assert log.run(look(KnownLog())).fault == f"{entry_key(8)} is missing, although the log goes on after it"
+    with pytest.raises(FormatError, match=r"log/999999999999\.\* has a number that no log reaches; move it away"):
+        rebuild(log)
+    assert not log.marks
 
 
 def test_log_3_a_rebuild_does_not_use_entries_of_another_log() -> None:
