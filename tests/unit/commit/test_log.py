@@ -325,6 +325,8 @@ def test_what_is_no_checkpoint_is_swept_once() -> None:
     assert check(EACH_FATE, swept("x/00000001-8")) == "x/00000001-8 is not in the log"
     assert check(after(EACH_FATE, swept(C)), swept(C)) == f"{C} was aborted, and nothing is left of it"
     assert check_all(EACH_FATE, [swept(C), swept(C)]) == f"{C} was aborted, and nothing is left of it"
+    first_entry = [begin(1), announce(A), abort(A), swept(A), swept(A)]
+    assert check_all(EMPTY, first_entry) == f"{A} was aborted, and nothing is left of it"
 
 
 def test_log_10_what_a_checkpoint_refers_to_is_not_swept() -> None:

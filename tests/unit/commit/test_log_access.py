@@ -425,6 +425,15 @@ def test_log_4_after_a_lost_reply_somebody_else_may_have_the_number() -> None:
     assert (ended.put, ended.known.state.number) == (True, 9)
 
 
+def test_a_number_that_is_free_after_all_is_put_again() -> None:
+    log = log_of(7)
+    log.replies = [False]
+    log.before[1] = lambda: log.entries.pop(8)
+    ended = log.run(append(known(7), next_start, OWN))
+    assert log.words == ["put", "entries", "list", "put", "list"]
+    assert (ended.put, ended.known.state.number) == (True, 8)
+
+
 def test_log_2_a_put_whose_number_is_covered_does_not_count_and_the_state_is_asked() -> None:
     log = compacted()  # the entries after number 10 are gone, so that 11 is free again
     ended = log.run(append(known(10), next_start, OWN))
@@ -605,6 +614,12 @@ def test_log_6_the_newest_states_stay_and_the_entries_that_all_of_them_cover_go_
     assert len(FOUR) == STATES_KEPT
     assert min(log.entries) == FOUR[0] + 1
     assert log.run(look(KnownLog())).known.state == STATES[-1]
+
+
+def test_log_6_the_entries_go_that_the_oldest_of_four_states_covers() -> None:
+    log = log_of(len(ENTRIES), states=FOUR[:-1])
+    compact(log, STATES[FOUR[-1]])
+    assert (tuple(sorted(log.states)), min(log.entries)) == (FOUR, FOUR[0] + 1)
 
 
 def test_a_late_compaction_removes_its_own_state() -> None:
