@@ -11,7 +11,7 @@ The records of an entry are checked in order; all count, or none.
 | remove | checkpoints; if a start removes, it is the state's, and a verified one stays that is sound | removed |
 | swept | aborted or removed, and nobody needs them | forgotten some entries later |
 | verified, damaged, passed-over | a checkpoint | noted; of the first two, the later counts |
-| rollback | a checkpoint that is not damaged | what came after it is left behind, what it descends from is not |
+| rollback | a checkpoint without damage; nothing newer may still commit | what came after it is left behind, its branch not |
 | hold | unknown | as if removed |
 
 Invariants
@@ -79,9 +79,7 @@ def check(state: LogState, record: Record) -> str:
         case SweepRecord():
             return _check_swept(state, record)
         case RollbackRecord():
-            one = state.attempts.get(record.attempt)
-            damaged = one is not None and one.damaged
-            return _check_status(state, record.attempt, "checkpoint") or (f"{record.attempt} is damaged" if damaged else "")
+            return _check_rollback(state, record)
         case HoldRecord():
             is_known = record.attempt in state.attempts or _was_used(state, record.attempt)
             return f"{record.attempt} {fate(state, record.attempt)}" if is_known else ""
@@ -169,6 +167,17 @@ def needed_by_others(state: LogState) -> frozenset[str]:
             base = state.attempts.get(one.base)
             found.update(() if base is None else base.holders)
     return frozenset(found)
+
+
+def _check_rollback(state: LogState, record: RollbackRecord) -> str:
+    if refused := _check_status(state, record.attempt, "checkpoint"):
+        return refused
+    if state.attempts[record.attempt].damaged:
+        return f"{record.attempt} is damaged"
+    spared = () if state.begin is None else state.begin.spared
+    newer = (name for name in (*state.attempts, *spared) if _id(name) > _id(record.attempt) and may_be_spared(state, name))
+    waiting = next(newer, None)
+    return "" if waiting is None else f"{waiting} may still commit, and would be newer than {record.attempt}"
 
 
 def _check_status(state: LogState, attempt: str, *wanted: str) -> str:

@@ -366,7 +366,7 @@ def test_what_was_swept_is_forgotten_some_entries_later() -> None:
 
 @pytest.mark.parametrize("note", [verified, damaged, passed_over, rollback])
 def test_only_a_checkpoint_is_noted(note: Callable[[str], Record]) -> None:
-    assert check(EACH_FATE, note(B)) == ""
+    assert check(EACH_FATE, note(B)) == ""  # A is older, so nothing newer than B may still commit
     assert check(EACH_FATE, note(A)) == f"{A} is undecided"
     assert check(EACH_FATE, note(C)) == f"{C} was aborted"
     assert check(EACH_FATE, note(D)) == f"{D} was removed"
@@ -406,6 +406,15 @@ def test_a_rollback_leaves_behind_what_came_after_it() -> None:
     forth = after(back, rollback(B))
     assert left_behind(forth) == {C}
     assert dict(forth.heads) == {"": B}
+
+
+def test_there_is_no_rollback_while_something_newer_may_commit() -> None:
+    waiting = "step90/00000001-9"
+    state = after(BEGUN, announce(A), saved(B), announce(C))
+    assert check(state, rollback(B)) == f"{C} may still commit, and would be newer than {B}"
+    assert check_all(state, [begin(2, A), rollback(B)]) == ""  # A is older
+    assert check_all(state, [begin(2, waiting), rollback(B)]) == f"{waiting} may still commit, and would be newer than {B}"
+    assert check_all(state, [begin(2, waiting), announce(waiting), abort(waiting), rollback(B)]) == ""
 
 
 def test_the_commit_of_a_save_after_an_older_one_leaves_the_branch() -> None:

@@ -97,8 +97,8 @@ STATE = after(
     verified(B),
     [announce(C), abort(C)],
     remove(A),
-    announce(D, base=B),
     rollback(B),
+    announce(D, base=B),
     begin(2, D),
 )
 NUMBER = STATE.number
