@@ -37,13 +37,13 @@ def change_of(attempts: Iterable[LoggedAttempt], head: LoggedAttempt, *, beyond:
     assert head.commit is not None
     order, gaps = order_of(head), head.commit.left
     base = order if beyond or not gaps else gaps[-1][0]
-    found = [
-        one for one in attempts if one.status == "checkpoint" and one.commit and training(one.commit) == training(head.commit)
-    ]
-    found.sort(key=order_of, reverse=True)
-    regains = any(one.left_behind and order_of(one) == base for one in found)
+    alike = [one for one in attempts if one.commit is not None and training(one.commit) == training(head.commit)]
+    alike.sort(key=order_of, reverse=True)
+    regains = any(one.left_behind and order_of(one) == base for one in alike)  # it may have been removed since
     left, current = list[str](), list[str]()
-    for one in found:
+    for one in alike:
+        if one.status != "checkpoint":
+            continue
         at = order_of(one)
         if at > order and not beyond:
             continue

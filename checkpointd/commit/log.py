@@ -11,7 +11,7 @@ The records of an entry are checked in order; all count, or none.
 | remove | checkpoints; if a start removes, it is the state's, and a verified one stays that is sound | removed |
 | swept | aborted or removed, and nobody needs them | forgotten some entries later |
 | verified, damaged, passed-over | a checkpoint | noted; of the first two, the later counts |
-| rollback | a checkpoint that is not damaged | what came after it is left behind, what it descends from is not |
+| rollback | a checkpoint without damage; nothing newer may still commit | what came after it is left behind, its branch not |
 | hold | unknown | as if removed |
 
 Invariants
@@ -53,6 +53,7 @@ from checkpointd.commit.log_records import (
 )
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import ErrorReport
+from checkpointd.phrases import listed
 
 FORGET_EVERY = 64
 FORGET_AFTER = 128
@@ -78,9 +79,7 @@ def check(state: LogState, record: Record) -> str:
         case SweepRecord():
             return _check_swept(state, record)
         case RollbackRecord():
-            one = state.attempts.get(record.attempt)
-            damaged = one is not None and one.damaged
-            return _check_status(state, record.attempt, "checkpoint") or (f"{record.attempt} is damaged" if damaged else "")
+            return _check_rollback(state, record)
         case HoldRecord():
             is_known = record.attempt in state.attempts or _was_used(state, record.attempt)
             return f"{record.attempt} {fate(state, record.attempt)}" if is_known else ""
@@ -100,30 +99,30 @@ def may_be_spared(state: LogState, attempt: str) -> bool:
     known = state.attempts.get(attempt)
     if known is not None:
         return known.status == "undecided"
-    own = _id(attempt).start == state.start or _is_spared(state, attempt)
-    return own and not _was_used(state, attempt)
+    return _is_own(state, attempt) and not _was_used(state, attempt)
 
 
 def _check_announce(state: LogState, record: AnnounceRecord) -> str:
     if record.attempt in state.attempts or _was_used(state, record.attempt):
         return f"{record.attempt} {fate(state, record.attempt)}"
     if not is_admitted(state, record.attempt):
-        return f"start {state.start} has begun, and does not spare {record.attempt}"
+        newest = f"of start {state.start}, the newest, nor spared by it"
+        return f"{record.attempt} is neither {newest}" if state.begin else f"no start has begun, so {record.attempt} is of none"
     return _check_status(state, record.base, "checkpoint") if record.base else ""
 
 
 def is_admitted(state: LogState, attempt: str) -> bool:
     """Whether the newest start lets `attempt` (`<tag>/<attempt>`) be announced."""
-    of = _id(attempt).start
-    is_mirrored = state.begin is not None and bool(state.begin.origin) and of < state.start
-    return of == state.start or _is_spared(state, attempt) or is_mirrored
+    is_mirrored = state.begin is not None and bool(state.begin.origin) and _id(attempt).start < state.start
+    return _is_own(state, attempt) or is_mirrored
 
 
 def _check_commit(state: LogState, record: CommitRecord) -> str:
     if refused := _check_status(state, record.attempt, "undecided"):
         return refused
     base = state.attempts[record.attempt].base
-    allowed = {base, *state.attempts[base].holders} if base else set[str]()
+    known = state.attempts.get(base)  # it is unknown if a rebuild could not read of it
+    allowed = {base, *(() if known is None else known.holders)} if base else set[str]()
     foreign = next((holder for holder in record.holders if holder not in allowed), None)
     return "" if foreign is None else f"{record.attempt} refers to {foreign}, which its base {base or '(none)'} does not hold"
 
@@ -139,7 +138,7 @@ def _check_remove(state: LogState, record: RemoveRecord) -> str:
     going = set(record.attempts)
     if any(is_sound(one) and one.verified for one in state.attempts.values() if one.attempt not in going):
         return ""
-    return "no checkpoint that stays was read back whole"
+    return f"without {listed(record.attempts)} no checkpoint is left that was read back whole"
 
 
 def is_sound(attempt: LoggedAttempt) -> bool:
@@ -170,6 +169,17 @@ def needed_by_others(state: LogState) -> frozenset[str]:
     return frozenset(found)
 
 
+def _check_rollback(state: LogState, record: RollbackRecord) -> str:
+    if refused := _check_status(state, record.attempt, "checkpoint"):
+        return refused
+    if state.attempts[record.attempt].damaged:
+        return f"{record.attempt} is damaged"
+    spared = () if state.begin is None else state.begin.spared
+    newer = (name for name in (*state.attempts, *spared) if _id(name) > _id(record.attempt) and may_be_spared(state, name))
+    waiting = next(newer, None)
+    return "" if waiting is None else f"{waiting} may still commit, and would be newer than {record.attempt}"
+
+
 def _check_status(state: LogState, attempt: str, *wanted: str) -> str:
     known = state.attempts.get(attempt)
     if known is not None and known.status in wanted and not known.swept:
@@ -181,8 +191,10 @@ def fate(state: LogState, attempt: str) -> str:
     """What has become of `attempt` (`<tag>/<attempt>`), in words that follow its name."""
     known = state.attempts.get(attempt)
     if known is not None:
-        return _FATES[known.status]
-    return "was decided, and is forgotten" if _was_used(state, attempt) else "was not announced"
+        return _FATES[known.status] + (", and nothing is left of it" if known.swept else "")
+    if (other := next((name for name in state.attempts if _id(name) == _id(attempt)), None)) is not None:
+        return f"has the number of {other}"
+    return "was decided, and is forgotten" if _was_used(state, attempt) else "is not in the log"
 
 
 _FATES = {
@@ -193,8 +205,9 @@ _FATES = {
 }
 
 
-def _is_spared(state: LogState, attempt: str) -> bool:
-    return state.begin is not None and attempt in state.begin.spared
+def _is_own(state: LogState, attempt: str) -> bool:
+    """Whether `attempt` is of the newest start, or spared by it."""
+    return state.begin is not None and (_id(attempt).start == state.start or attempt in state.begin.spared)
 
 
 def _was_used(state: LogState, attempt: str) -> bool:
@@ -213,7 +226,7 @@ def reached(state: LogState, record: Record) -> bool:
     match record:
         case BeginRecord():
             return (record.start, record.nonce) in state.begins
-        case AnnounceRecord():
+        case AnnounceRecord() | HoldRecord():
             return record.attempt in state.attempts or _was_used(state, record.attempt)
         case CommitRecord() | AbortRecord():
             known = state.attempts.get(record.attempt)
@@ -234,8 +247,6 @@ def reached(state: LogState, record: Record) -> bool:
             return one is not None and bool(one.passed_over)
         case RollbackRecord():
             return False
-        case HoldRecord():
-            return record.attempt in state.attempts
 
 
 def check_all(state: LogState, records: Iterable[Record]) -> str:
@@ -253,7 +264,7 @@ def check_all(state: LogState, records: Iterable[Record]) -> str:
 def apply(state: LogState, record: Record) -> LogState:
     """The state after `record`, which must be valid in `state`."""
     change = _Change.of(state)
-    change.add(record)
+    change.add(record, state.number + 1)
     return change.done()
 
 
@@ -263,7 +274,7 @@ def following(state: LogState, entries: Sequence[LogEntry]) -> LogState:
     for entry in entries:
         change.number, change.nonce = entry.number, entry.nonce
         for record in entry.records:
-            change.add(record)
+            change.add(record, entry.number)
         if entry.number % FORGET_EVERY == 0:
             change.forget()
     return change.done()
@@ -297,7 +308,8 @@ class _Change:
             MappingProxyType(self.attempts),
         )
 
-    def add(self, record: Record) -> None:
+    def add(self, record: Record, number: int) -> None:
+        """Add a record of entry `number`."""
         match record:
             case BeginRecord():
                 self._begin(record)
@@ -313,7 +325,7 @@ class _Change:
                 self._remove(record)
             case SweepRecord():
                 for name in record.attempts:
-                    self._set(name, swept=self.number)
+                    self._set(name, swept=number)
             case VerifyRecord():
                 self._set(record.attempt, verified=True, damaged="")
             case DamageRecord():
@@ -350,10 +362,9 @@ class _Change:
                 fenced = AbortRecord(attempt=name, error=error, decided_by=-1, writer=begin.writer)
                 self.attempts[name] = msgspec.structs.replace(one, status="aborted", abort=fenced)
         self.begin, self.begins = begin, (*self.begins, (begin.start, begin.nonce))[-BEGINS_MAX:]
-        starts = {_id(name).start for name in begin.spared}
-        # At a mirror, attempts of all starts may be announced.
-        staying = sorted(self.used)[-BEGINS_MAX:] if begin.origin else [start for start in self.used if start in starts]
-        self.used = {start: self.used[start] for start in staying}
+        if not begin.origin:  # at a mirror, attempts of all starts may be announced
+            starts = {_id(name).start for name in begin.spared}
+            self.used = {start: used for start, used in self.used.items() if start in starts}
 
     def _use(self, attempt: str) -> None:
         one = _id(attempt)
@@ -395,13 +406,13 @@ class _Change:
 
 
 def with_number(ranges: Ranges, number: int) -> Ranges:
-    """`ranges` with `number`, which is in none of them."""
+    """`ranges` with `number`."""
     found = [*ranges, (number, number)]
     found.sort()
     merged = [found[0]]
     for first, last in found[1:]:
-        if first == merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], last)
+        if first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
         else:
             merged.append((first, last))
     return tuple(merged)
@@ -416,6 +427,6 @@ def rebuilt(state: LogState, number: int, nonce: str, records: Iterable[Record])
     """
     change = _Change.of(state)
     for record in records:
-        change.add(record)
+        change.add(record, number)
     change.number, change.nonce = number, nonce
     return change.done()

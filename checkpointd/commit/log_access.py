@@ -26,8 +26,18 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from checkpointd.commit.log import following
-from checkpointd.commit.log_records import LogEntry, LogListing, LogState, Record, entry_key, mark_key, state_key
-from checkpointd.errors import CheckpointdError
+from checkpointd.commit.log_records import (
+    LOG,
+    NUMBER_MAX,
+    LogEntry,
+    LogListing,
+    LogState,
+    Record,
+    entry_key,
+    mark_key,
+    state_key,
+)
+from checkpointd.errors import CheckpointdError, FormatError
 
 STATE_EVERY = 64
 STATES_KEPT = 4
@@ -130,12 +140,14 @@ Reply: TypeAlias = LogListing | tuple[Got, ...] | LogState | Missing | Unusable 
 @dataclass(frozen=True, slots=True)
 class KnownLog:
     """The log as a process knows it. `is_settled`: whether all of it is durable. `due`: the newest state that it has come by
-    and that should be put (LOG-6).
+    and that should be put (LOG-6). `is_whole`: whether the state has all that was decided before the process began to follow;
+    if not, it is put nowhere.
     """
 
     state: LogState = EMPTY
     is_settled: bool = True
     due: LogState | None = None
+    is_whole: bool = True
 
     def with_entries(self, entries: Sequence[LogEntry], *, settled: bool = False) -> KnownLog:
         """The same after these entries, which follow."""
@@ -147,7 +159,8 @@ class KnownLog:
                 some = []
         if some:
             state = following(state, some)
-        return KnownLog(state, settled or (self.is_settled and not entries), due)
+        is_settled = settled or (self.is_settled and not entries)
+        return replace(self, state=state, is_settled=is_settled, due=due if self.is_whole else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +217,8 @@ class LogAccess:
     """How many times something was missing or unusable."""
     is_proved: bool = False
     """Whether this ends once what was read is durable."""
+    put: bool = False
+    """Whether the entry counts."""
 
     @property
     def number(self) -> int:
@@ -233,7 +248,7 @@ class LogAccess:
             case _Step.LIST, LogListing():
                 return self._listed(reply)
             case _Step.COUNTS, LogListing():
-                return self._listed(reply) if reply.covered > self.number else self._succeeded()
+                return self._listed(reply) if reply.covered > self.number else self._succeeded(reply)
             case _Step.ENTRIES, tuple() if self.base:
                 return replace(self, step=_Step.STATE, got=reply)
             case _Step.ENTRIES, tuple():
@@ -248,7 +263,7 @@ class LogAccess:
                 return self._next(got)
             case _Step.SETTLE, _:
                 settled = replace(self, known=replace(self.known, is_settled=True))
-                return Ended(settled.known) if self.is_proved else settled._on()
+                return Ended(settled.known, put=self.put) if self.is_proved else settled._on()
             case _Step.PUT, _:
                 steps = {True: _Step.COUNTS, UNSURE: _Step.UNSURE}
                 return replace(self, step=steps.get(reply, _Step.TAKEN))
@@ -256,7 +271,7 @@ class LogAccess:
 
     def _listed(self, listing: LogListing) -> LogAccess | Ended:
         if listing.is_being_rebuilt:
-            return Ended(self.known, is_proved=False, fault=f"it is being made again; see {mark_key(listing.marks[-1])}")
+            return self._unproved(f"it is being made again; see {mark_key(listing.marks[-1])}")
         base = max((one for one in listing.states if one > self.number and one not in self.bad), default=0)
         listed = tuple(one for one in listing.entries if one > (base or self.number))
         if listed:
@@ -264,7 +279,7 @@ class LogAccess:
         if base:
             return replace(self, step=_Step.STATE, base=base, listed=(), got=())
         if listing.covered > self.number:
-            return self._again(f"{state_key(listing.covered)} is damaged, and nothing else tells what it says")
+            return self._again(_lost(listing.covered))
         if self.wanted is not None and self.wanted(self.known.state):
             return self._on()  # the number is free after all
         return self._proved()
@@ -275,10 +290,13 @@ class LogAccess:
         for number, one in enumerate(self.listed, self.number + 1):
             there = got[len(some)] if one == number else ABSENT
             if not isinstance(there, LogEntry) or there.before != nonce:
-                return self._with(some)._again(_why(there, number))
+                is_lost = there is ABSENT and number <= max(self.bad, default=0)
+                return self._with(some)._again(_lost(max(self.bad)) if is_lost else _why(there, number))
             some.append(there)
             nonce = there.nonce
         found = self._with(some)
+        if max(self.bad, default=0) > found.number:
+            return found._again(_lost(max(self.bad)))
         return found._proved() if since_list and self.wanted is None and self.until is None else found._on()
 
     def _with(self, entries: Sequence[LogEntry]) -> LogAccess:
@@ -286,11 +304,12 @@ class LogAccess:
 
     def _next(self, got: Got) -> LogAccess | Ended:
         if isinstance(got, LogEntry) and got.nonce == self.nonce:
-            return replace(self, step=_Step.COUNTS, entry=got)
+            unsettled = replace(self.known, is_settled=False)  # no reply has said that it is durable
+            return replace(self, step=_Step.COUNTS, entry=got, known=unsettled)
         if isinstance(got, LogEntry) and got.before == self.known.state.nonce:
             return replace(self, known=self.known.with_entries([got]))._on()
         if got is ABSENT and self.step is _Step.NEXT:
-            return Ended(self.known, is_proved=False)
+            return self._unproved()
         if got is ABSENT and self.step is _Step.UNSURE:
             return self._on()
         return self._again(_why(got, self.number + 1))
@@ -308,18 +327,24 @@ class LogAccess:
         entry = LogEntry(number=state.number + 1, nonce=self.nonce, before=state.nonce, records=tuple(records))
         return replace(self, step=_Step.PUT, entry=entry)
 
-    def _succeeded(self) -> Ended:
+    def _succeeded(self, listing: LogListing) -> LogAccess | Ended:
         assert self.entry is not None
-        return Ended(self.known.with_entries([self.entry], settled=True), put=True)
+        if self.number and self.number not in (*listing.entries, *listing.states):
+            return self._unproved(_why(ABSENT, self.number))  # the log is an older one (LOG-12)
+        known = self.known.with_entries([self.entry], settled=self.known.is_settled)
+        return replace(self, known=known, put=True)._proved()
 
     def _proved(self) -> LogAccess | Ended:
         if self.settles and not self.known.is_settled:
             return replace(self, step=_Step.SETTLE, is_proved=True)
-        return Ended(self.known)
+        return Ended(self.known, put=self.put)
+
+    def _unproved(self, fault: str = "") -> Ended:
+        return Ended(replace(self.known, due=None), is_proved=False, fault=fault)
 
     def _again(self, why: str) -> LogAccess | Ended:
         if self.looks + 1 >= LOOKS:
-            return Ended(self.known, is_proved=False, fault=why)
+            return self._unproved(why)
         return replace(self, step=_Step.LIST, looks=self.looks + 1)
 
 
@@ -330,6 +355,10 @@ def _why(got: Got, number: int) -> str:
     if isinstance(got, LogEntry):
         return f"{entry_key(number)} does not follow the entry before it: somebody has changed or exchanged one of the two"
     return f"{entry_key(number)} {ABSENT}, although the log goes on after it"
+
+
+def _lost(state: int) -> str:
+    return f"{state_key(state)} is damaged, and nothing else tells what it says"
 
 
 def look(known: KnownLog, *, settles: bool = False) -> LogAccess:
@@ -455,10 +484,13 @@ class Rebuild:
         return self.step is _Step.DONE
 
     def after(self, reply: Reply) -> Rebuild:
-        """What follows."""
+        """What follows. Raises FormatError if there is no number for the mark."""
         match self.step, reply:
             case _Step.LIST, LogListing():
                 pending = reply.marks[-1] if reply.is_being_rebuilt else (reply.last // REBUILD_GAP + 1) * REBUILD_GAP
+                if pending > NUMBER_MAX:
+                    key = f"{LOG}/{reply.last:012d}"
+                    raise FormatError(f"{key}.* has a number that no log reaches; move it away, and repeat this", key=key)
                 return replace(self, number=pending, step=_Step.PUT)
             case _Step.PUT, _:
                 return replace(self, step=_Step.COUNTS)
@@ -470,8 +502,7 @@ class Rebuild:
             case _Step.STATE, _:
                 return replace(self, bad=self.bad + 1)._state_or_entries()
             case _Step.ENTRIES, tuple():
-                readable = [one for one in reply if isinstance(one, LogEntry)]
-                return replace(self, state=following(self.state, readable), step=_Step.DONE)
+                return replace(self, state=following(self.state, _chained(self.state, reply)), step=_Step.DONE)
         raise AssertionError(f"{reply!r} is no reply to {self.request!r}")
 
     def _state_or_entries(self) -> Rebuild:
@@ -479,3 +510,18 @@ class Rebuild:
 
     def _read_entries(self) -> Rebuild:
         return replace(self, step=_Step.ENTRIES if self._entries else _Step.DONE)
+
+
+def _chained(state: LogState, got: Sequence[Got]) -> list[LogEntry]:
+    """The readable entries after `state`, without each that does not follow the entry before, and what follows that (LOG-3).
+    After a gap, the next one is taken.
+    """
+    found, foreign = list[LogEntry](), set[str]()
+    number, nonce = state.number, state.nonce
+    for entry in (one for one in got if isinstance(one, LogEntry)):
+        if entry.before in foreign or (entry.number == number + 1 and entry.before != nonce):
+            foreign.add(entry.nonce)
+            continue
+        found.append(entry)
+        number, nonce = entry.number, entry.nonce
+    return found

@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, filterfalse
 from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from checkpointd.layout.keys import WORLD_SIZE_MAX, AttemptId
+from checkpointd.layout.keys import START_MAX, WORLD_SIZE_MAX, AttemptId
 from checkpointd.layout.manifest import (
+    BALLOT_BYTES_MAX,
     VERSION,
     BallotRef,
     BesideFile,
@@ -42,11 +44,11 @@ NUMBER_MAX = 10**12 - 1
 
 _NAME = re.compile(r"(\d{12})\.(json|state|rebuild)\Z", re.ASCII)
 # A tag is compared with the names of directories, or checked as a key, before anything is read there.
-AttemptName: TypeAlias = Annotated[
-    str, Meta(pattern=r"\A(?!\.)[^/\\\x00-\x1f]{1,200}/(?:[0-9]{8}|[1-9][0-9]{8,11})-(?:0|[1-9][0-9]{0,8})\Z")
-]
-"""`<tag>/<attempt>`."""
+_ATTEMPT = re.compile(r"(?!\.)[^/\\\x00-\x1f]{1,200}/(?:[0-9]{8}|[1-9][0-9]{8,11})-(?:0|[1-9][0-9]{0,8})\Z")
+AttemptName: TypeAlias = str
+"""`<tag>/<attempt>`. An object that names anything else is refused."""
 Nonce: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16,64}\Z")]
+Start: TypeAlias = Annotated[int, Meta(ge=1, le=START_MAX)]
 
 AttemptStatus = Literal["undecided", "checkpoint", "aborted", "removed"]
 
@@ -57,10 +59,10 @@ AttemptStatus = Literal["undecided", "checkpoint", "aborted", "removed"]
 class BeginRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="begin"):
     """A start of the job. All attempts that are undecided and not spared are aborted by it."""
 
-    start: int
+    start: Start
     nonce: Nonce
     """Tells this start from another one of the same number, at this root or at one that was removed since."""
-    world_size: int
+    world_size: Annotated[int, Meta(ge=0, le=WORLD_SIZE_MAX)]
     """0: `checkpointd recover` took the start, and no ranks run in it."""
     process: str = ""
     """The unique name of the holder (see `store/writers.py`), which tells on its machine whether it still runs."""
@@ -78,22 +80,22 @@ class AnnounceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """An attempt is about to write its first object."""
 
     attempt: AttemptName
-    step: int
-    base: str = ""
+    step: Annotated[int, Meta(ge=0)]
+    base: AttemptName = ""
     """The checkpoint (`<tag>/<attempt>`) to whose objects, and to those that it refers to, the attempt may refer."""
 
 
-class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="commit"):
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag_field="kind", tag="commit"):
     """An attempt has become a checkpoint. Its size does not grow with the number of ranks."""
 
     attempt: AttemptName
-    step: int
+    step: Annotated[int, Meta(ge=0)]
     world_size: Annotated[int, Meta(ge=1, le=WORLD_SIZE_MAX)]
     save_latest: bool = True
     ballot: BallotRef
     plan: JointPlanRef | None = None
     """Of ranks that hold tensors together."""
-    holders: tuple[str, ...] = ()
+    holders: tuple[AttemptName, ...] = ()
     """The older attempts (`<tag>/<attempt>`) that hold objects of the checkpoint, sorted. The votes name the objects."""
     metrics: dict[str, float] = {}
     """The metrics that the user passed to save() on rank 0, which retention uses."""
@@ -206,21 +208,20 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", ta
     """Records that count together, or not at all."""
 
     version: int = VERSION
-    number: int
+    number: Annotated[int, Meta(ge=1, le=NUMBER_MAX)]
     nonce: Nonce
     """Unique to this entry."""
-    before: str
+    before: Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{16,64})?\Z")]
     """The nonce of the entry before; empty in the first one."""
     records: tuple[Record, ...]
 
 
-class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """An attempt as the log has it."""
 
     attempt: AttemptName
-    """`<tag>/<attempt>`."""
     step: int = -1
-    base: str = ""
+    base: AttemptName = ""
     status: AttemptStatus
     commit: CommitRecord | None = None
     """Of a checkpoint, also of one that was removed."""
@@ -239,7 +240,7 @@ class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def id(self) -> AttemptId:
         found = AttemptId.parse(self.attempt.rpartition("/")[2])
-        assert found is not None  # records with other names are refused
+        assert found is not None  # objects with other names are refused
         return found
 
     @property
@@ -282,7 +283,7 @@ class LogState:
 
 class _StoredState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag="checkpointd.state"):
     version: int
-    number: int
+    number: Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
     nonce: str
     begin: BeginRecord | None = None
     begins: tuple[tuple[int, str], ...] = ()
@@ -347,7 +348,7 @@ def encode_entry(entry: LogEntry) -> bytes:
 
 def decode_entry(data: bytes, number: int) -> LogEntry:
     """The entry with this number. Raises FormatError if the bytes are damaged, of another number, or no writer's."""
-    return decode_sealed(data, LogEntry, entry_key(number), lambda found: _moved(found, number))
+    return decode_sealed(data, LogEntry, entry_key(number), lambda found: _moved(found, number) or _entry_fault(found))
 
 
 def encode_state(state: LogState) -> bytes:
@@ -368,7 +369,7 @@ def encode_state(state: LogState) -> bytes:
 
 def decode_state(data: bytes, number: int) -> LogState:
     """The state with this number. Raises FormatError if the bytes are damaged, of another number, or no writer's."""
-    found = decode_sealed(data, _StoredState, state_key(number), lambda found: _moved(found, number))
+    found = decode_sealed(data, _StoredState, state_key(number), lambda found: _moved(found, number) or _state_fault(found))
     return LogState(
         found.number,
         found.nonce,
@@ -382,3 +383,58 @@ def decode_state(data: bytes, number: int) -> LogState:
 
 def _moved(found: LogEntry | _StoredState, number: int) -> str | None:
     return f"has the number {found.number}; somebody moved it" if found.number != number else None
+
+
+def _entry_fault(entry: LogEntry) -> str | None:
+    commits = (record for record in entry.records if isinstance(record, CommitRecord))
+    fault = next(filter(None, map(_ballot_fault, commits)), None)
+    return fault or _foreign(name for record in entry.records for name in _names(record))
+
+
+def _ballot_fault(commit: CommitRecord) -> str | None:
+    if 0 < commit.ballot.size <= BALLOT_BYTES_MAX:
+        return None
+    return f"has a commit of {commit.attempt!r:.100} with a ballot of {commit.ballot.size} bytes, which cannot be"
+
+
+def _names(record: Record) -> tuple[str, ...]:
+    """The attempts that `record` names."""
+    match record:
+        case BeginRecord():
+            return record.spared
+        case RemoveRecord() | SweepRecord():
+            return record.attempts
+        case AnnounceRecord() if record.base:
+            return (record.attempt, record.base)
+        case CommitRecord():
+            return (record.attempt, *record.holders)
+    return (record.attempt,)
+
+
+def _state_fault(state: _StoredState) -> str | None:
+    listed, named = {one.attempt for one in state.attempts}, set[str](state.heads.values())
+    if len(listed) < len(state.attempts):
+        return "lists an attempt twice"
+    for one in state.attempts:
+        commit = one.commit
+        if commit is not None:
+            if commit.attempt != one.attempt:
+                return f"lists {one.attempt!r:.100} with the commit of {commit.attempt!r:.100}"
+            if fault := _ballot_fault(commit):
+                return fault
+            named.update(commit.holders)
+        elif one.status == "checkpoint":
+            return f"lists {one.attempt!r:.100} as a checkpoint without its commit"
+        if one.abort is not None:
+            named.add(one.abort.attempt)
+        if one.removal is not None:
+            named.update(one.removal.attempts)
+        if one.base:
+            named.add(one.base)
+    return _foreign(chain(listed, named - listed, () if state.begin is None else state.begin.spared))
+
+
+def _foreign(names: Iterable[str]) -> str | None:
+    """Says which of `names` is not that of an attempt."""
+    found = next(filterfalse(_ATTEMPT.match, names), None)
+    return None if found is None else f"names {found!r:.100}, which is no attempt"

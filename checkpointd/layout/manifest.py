@@ -489,7 +489,7 @@ def decode_sealed(data: bytes, kind: type[_S], key: str, fault_of: Callable[[_S]
         _check_seal(data, key)
         found = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FormatError(f"{key} is damaged: {error}", key=key) from error
+        raise FormatError(f"{key} is damaged: {error!s:.500}", key=key) from error
     if fault := fault_of(found):
         raise FormatError(f"{key} {fault}", key=key)
     return found
@@ -531,7 +531,7 @@ def check_header(header: Header, kind: type, key: str) -> None:
     """Raise FormatError unless `header` says that the object is of type `kind`, in the version of this release."""
     expected = kind.__struct_config__.tag  # type: ignore[attr-defined]  # msgspec puts it on every Struct class
     if header.format != expected:
-        raise FormatError(f"{key} is not a {expected} object (it says {header.format!r})", key=key)
+        raise FormatError(f"{key} is not a {expected} object (it says {header.format!r:.100})", key=key)
     if header.version != VERSION:
         raise FormatError(
             f"{key} has format version {header.version}, and this release reads version {VERSION}: "

@@ -116,7 +116,7 @@ class RootLog:
 
     def goes_on_from(self, state: LogState) -> None:
         """Follow the log from `state`, which another process has read. What was decided before is then not known."""
-        self._known = KnownLog(state)
+        self._known = KnownLog(state, is_whole=False)
 
     # --- appending ----------------------------------------------------------------------------------------------------
 
