@@ -183,7 +183,7 @@ async def test_what_nothing_shows() -> None:
 
 
 async def test_a_state_that_entries_contradict_is_not_used() -> None:
-    """Of another root, with a number that has just been reached, or after which entries follow; or one entry is the wrong one."""
+    """Of another root: with a number that has just been reached, or with entries after it; or one entry is the wrong one."""
     for entries in (256, 257, 300):
         objects, states = await log_of(entries)
         others, _ = await log_of(entries, 1)
