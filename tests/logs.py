@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from checkpointd.commit.log_access import STATE_EVERY
 from checkpointd.commit.log_records import (
     LOG,
     AbortRecord,
@@ -63,25 +62,32 @@ def abort(number: int, start: int = 1) -> AbortRecord:
     return AbortRecord(attempt=name(number, start), error=error, decided_by=1, writer=WRITER)
 
 
-def entry_of(at: int) -> list[Record]:
-    """The records of entry `at` of the logs here: a begin, and then an announcement and its decision in turn."""
+def entry_of(at: int, first: int = 0) -> list[Record]:
+    """The records of entry `at` of the logs here: a begin, and then an announcement and its decision in turn, of the saves after
+    `first`.
+    """
     if at == 1:
         return [begin()]
-    number = at // 2
+    number = first + at // 2
     if at % 2 == 0:
         return [announce(number)]
     return [abort(number) if number % 3 == 0 else commit(number)]
 
 
-async def made(store: Store, entries: int, *, compacts: bool = True) -> list[LogState]:
-    """Make a log of so many entries. Returns the state after each of them, from the empty one on."""
+async def made(store: Store, entries: int, first: int = 0) -> list[LogState]:
+    """Make a log of so many entries. Returns the state after each of them, from the empty one on. `first` as in `entry_of`."""
     log = RootLog(store)
     found = [log.state]
     for at in range(1, entries + 1):
-        found.append(await log.append(lambda state, at=at: entry_of(at) if state.number < at else []))  # type: ignore[misc]
-        if compacts:
-            await log.compact()
+        await add_entry(log, at, first)
+        await log.compact()
+        found.append(log.state)
     return found
+
+
+async def add_entry(log: RootLog, at: int, first: int = 0) -> None:
+    """Append entry `at` of `entry_of`, unless it is there."""
+    await log.append(lambda state: entry_of(at, first) if state.number < at else [])
 
 
 def committed(state: LogState) -> set[str]:
@@ -212,8 +218,3 @@ class Unruly(PassingStore):
 
     async def _wait(self) -> None:
         await asyncio.sleep(self.rng.random() * 0.1)
-
-
-def most_objects() -> int:
-    """The most entries that a compacted log has: those that the newest states but the oldest cover, and those since."""
-    return 4 * STATE_EVERY

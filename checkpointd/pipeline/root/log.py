@@ -22,6 +22,7 @@ from checkpointd.commit import log_access as steps
 from checkpointd.commit.log import apply, check_all, reached, rebuilt
 from checkpointd.commit.log_access import (
     ABSENT,
+    NOTHING,
     UNSURE,
     Ended,
     KnownLog,
@@ -96,8 +97,8 @@ class RootLog:
     _known: KnownLog = field(default_factory=KnownLog)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _parts: list[_Part] = field(default_factory=list)
-    _last: int = 0
-    """The greatest number in use, as of the last list."""
+    _listing: LogListing = NOTHING
+    """The last list."""
 
     @property
     def state(self) -> LogState:
@@ -116,7 +117,7 @@ class RootLog:
 
     async def _look(self, *, settles: bool) -> LogState:
         ended = await self._run(steps.look(self._known, settles=settles))
-        if (ended.fault or self._last < ended.known.state.number) and not await self._is_there(ended.known.state):
+        if (ended.fault or self._listing.last < ended.known.state.number) and not await self._is_there(ended.known.state):
             ended = await self._anew(ended, settles=settles)
         self._took(ended)
         return self.state
@@ -230,10 +231,10 @@ class RootLog:
             await self._look(settles=False)
             if not self.fault:
                 return self.state
-            found = Rebuild()
+            found = Rebuild(seen=max(self._listing.states, default=0))
             while not found.is_done:
                 if found.number > NUMBER_MAX:
-                    foreign = f"the greatest number of an object in {LOG}/ of {self.store.url} is {self._last}"
+                    foreign = f"the greatest number of an object in {LOG}/ of {self.store.url} is {self._listing.last}"
                     raise UnreadableError(f"{foreign}, which no process has given it: remove that object, and try again")
                 found = found.after(await self._do(found.request))
             if not found.is_done_by_others:
@@ -266,9 +267,8 @@ class RootLog:
         match request:
             case steps.ListLog():
                 names = [entry.name for entry in await self.store.list(LOG) if not entry.is_prefix]
-                listing = LogListing.of(names)
-                self._last = listing.last
-                return listing
+                self._listing = LogListing.of(names)
+                return self._listing
             case steps.GetEntries(numbers):
                 return await self._entries(numbers)
             case steps.GetState(number):

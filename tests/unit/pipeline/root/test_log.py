@@ -24,11 +24,11 @@ from tests.logs import (
     STORES,
     Counting,
     abort,
+    add_entry,
     announce,
     begin,
     commit,
     committed,
-    entry_of,
     made,
     name,
     names_in,
@@ -82,7 +82,7 @@ def test_what_a_look_and_an_append_cost(kind: str, tmp_path: Path) -> None:
         check = {"identity": 1} if kind == "posix" else {"get": 1}
         for at in range(1, 132):
             store.taken()
-            await log.append(lambda state, at=at: entry_of(at) if state.number < at else [])  # type: ignore[misc]
+            await add_entry(log, at)
             # The first one does not know whether the log is empty.
             assert store.taken() == {"put": 1, "list": 2 if at == 1 else 1, **check}
             await log.compact()
@@ -203,7 +203,9 @@ async def test_callers_that_meet_are_served_by_one_entry_and_a_refused_one_stops
     await asyncio.sleep(0)
     store.goes.set()
     assert await first == ""
-    assert await asyncio.gather(*others) == ["", f"{name(99)} was not announced", "", ""]
+    one, refused, *rest = await asyncio.gather(*others)
+    assert (one, *rest) == ("", "", "")
+    assert refused.startswith(name(99))
     assert log.state.number == 5
     assert {name(50), name(51), name(52)} <= set(log.state.attempts)
 
@@ -216,7 +218,7 @@ async def test_a_refusal_is_that_of_the_newest_state() -> None:
     await other.add(announce(50))
     assert await log.add(commit(50)) == ""  # which it did not know when it was called
     await other.add(begin(2))
-    assert await log.add(announce(51)) == f"start 2 has begun, and does not spare {name(51)}"
+    assert "start 2" in await log.add(announce(51))
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -284,7 +286,7 @@ async def test_deletes_that_fail_half_way_are_made_up_for(caplog: pytest.LogCapt
     store.goes.set()
     log, other = RootLog(store), RootLog(store)
     for at in range(1, 1 + 12 * STATE_EVERY):
-        await log.append(lambda state, at=at: entry_of(at) if state.number < at else [])  # type: ignore[misc]
+        await add_entry(log, at)
         if at % (2 * STATE_EVERY) == 0:
             store.failures = {"delete": StoreError("the disk failed")}
         await other.look()
@@ -303,7 +305,7 @@ async def test_the_first_processes_after_a_compaction_that_died_read_the_same() 
     states = await made(whole, 5 * STATE_EVERY - 1)
     before = await objects_of(whole)
     log = RootLog(whole)
-    await log.append(lambda state: entry_of(5 * STATE_EVERY) if state.number < 5 * STATE_EVERY else [])
+    await add_entry(log, 5 * STATE_EVERY)
     await log.compact()
     gone = sorted(before.keys() - (await objects_of(whole)).keys(), key=lambda key: not key.endswith(".state"))
     assert len(gone) == 1 + STATE_EVERY
@@ -372,7 +374,7 @@ async def test_an_older_copy_of_the_log_is_read_and_it_is_said(older: int) -> No
 async def made_on(store: Store, entries: int) -> None:
     log = RootLog(store)
     for at in range((await log.look()).number + 1, entries + 1):
-        await log.append(lambda state, at=at: entry_of(at) if state.number < at else [])  # type: ignore[misc]
+        await add_entry(log, at)
         await log.compact()
 
 
