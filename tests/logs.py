@@ -75,7 +75,7 @@ def entry_of(at: int, first: int = 0) -> list[Record]:
 
 
 async def made(store: Store, entries: int, first: int = 0) -> list[LogState]:
-    """Make a log of so many entries. Returns the state after each of them, from the empty one on. `first` as in `entry_of`."""
+    """Make a log of so many entries, `first` as in `entry_of`. Returns the state after each of them, from the empty one on."""
     log = RootLog(store)
     found = [log.state]
     for at in range(1, entries + 1):

@@ -256,6 +256,7 @@ class RootLog:
                 failures += 1
                 was_sent = isinstance(request, steps.PutEntry) and not isinstance(error, UnreadableError | RootGoneError)
                 if not was_sent or failures > 1:
+                    self._known = step.known  # the next call goes on from there
                     raise
                 reply = UNSURE
             after = step.after(reply)

@@ -102,20 +102,39 @@ def test_what_a_look_and_an_append_cost(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_an_append_after_what_another_process_has_appended(kind: str, tmp_path: Path) -> None:
-    """The put that fails, what has taken the number, one sync of it, and then as ever."""
+@pytest.mark.parametrize("behind", [1, 5, 200])
+def test_an_append_of_a_process_that_is_behind(kind: str, behind: int, tmp_path: Path) -> None:
+    """However far: the put that fails, what has taken the number, the rest at once, one sync of it, and then as ever."""
 
     async def main(real: Store) -> None:
         store = Counting(real)
         await made(store, 3)
         log, other = RootLog(store), RootLog(store)
         await log.look(settles=True)
-        await other.add(announce(50))
+        for number in range(50, 50 + behind):
+            await other.add(announce(number))
+            await other.compact()
         store.taken()
-        assert await log.add(announce(51)) == ""
-        assert store.taken() == {"put": 2, "get": 1, "settle": 1, "list": 1}
+        assert await log.add(announce(999)) == ""
+        calls = store.calls
+        assert (calls["put"], calls["settle"], calls["list"]) == (2, 1, 2)
+        assert calls["get"] <= max(behind, STATE_EVERY)
 
     run_on(kind, tmp_path, main)
+
+
+async def test_what_was_read_before_the_storage_failed_is_not_read_again() -> None:
+    store = Held(MemoryStore())
+    store.goes.set()
+    states = await made(store, 60)
+    log = RootLog(store)
+    log.goes_on_from(states[2])
+    assert not await log.follow(lambda state: state.number > 60)
+    log.goes_on_from(states[2])
+    store.failures = {"list": UnreadableError("the disk failed")}
+    with pytest.raises(UnreadableError):
+        await log.follow(lambda state: state.number > 50)
+    assert log.state == states[51]
 
 
 def test_what_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
