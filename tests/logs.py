@@ -63,7 +63,7 @@ def abort(number: int, start: int = 1) -> AbortRecord:
 
 
 def entry_of(at: int, first: int = 0) -> list[Record]:
-    """The records of entry `at` of the logs here: a begin, and then an announcement and its decision in turn, of the saves after
+    """The records of entry `at` of the logs here: a begin, and then in turn an announcement and its decision, for saves after
     `first`.
     """
     if at == 1:
@@ -75,7 +75,7 @@ def entry_of(at: int, first: int = 0) -> list[Record]:
 
 
 async def made(store: Store, entries: int, first: int = 0) -> list[LogState]:
-    """Make a log of so many entries, `first` as in `entry_of`. Returns the state after each of them, from the empty one on."""
+    """Make a log of so many entries, with `first` as in `entry_of`. Returns the state after each, from the empty one on."""
     log = RootLog(store)
     found = [log.state]
     for at in range(1, entries + 1):

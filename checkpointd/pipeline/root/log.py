@@ -63,6 +63,9 @@ T = TypeVar("T")
 LARGE_STATE = 1 << 20
 """A state of more bytes is decoded on a thread."""
 
+FOLLOWS_IN_VAIN = 32
+"""After so many follows that found no next entry, the log is listed."""
+
 
 async def any_root() -> None:
     """Take whatever root the path leads to."""
@@ -97,6 +100,8 @@ class RootLog:
     _known: KnownLog = field(default_factory=KnownLog)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _parts: list[_Part] = field(default_factory=list)
+    _in_vain: int = 0
+    """How many times in a row `follow` has found nothing."""
     _listing: LogListing = NOTHING
     """The last list."""
 
@@ -148,11 +153,16 @@ class RootLog:
         durable. Raises UnreadableError if the storage does not tell, or if the log cannot be read to its end.
         """
         async with self._turn:
+            before = self.state.number
             ended = await self._run(steps.follow(self._known, until))
             self._took(ended)
-            if ended.fault:
-                raise UnreadableError(self._unreadable(ended.fault))
-            return ended.is_proved and until(self.state)
+            self._in_vain = 0 if ended.is_proved or self.state.number > before else self._in_vain + 1
+            if self._in_vain == FOLLOWS_IN_VAIN:  # the log may go on elsewhere: it was made again, or this has slept for long
+                self._in_vain = 0
+                await self._look(settles=True)
+            if self.fault:
+                raise UnreadableError(self._unreadable(self.fault))
+            return until(self.state)  # if so, a list has proved it
 
     def goes_on_from(self, state: LogState) -> None:
         """Follow the log from `state`, which another process has read. What was decided before is then not known."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkpointd.commit.log_access import STATE_EVERY, STATES_KEPT
-from checkpointd.commit.log_records import LOG, entry_key, state_key
+from checkpointd.commit.log_records import LOG, LogState, Record, entry_key, state_key
 from checkpointd.errors import CheckpointdError, RootGoneError, StoreError, UnreadableError
 from checkpointd.pipeline.root import log as root_log
 from checkpointd.pipeline.root.log import RootLog
@@ -121,6 +121,38 @@ def test_an_append_of_a_process_that_is_behind(kind: str, behind: int, tmp_path:
         assert calls["get"] <= max(behind, STATE_EVERY)
 
     run_on(kind, tmp_path, main)
+
+
+@pytest.mark.parametrize("how", ["slept", "made again", "another root"])
+async def test_a_follower_finds_a_log_that_goes_on_elsewhere(how: str) -> None:
+    """The next entry will never come: it was removed since a state covers it, or has another number."""
+    store = MemoryStore()
+    states = await made(store, 10)
+    log = RootLog(store)
+    await log.look()
+    writer = RootLog(store)
+    if how == "slept":
+        await made_on(store, 350)
+        await writer.look()
+    elif how == "made again":
+        await store.put(entry_key(11), b"x")
+        await writer.rebuild(nothing)
+        await store.delete(entry_key(11))
+    else:
+        await put_all(store, {})
+        await made(store, 4)
+        await writer.look()
+    await writer.add(announce(999))
+    follows = 1
+    while not await log.follow(lambda state: name(999) in state.attempts):
+        follows += 1
+    assert follows == root_log.FOLLOWS_IN_VAIN
+    assert log.state == writer.state
+    assert states[10].number == 10
+
+
+async def nothing(_: LogState) -> list[Record]:
+    return []
 
 
 async def test_what_was_read_before_the_storage_failed_is_not_read_again() -> None:
