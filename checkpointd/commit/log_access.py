@@ -6,12 +6,14 @@ every order in which the operations of several processes can fall.
 
 Invariants
   LOG-1  A process puts entry n+1, if absent, only if it knows the state after entry n and `check` allows the records there.
-      So the log has no invalid record. If the number is taken, it reads that entry, chooses and checks again.
+      So the log has no invalid record. If the number is taken, it reads that entry and the rest, chooses and checks
+      again. A process that has read nothing lists first. One whose entry has others above it checks that they follow.
   LOG-2  What was put counts once a later list of the log shows no state and no mark of a rebuild at its number or above; what
       was read one by one, once a later list shows nothing above. Otherwise a number may have been used before, and the process
       reads on, or again from the newest state. A process that begins with a list reads the state last of all: while the state
       is there, no entry after it was removed, so all that it has read is true.
-  LOG-3  An entry that does not name the nonce of the one before is not used.
+  LOG-3  An entry that does not name the nonce of the one before is not used; nor is the one before, which may be the wrong one.
+      A state is not used if the entry of its number and the next one, as far as they can be read, have other nonces.
   LOG-4  After a lost reply, or when a state covers its number, a process asks the proved state whether its aim is reached.
   LOG-5  What a process has read is durable before it puts, reports or removes anything because of it.
   LOG-6  Whoever has proved the state after each STATE_EVERY-th entry puts it. Then all states but STATES_KEPT go, and after
@@ -307,7 +309,8 @@ class LogAccess:
             if not isinstance(there, LogEntry):
                 is_lost = there is ABSENT and number <= max(self.bad, default=0)
                 gap = f"{entry_key(number)} {ABSENT}, although {entry_key(one)} is there"
-                return self._with(some)._again(_lost(max(self.bad)) if is_lost else gap if one != number else _why(there, number))
+                why = gap if one != number else _why(there, number)
+                return self._with(some)._again(_lost(max(self.bad)) if is_lost else why)
             some.append(there)
             nonce = there.nonce
         found = self._with(some)
@@ -359,6 +362,9 @@ class LogAccess:
 
     def _again(self, why: str) -> LogAccess | Ended:
         if self.looks + 1 >= LOOKS:
+            bad = max(self.bad, default=0)
+            if bad > self.number and state_key(bad) not in why:
+                why = f"{state_key(bad)} cannot be used, and {why}"
             return self._unproved(why)
         return replace(self, step=_Step.LIST, looks=self.looks + 1)
 

@@ -37,7 +37,6 @@ from checkpointd.commit.log_access import (
 from checkpointd.commit.log_records import (
     ENTRY_BYTES_MAX,
     LOG,
-    NUMBER_MAX,
     STATE_BYTES_MAX,
     LogEntry,
     LogListing,
@@ -243,9 +242,6 @@ class RootLog:
                 return self.state
             found = Rebuild(seen=max(self._listing.states, default=0))
             while not found.is_done:
-                if found.number > NUMBER_MAX:
-                    foreign = f"the greatest number of an object in {LOG}/ of {self.store.url} is {self._listing.last}"
-                    raise UnreadableError(f"{foreign}, which no process has given it: remove that object, and try again")
                 found = found.after(await self._do(found.request))
             if not found.is_done_by_others:
                 made = rebuilt(found.state, found.number, new_nonce(), await decide(found.state))
