@@ -145,6 +145,8 @@ async def test_an_object_that_is_damaged(entries: int, how: str) -> None:
     objects, states = await log_of(entries)
     newest = max((number_of(key) for key in objects if key.endswith(".state")), default=0)
     for key in in_order(objects):
+        if key.endswith(".json") and number_of(key) < newest and number_of(key) % 8:
+            continue  # a look does not read it
         number, fault = await seen(await damaged(key, how, entries), states)
         at = number_of(key)
         if key.endswith(".state") or at <= newest:
