@@ -6,12 +6,14 @@ every order in which the operations of several processes can fall.
 
 Invariants
   LOG-1  A process puts entry n+1, if absent, only if it knows the state after entry n and `check` allows the records there.
-      So the log has no invalid record. If the number is taken, it reads that entry, chooses and checks again.
+      So the log has no invalid record. If the number is taken, it reads that entry and the rest, chooses and checks
+      again. A process that has read nothing lists first. One whose entry has others above it checks that they follow.
   LOG-2  What was put counts once a later list of the log shows no state and no mark of a rebuild at its number or above; what
       was read one by one, once a later list shows nothing above. Otherwise a number may have been used before, and the process
       reads on, or again from the newest state. A process that begins with a list reads the state last of all: while the state
       is there, no entry after it was removed, so all that it has read is true.
-  LOG-3  An entry that does not name the nonce of the one before is not used.
+  LOG-3  An entry that does not name the nonce of the one before is not used; nor is the one before, which may be the wrong one.
+      A state is not used if the entry of its number and the next one, as far as they can be read, have other nonces.
   LOG-4  After a lost reply, or when a state covers its number, a process asks the proved state whether its aim is reached.
   LOG-5  What a process has read is durable before it puts, reports or removes anything because of it.
   LOG-6  Whoever has proved the state after each STATE_EVERY-th entry puts it. Then all states but STATES_KEPT go, and after
@@ -20,7 +22,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
@@ -186,6 +188,7 @@ class _Step(StrEnum):
     TAKEN = "get the entry that has taken the number"
     UNSURE = "get the entry that may be its own"
     COUNTS = "list after the put"
+    FOLLOWED = "get the entry after its own"
     DONE = "done"
 
 
@@ -206,7 +209,7 @@ class LogAccess:
     base: int = 0
     """The state that was listed and is to be read last; 0: what is known goes on."""
     listed: tuple[int, ...] = ()
-    """The entries that were listed after it."""
+    """The entries that were listed after it, or with its number."""
     got: tuple[Got, ...] = ()
     """The listed entries, until the state before them is there."""
     entry: LogEntry | None = None
@@ -236,6 +239,8 @@ class LogAccess:
                 return GetState(self.base)
             case _Step.NEXT | _Step.TAKEN | _Step.UNSURE:
                 return GetEntries((self.number + 1,))
+            case _Step.FOLLOWED:
+                return GetEntries((self.number + 2,))
             case _Step.SETTLE:
                 return Settle(self.number)
             case _Step.PUT if self.entry is not None:
@@ -248,14 +253,24 @@ class LogAccess:
             case _Step.LIST, LogListing():
                 return self._listed(reply)
             case _Step.COUNTS, LogListing():
-                return self._listed(reply) if reply.covered > self.number else self._succeeded(reply)
+                if reply.covered > self.number:
+                    return self._listed(reply)
+                if self.number and self.number not in (*reply.entries, *reply.states):
+                    return self._unproved(_why(ABSENT, self.number))  # the log is an older one (LOG-12)
+                return replace(self, step=_Step.FOLLOWED) if self.number + 2 in reply.entries else self._succeeded()
+            case _Step.FOLLOWED, (LogEntry() as after,) if self.entry is not None and after.before == self.entry.nonce:
+                return self._succeeded()
+            case _Step.FOLLOWED, (got,):
+                return replace(self, step=_Step.LIST) if got is ABSENT else self._again(_why(got, self.number + 2))
             case _Step.ENTRIES, tuple() if self.base:
                 return replace(self, step=_Step.STATE, got=reply)
             case _Step.ENTRIES, tuple():
                 return self._read(reply)
-            case _Step.STATE, LogState():
-                return replace(self, known=KnownLog(reply, is_settled=False), base=0)._read(self.got, since_list=True)
-            case _Step.STATE, Unusable():
+            case _Step.STATE, LogState() if _is_of_log(reply, zip(self.listed, self.got, strict=True)):
+                covered = int(self.base in self.listed)
+                based = replace(self, known=KnownLog(reply, is_settled=False), base=0, listed=self.listed[covered:])
+                return based._read(self.got[covered:], since_list=True)
+            case _Step.STATE, LogState() | Unusable():
                 return replace(self, step=_Step.LIST, bad=self.bad | {self.base})
             case _Step.STATE, _:
                 return self._again(f"{state_key(self.base)} {ABSENT}")
@@ -273,7 +288,7 @@ class LogAccess:
         if listing.is_being_rebuilt:
             return self._unproved(f"it is being made again; see {mark_key(listing.marks[-1])}")
         base = max((one for one in listing.states if one > self.number and one not in self.bad), default=0)
-        listed = tuple(one for one in listing.entries if one > (base or self.number))
+        listed = tuple(one for one in listing.entries if one >= (base or self.number + 1))
         if listed:
             return replace(self, step=_Step.ENTRIES, base=base, listed=listed)
         if base:
@@ -289,9 +304,13 @@ class LogAccess:
         some, nonce = list[LogEntry](), self.known.state.nonce
         for number, one in enumerate(self.listed, self.number + 1):
             there = got[len(some)] if one == number else ABSENT
-            if not isinstance(there, LogEntry) or there.before != nonce:
+            if isinstance(there, LogEntry) and there.before != nonce:
+                return self._with(some[:-1])._again(_why(there, number))  # the one before may be the wrong one
+            if not isinstance(there, LogEntry):
                 is_lost = there is ABSENT and number <= max(self.bad, default=0)
-                return self._with(some)._again(_lost(max(self.bad)) if is_lost else _why(there, number))
+                gap = f"{entry_key(number)} {ABSENT}, although {entry_key(one)} is there"
+                why = gap if one != number else _why(there, number)
+                return self._with(some)._again(_lost(max(self.bad)) if is_lost else why)
             some.append(there)
             nonce = there.nonce
         found = self._with(some)
@@ -307,7 +326,8 @@ class LogAccess:
             unsettled = replace(self.known, is_settled=False)  # no reply has said that it is durable
             return replace(self, step=_Step.COUNTS, entry=got, known=unsettled)
         if isinstance(got, LogEntry) and got.before == self.known.state.nonce:
-            return replace(self, known=self.known.with_entries([got]))._on()
+            found = replace(self, known=self.known.with_entries([got]))
+            return found._on() if self.step is _Step.NEXT else replace(found, step=_Step.LIST)  # there may be many more
         if got is ABSENT and self.step is _Step.NEXT:
             return self._unproved()
         if got is ABSENT and self.step is _Step.UNSURE:
@@ -327,10 +347,8 @@ class LogAccess:
         entry = LogEntry(number=state.number + 1, nonce=self.nonce, before=state.nonce, records=tuple(records))
         return replace(self, step=_Step.PUT, entry=entry)
 
-    def _succeeded(self, listing: LogListing) -> LogAccess | Ended:
+    def _succeeded(self) -> LogAccess | Ended:
         assert self.entry is not None
-        if self.number and self.number not in (*listing.entries, *listing.states):
-            return self._unproved(_why(ABSENT, self.number))  # the log is an older one (LOG-12)
         known = self.known.with_entries([self.entry], settled=self.known.is_settled)
         return replace(self, known=known, put=True)._proved()
 
@@ -344,8 +362,20 @@ class LogAccess:
 
     def _again(self, why: str) -> LogAccess | Ended:
         if self.looks + 1 >= LOOKS:
+            bad = max(self.bad, default=0)
+            if bad > self.number and state_key(bad) not in why:
+                why = f"{state_key(bad)} cannot be used, and {why}"
             return self._unproved(why)
         return replace(self, step=_Step.LIST, looks=self.looks + 1)
+
+
+def _is_of_log(state: LogState, entries: Iterable[tuple[int, Got]]) -> bool:
+    """Whether the entry of the state's number, or the next one, says so; or neither can be read."""
+    got = dict(entries)
+    own, after = got.get(state.number), got.get(state.number + 1)
+    signs = [own.nonce == state.nonce] if isinstance(own, LogEntry) else []
+    signs += [after.before == state.nonce] if isinstance(after, LogEntry) else []
+    return any(signs) or not signs or not state.number
 
 
 def _why(got: Got, number: int) -> str:
@@ -375,9 +405,10 @@ def follow(known: KnownLog, until: Callable[[LogState], bool]) -> LogAccess:
 
 def append(known: KnownLog, wanted: Wanted, nonce: str) -> LogAccess:
     """Append what `wanted` gives, in an entry with this nonce."""
-    begun = LogAccess(known, wanted=wanted, nonce=nonce)._on()
-    assert isinstance(begun, LogAccess)
-    return begun
+    begun = LogAccess(known, wanted=wanted, nonce=nonce)
+    found = begun._on() if known.state.number else begun  # who has read nothing does not know whether the log is empty
+    assert isinstance(found, LogAccess)
+    return found
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -453,6 +484,8 @@ class Rebuild:
     listing: LogListing = NOTHING
     bad: int = 0
     """How many of the newest states are unusable."""
+    seen: int = NUMBER_MAX
+    """The number of the newest state when the log could not be read."""
     step: _Step = _Step.LIST
 
     @property
@@ -472,7 +505,7 @@ class Rebuild:
 
     @property
     def _entries(self) -> tuple[int, ...]:
-        return tuple(one for one in self.listing.entries if self.state.number < one < self.number)
+        return tuple(one for one in self.listing.entries if self.state.number <= one < self.number)
 
     @property
     def is_done_by_others(self) -> bool:
@@ -486,6 +519,8 @@ class Rebuild:
     def after(self, reply: Reply) -> Rebuild:
         """What follows. Raises FormatError if there is no number for the mark."""
         match self.step, reply:
+            case _Step.LIST, LogListing() if any(one > self.seen for one in reply.states if one in reply.marks):
+                return replace(self, number=reply.marks[-1], listing=reply, step=_Step.DONE)
             case _Step.LIST, LogListing():
                 pending = reply.marks[-1] if reply.is_being_rebuilt else (reply.last // REBUILD_GAP + 1) * REBUILD_GAP
                 if pending > NUMBER_MAX:
@@ -501,6 +536,8 @@ class Rebuild:
                 return replace(self, state=reply)._read_entries()
             case _Step.STATE, _:
                 return replace(self, bad=self.bad + 1)._state_or_entries()
+            case _Step.ENTRIES, tuple() if not _is_of_log(self.state, zip(self._entries, reply, strict=True)):
+                return replace(self, state=EMPTY, bad=self.bad + 1)._state_or_entries()
             case _Step.ENTRIES, tuple():
                 return replace(self, state=following(self.state, _chained(self.state, reply)), step=_Step.DONE)
         raise AssertionError(f"{reply!r} is no reply to {self.request!r}")
@@ -518,7 +555,7 @@ def _chained(state: LogState, got: Sequence[Got]) -> list[LogEntry]:
     """
     found, foreign = list[LogEntry](), set[str]()
     number, nonce = state.number, state.nonce
-    for entry in (one for one in got if isinstance(one, LogEntry)):
+    for entry in (one for one in got if isinstance(one, LogEntry) and one.number > state.number):
         if entry.before in foreign or (entry.number == number + 1 and entry.before != nonce):
             foreign.add(entry.nonce)
             continue

@@ -495,6 +495,15 @@ def decode_sealed(data: bytes, kind: type[_S], key: str, fault_of: Callable[[_S]
     return found
 
 
+def is_of_another_version(data: bytes) -> bool:
+    """Whether `data` is whole, and of a format version that this release does not read."""
+    try:
+        _check_seal(data, "")
+        return msgspec.json.decode(data, type=Header).version != VERSION
+    except (FormatError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return False
+
+
 def _fault(obj: SmallObject) -> str | None:
     """The values in `obj` that no writer puts there and that would mislead a reader, in words."""
     if isinstance(obj, Vote):

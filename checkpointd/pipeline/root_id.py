@@ -7,6 +7,7 @@ Invariant
 
 from __future__ import annotations
 
+import logging
 import secrets
 from dataclasses import dataclass, field
 
@@ -14,12 +15,14 @@ import msgspec
 
 from checkpointd.commit.log_records import LOG_ROOT
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import DamagedError, NotFoundError, RootGoneError
-from checkpointd.layout.manifest import VERSION, WriterIdentity, decode_sealed, sealed
+from checkpointd.errors import DamagedError, NotFoundError, RootGoneError, UnreadableError
+from checkpointd.layout.manifest import VERSION, WriterIdentity, decode_sealed, is_of_another_version, sealed
 from checkpointd.pipeline.identity import writer
 from checkpointd.store.base import Store
-from checkpointd.store.identity import Identity, identity_of
+from checkpointd.store.identity import Identity, forget_synced, identity_of
 from checkpointd.store.patient import Patience, PatientStore
+
+log = logging.getLogger("checkpointd")
 
 
 class RootId(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.root"):
@@ -37,10 +40,21 @@ async def read_id(store: Store) -> str:
 
 
 async def made_id(store: Store) -> str:
-    """The id of the root, which this makes if there is none."""
+    """The id of the root, which this makes if there is none, or if that is damaged. Raises FormatError if a newer release has
+    made it.
+    """
     new = RootId(id=secrets.token_hex(16), writer=writer())
     data = sealed(msgspec.json.format(msgspec.json.encode(new), indent=2))
-    return new.id if await store.put_if_absent(LOG_ROOT, data) else await read_id(store)
+    if await store.put_if_absent(LOG_ROOT, data):
+        return new.id
+    try:
+        return await read_id(store)
+    except DamagedError as error:
+        damaged = await store.get(LOG_ROOT)
+        if is_of_another_version(damaged):
+            raise
+        log.error("%s; %s gets a new id", error, store.url)
+        return new.id if await store.put_if_match(LOG_ROOT, damaged, data) else await read_id(store)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +69,10 @@ class OwnId:
 
     async def check(self) -> None:
         """Raise RootGoneError if the path leads to another root now, StoreError if the storage cannot tell."""
-        try:
-            identity = await identity_of(self.store, LOG_ROOT)
-        except NotFoundError:
-            identity = None
+        identity = await self._identity_now()
         if identity is not None and identity == self._identity and not self._is_gone:
             return
+        forget_synced(self.store)  # the root may have been made anew, even with the same inode number
         # A file server may lag behind, so the look must prove that the object is gone.
         patient = PatientStore(self.store, Patience(ABSENCE_S, 0.0 if self._is_gone else ABSENCE_S))
         try:
@@ -68,15 +80,24 @@ class OwnId:
         except NotFoundError:
             self._is_gone = True
             raise self._gone(f"{LOG_ROOT} is not there") from None
-        except DamagedError:
+        except DamagedError as error:
             if identity is None or self._identity is None:
-                raise
+                why = f"nothing tells whether {self.store.url} is still the root of this job"
+                raise UnreadableError(f"{error}; so {why}. Put it back from a copy, or start the job again") from error
             found = self.own  # it was damaged since; the directory's identity decides
         if self.own not in ("", found):
             raise self._gone("another root lies there")
+        if identity is None:
+            identity = await self._identity_now()  # it was out of sight for a moment
         if identity is not None and self._identity is not None and not identity.is_same_root(self._identity):
             raise self._gone("a copy of it lies in its place")
-        self.own, self._identity, self._is_gone = found, identity, False
+        self.own, self._identity, self._is_gone = found, identity or self._identity, False
+
+    async def _identity_now(self) -> Identity | None:
+        try:
+            return await identity_of(self.store, LOG_ROOT)
+        except NotFoundError:
+            return None
 
     def _gone(self, why: str) -> RootGoneError:
         return RootGoneError(

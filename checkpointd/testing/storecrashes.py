@@ -12,9 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from checkpointd.errors import NotFoundError
-from checkpointd.layout.manifest import Start
-from checkpointd.pipeline.root import starts
-from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.pipeline.root_id import OwnId, made_id
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
 from checkpointd.testing.crashpoints import Crash, Scenario
@@ -370,14 +368,13 @@ def put_in_a_root_made_again(view: View = ProcessDisk) -> Scenario:
         async def outlive(store: PosixStore) -> None:
             assert await store.put_if_absent(PLAN, OLD)
             before.set()
-            start: Start = await anew
-            await OwnRoot(store).begun(start.start, start.nonce)
+            await OwnId(store, await anew).check()
             returned.append(await store.put_if_absent(PLAN, NEW))
 
         task = world.spawn("a", outlive)
         await before.wait()
         world.remove_root()
-        anew.set_result(await world.honest("the next job", lambda store: starts.take(store, 1)))
+        anew.set_result(await world.honest("the next job", made_id))
         struck = await crash.strikes(world.disk, [task])
         if not struck:
             world.disk.power_cut()

@@ -20,11 +20,25 @@ from typing import TypeVar
 from checkpointd.commands import command
 from checkpointd.commit import log_access as steps
 from checkpointd.commit.log import apply, check_all, reached, rebuilt
-from checkpointd.commit.log_access import ABSENT, UNSURE, Ended, KnownLog, LogAccess, Rebuild, Reply, Request, Unusable, Wanted
+from checkpointd.commit.log_access import (
+    ABSENT,
+    NOTHING,
+    UNSURE,
+    Ended,
+    KnownLog,
+    LogAccess,
+    Missing,
+    Rebuild,
+    Reply,
+    Request,
+    Unusable,
+    Wanted,
+)
 from checkpointd.commit.log_records import (
     ENTRY_BYTES_MAX,
     LOG,
     STATE_BYTES_MAX,
+    LogEntry,
     LogListing,
     LogState,
     Record,
@@ -36,7 +50,8 @@ from checkpointd.commit.log_records import (
     mark_key,
     state_key,
 )
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UnreadableError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, StoreError, UnreadableError
+from checkpointd.layout.manifest import is_of_another_version
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 
@@ -46,6 +61,9 @@ T = TypeVar("T")
 
 LARGE_STATE = 1 << 20
 """A state of more bytes is decoded on a thread."""
+
+FOLLOWS_IN_VAIN = 32
+"""After so many follows that found no next entry, the log is listed."""
 
 
 async def any_root() -> None:
@@ -81,8 +99,10 @@ class RootLog:
     _known: KnownLog = field(default_factory=KnownLog)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _parts: list[_Part] = field(default_factory=list)
-    _last: int = 0
-    """The greatest number in use, as of the last list."""
+    _in_vain: int = 0
+    """How many times in a row `follow` has found nothing."""
+    _listing: LogListing = NOTHING
+    """The last list."""
 
     @property
     def state(self) -> LogState:
@@ -93,26 +113,55 @@ class RootLog:
 
     async def look(self, *, settles: bool = False) -> LogState:
         """Read the log to its end, and return the state there. `settles`: make durable what was read, for a caller that acts
-        on it. If the log is damaged, the state is what can be proved, and `fault` says so. Raises UnreadableError if the
-        storage does not tell.
+        on it. If the log is damaged, the state is what can be proved, and `fault` says so. If another root lies there now, the
+        state is that one's. Raises UnreadableError if the storage does not tell, FormatError if another release wrote the log.
         """
         async with self._turn:
-            self._took(await self._run(steps.look(self._known, settles=settles)))
-            if not self.fault and self._last < self.state.number:  # somebody put another root in the place of this one
-                self._known = KnownLog()
-                self._took(await self._run(steps.look(self._known, settles=settles)))
-            return self.state
+            return await self._look(settles=settles)
+
+    async def _look(self, *, settles: bool) -> LogState:
+        ended = await self._run(steps.look(self._known, settles=settles))
+        if (ended.fault or self._listing.last < ended.known.state.number) and not await self._is_there(ended.known.state):
+            ended = await self._anew(ended, settles=settles)
+        self._took(ended)
+        return self.state
+
+    async def _is_there(self, state: LogState) -> bool:
+        """Whether the entry of this state, or the state itself, is there. If it is, and was not listed, the list was old."""
+        if not state.number:
+            return True
+        (entry,) = await self._entries((state.number,))
+        if isinstance(entry, LogEntry):
+            return entry.nonce == state.nonce
+        found = await self._state(state.number)
+        return isinstance(found, LogState) and found.nonce == state.nonce
+
+    async def _anew(self, ended: Ended, *, settles: bool) -> Ended:
+        """Read the log from its newest state, since it is not the one any more in which the known state was read."""
+        anew, known = await self._run(steps.look(KnownLog(), settles=settles)), ended.known.state
+        if anew.fault:
+            return replace(ended, fault=ended.fault or anew.fault)
+        if set(known.begins).isdisjoint(anew.known.state.begins):
+            log.warning("another root lies at %s now; its log is read", self.store.url)
+            return anew
+        why = "somebody has removed the newest entries, or put an older copy of the log in its place"
+        return replace(anew, fault=f"{entry_key(known.number)} was there, and is not any more: {why}")
 
     async def follow(self, until: Callable[[LogState], bool]) -> bool:
         """Read the entries that have come, in few calls. Returns whether the state is as `until` asks, which is then proved and
         durable. Raises UnreadableError if the storage does not tell, or if the log cannot be read to its end.
         """
         async with self._turn:
+            before = self.state.number
             ended = await self._run(steps.follow(self._known, until))
             self._took(ended)
-            if ended.fault:
-                raise UnreadableError(self._unreadable(ended.fault))
-            return ended.is_proved and until(self.state)
+            self._in_vain = 0 if ended.is_proved or self.state.number > before else self._in_vain + 1
+            if self._in_vain == FOLLOWS_IN_VAIN:  # the log may go on elsewhere: it was made again, or this has slept for long
+                self._in_vain = 0
+                await self._look(settles=True)
+            if self.fault:
+                raise UnreadableError(self._unreadable(self.fault))
+            return until(self.state)  # if so, a list has proved it
 
     def goes_on_from(self, state: LogState) -> None:
         """Follow the log from `state`, which another process has read. What was decided before is then not known."""
@@ -150,7 +199,13 @@ class RootLog:
             self._parts.remove(part)
 
     async def _append(self, parts: Sequence[_Part]) -> None:
+        if self.fault:
+            await self._look(settles=False)
+            if self.fault:  # what is put might fill a gap
+                raise UnreadableError(self._unreadable(self.fault))
         ended = await self._run(steps.append(self._known, partial(_together, parts), new_nonce()))
+        if not ended.put:
+            await self.check_root()  # or another root's log has refused the records, or has them
         self._took(ended)
         if ended.fault:
             raise UnreadableError(self._unreadable(ended.fault))
@@ -178,17 +233,21 @@ class RootLog:
     # --- rebuilds -----------------------------------------------------------------------------------------------------
 
     async def rebuild(self, decide: Callable[[LogState], Awaitable[Sequence[Record]]]) -> LogState:
-        """Make the log again (LOG-11). `decide`: what the objects show beyond a state, and the begin of a start."""
+        """Make the log again (LOG-11), if it cannot be read to its end. `decide`: what the objects show beyond a state, and the
+        begin of a start. Returns the state afterwards, which is another's if somebody else was faster.
+        """
         async with self._turn:
-            found = Rebuild()
+            await self._look(settles=False)
+            if not self.fault:
+                return self.state
+            found = Rebuild(seen=max(self._listing.states, default=0))
             while not found.is_done:
                 found = found.after(await self._do(found.request))
             if not found.is_done_by_others:
                 made = rebuilt(found.state, found.number, new_nonce(), await decide(found.state))
                 await self._do(steps.PutState(made))
             self._known = KnownLog()
-            self._took(await self._run(steps.look(self._known, settles=True)))
-            return self.state
+            return await self._look(settles=True)
 
     # --- operations of the store ----------------------------------------------------------------------------------------
 
@@ -201,7 +260,9 @@ class RootLog:
             except StoreError as error:
                 # The put may have had its effect; another try shows whether it cannot have one.
                 failures += 1
-                if not isinstance(request, steps.PutEntry) or isinstance(error, UnreadableError) or failures > 1:
+                was_sent = isinstance(request, steps.PutEntry) and not isinstance(error, UnreadableError | RootGoneError)
+                if not was_sent or failures > 1:
+                    self._known = step.known  # the next call goes on from there
                     raise
                 reply = UNSURE
             after = step.after(reply)
@@ -213,12 +274,10 @@ class RootLog:
         match request:
             case steps.ListLog():
                 names = [entry.name for entry in await self.store.list(LOG) if not entry.is_prefix]
-                listing = LogListing.of(names)
-                self._last = listing.last
-                return listing
+                self._listing = LogListing.of(names)
+                return self._listing
             case steps.GetEntries(numbers):
-                found = await self.store.get_each([entry_key(number) for number in numbers], size_max=ENTRY_BYTES_MAX)
-                return tuple(map(_entry, found, numbers))
+                return await self._entries(numbers)
             case steps.GetState(number):
                 return await self._state(number)
             case steps.PutEntry(entry):
@@ -238,13 +297,20 @@ class RootLog:
                 await self._remove([entry_key(number) for number in numbers])
         return True
 
-    async def _state(self, number: int) -> Reply:
+    async def _entries(self, numbers: Sequence[int]) -> tuple[steps.Got, ...]:
+        found = await self.store.get_each([entry_key(number) for number in numbers], size_max=ENTRY_BYTES_MAX)
+        return tuple(map(_entry, found, numbers))
+
+    async def _state(self, number: int) -> LogState | Missing | Unusable:
+        data = b""
         try:
             data = await self.store.get(state_key(number), size_max=STATE_BYTES_MAX)
             return await _aside(partial(uncollected, partial(decode_state, data, number)), len(data))
         except NotFoundError:
             return ABSENT
         except DamagedError as error:
+            if is_of_another_version(data):
+                raise
             log.error("%s; the state before it and the entries after that one are read", error)
             return Unusable(error)
 
@@ -274,6 +340,8 @@ def _entry(found: bytes | CheckpointdError, number: int) -> steps.Got:
     except NotFoundError:
         return ABSENT
     except DamagedError as error:
+        if isinstance(found, bytes) and is_of_another_version(found):
+            raise  # a rebuild would leave out what a newer release has written
         return Unusable(error)
 
 

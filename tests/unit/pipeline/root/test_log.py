@@ -1,0 +1,509 @@
+"""The log of a root over any store: what it costs, callers that meet, compaction, and roots that are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from checkpointd.commit.log_access import STATE_EVERY, STATES_KEPT
+from checkpointd.commit.log_records import LOG, LogState, Record, entry_key, state_key
+from checkpointd.errors import CheckpointdError, RootGoneError, StoreError, UnreadableError
+from checkpointd.pipeline.root import log as root_log
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root_id import OwnId, made_id
+from checkpointd.store.base import Entry, Store
+from checkpointd.store.memory import MemoryStore
+from checkpointd.store.passing import PassingStore
+from checkpointd.store.posix.store import PosixStore
+from tests.logs import (
+    STORES,
+    Counting,
+    abort,
+    add_entry,
+    announce,
+    begin,
+    commit,
+    committed,
+    made,
+    name,
+    names_in,
+    objects_of,
+    run_on,
+)
+
+# --- reading and appending ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_what_one_process_appends_another_reads(kind: str, tmp_path: Path) -> None:
+    async def main(store: Store) -> None:
+        states = await made(store, 140)
+        assert [one.number for one in states] == list(range(141))
+        reader = RootLog(store)
+        assert await reader.look() == states[-1]
+        assert (reader.fault, len(committed(reader.state))) == ("", 46)
+        behind = RootLog(store)
+        behind.goes_on_from(states[100])
+        assert await behind.follow(lambda state: state.number >= 120)
+        assert behind.state == states[140]  # the list that proves it shows more
+        assert not await behind.follow(lambda state: state.number > 140)
+
+    run_on(kind, tmp_path, main)
+
+
+async def test_a_process_that_has_read_nothing_appends_after_what_is_there() -> None:
+    store = MemoryStore()
+    states = await made(store, 70)
+    log = RootLog(store)
+    assert await log.add(announce(35)) == ""  # entry 70 has it already
+    assert log.state == states[70]
+    assert await log.add(announce(36)) == ""
+    assert log.state.number == 71
+
+
+# --- costs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_what_a_look_and_an_append_cost(kind: str, tmp_path: Path) -> None:
+    """Wherever the log stands: also just before, at, and just after an entry that a state follows."""
+
+    async def main(real: Store) -> None:
+        store = Counting(real)
+        await made_id(store)
+        own = OwnId(store)
+        await own.check()
+        log = RootLog(store, own.check)
+        check = {"identity": 1} if kind == "posix" else {"get": 1}
+        for at in range(1, 132):
+            store.taken()
+            await add_entry(log, at)
+            # The first one does not know whether the log is empty.
+            assert store.taken() == {"put": 1, "list": 2 if at == 1 else 1, **check}
+            await log.compact()
+            if at not in {1, 63, 64, 65, 127, 128, 129, 131}:
+                continue
+            store.taken()
+            await log.look(settles=True)
+            assert store.taken() == {"list": 1}
+            assert not await log.follow(lambda _: False)
+            assert store.taken() == {"get": 1}
+            await RootLog(store).look()
+            state = at // 64 * 64
+            asked = ["log", *(entry_key(one) for one in range(max(state, 1), at + 1))]
+            assert store.keys == [*asked, state_key(state) if state else "log"]
+
+    run_on(kind, tmp_path, main)
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("behind", [1, 5, 200])
+def test_an_append_of_a_process_that_is_behind(kind: str, behind: int, tmp_path: Path) -> None:
+    """However far: the put that fails, what has taken the number, the rest at once, one sync of it, and then as ever."""
+
+    async def main(real: Store) -> None:
+        store = Counting(real)
+        await made(store, 3)
+        log, other = RootLog(store), RootLog(store)
+        await log.look(settles=True)
+        for number in range(50, 50 + behind):
+            await other.add(announce(number))
+            await other.compact()
+        store.taken()
+        assert await log.add(announce(999)) == ""
+        calls = store.calls
+        assert (calls["put"], calls["settle"], calls["list"]) == (2, 1, 2)
+        assert calls["get"] <= max(behind, STATE_EVERY)
+
+    run_on(kind, tmp_path, main)
+
+
+@pytest.mark.parametrize("how", ["slept", "made again", "another root"])
+async def test_a_follower_finds_a_log_that_goes_on_elsewhere(how: str) -> None:
+    """The next entry will never come: it was removed since a state covers it, or has another number."""
+    store = MemoryStore()
+    states = await made(store, 10)
+    log = RootLog(store)
+    await log.look()
+    writer = RootLog(store)
+    if how == "slept":
+        await made_on(store, 350)
+        await writer.look()
+    elif how == "made again":
+        await store.put(entry_key(11), b"x")
+        await writer.rebuild(nothing)
+        await store.delete(entry_key(11))
+    else:
+        await put_all(store, {})
+        await made(store, 4)
+        await writer.look()
+    await writer.add(announce(999))
+    follows = 1
+    while not await log.follow(lambda state: name(999) in state.attempts):
+        follows += 1
+    assert follows == root_log.FOLLOWS_IN_VAIN
+    assert log.state == writer.state
+    assert states[10].number == 10
+
+
+async def nothing(_: LogState) -> list[Record]:
+    return []
+
+
+async def test_what_was_read_before_the_storage_failed_is_not_read_again() -> None:
+    store = Held(MemoryStore())
+    store.goes.set()
+    states = await made(store, 60)
+    log = RootLog(store)
+    log.goes_on_from(states[2])
+    assert not await log.follow(lambda state: state.number > 60)
+    log.goes_on_from(states[2])
+    store.failures = {"list": UnreadableError("the disk failed")}
+    with pytest.raises(UnreadableError):
+        await log.follow(lambda state: state.number > 50)
+    assert log.state == states[51]
+
+
+def test_what_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An append syncs its file, and the directories `log` and the root: the root, since somebody may have removed `log`."""
+    synced = list[str]()
+    fsync = os.fsync
+
+    def counting(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append("file" if os.path.isfile(path) else os.path.basename(path))
+        fsync(descriptor)
+
+    async def main() -> None:
+        async with PosixStore(tmp_path / "root") as store:
+            await made(store, 3)
+            log, reader = RootLog(store), RootLog(store)
+            await log.look()
+            monkeypatch.setattr(os, "fsync", counting)
+            await log.add(announce(50))
+            assert sorted(synced) == 2 * ["file"] + 2 * ["log"] + 2 * ["root"]  # what others had put, and then its own
+            synced.clear()
+            await log.add(announce(51))
+            assert sorted(synced) == ["file", "log", "root"]
+            synced.clear()
+            await reader.look()
+            assert synced == []
+            await reader.look(settles=True)
+            assert synced == ["file", "log", "root"]
+            await reader.look(settles=True)
+            assert synced == ["file", "log", "root"]
+
+    asyncio.run(main())
+
+
+# --- callers that meet ----------------------------------------------------------------------------------------------
+
+
+class Held(PassingStore):
+    """Calls for entries wait until `goes` is set; the next ones of these kinds fail."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.goes, self.is_waiting = asyncio.Event(), asyncio.Event()
+        self.failures: dict[str, CheckpointdError] = {}
+        self.listed: list[str] | None = None
+
+    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        self.is_waiting.set()
+        await self.goes.wait()
+        self._fail("put")
+        done = await super().put_if_absent(key, data, durable=durable)
+        self._fail("reply")
+        return done
+
+    async def list(self, prefix: str) -> list[Entry]:
+        self._fail("list")
+        found = await super().list(prefix)
+        return found if self.listed is None else [one for one in found if one.name in self.listed]
+
+    async def delete_each(self, keys: Sequence[str]) -> None:
+        half = keys[: len(keys) // 2] if "delete" in self.failures else keys
+        await super().delete_each(half)
+        self._fail("delete")
+
+    def _fail(self, kind: str) -> None:
+        if kind in self.failures:
+            raise self.failures.pop(kind)
+
+
+async def held_log() -> tuple[Held, RootLog]:
+    memory = MemoryStore()
+    await made(memory, 3)
+    store = Held(memory)
+    log = RootLog(store)
+    await log.look()
+    return store, log
+
+
+async def test_callers_that_meet_are_served_by_one_entry_and_a_refused_one_stops_nobody() -> None:
+    store, log = await held_log()
+    first = asyncio.ensure_future(log.add(announce(50)))
+    await store.is_waiting.wait()
+    calls = [log.add(announce(51)), log.add(commit(99)), log.add(announce(52), commit(52)), log.add(announce(52))]
+    others = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.sleep(0)
+    store.goes.set()
+    assert await first == ""
+    one, refused, *rest = await asyncio.gather(*others)
+    assert (one, *rest) == ("", "", "")
+    assert refused.startswith(name(99))
+    assert log.state.number == 5
+    assert {name(50), name(51), name(52)} <= set(log.state.attempts)
+
+
+async def test_a_refusal_is_that_of_the_newest_state() -> None:
+    store = MemoryStore()
+    await made(store, 3)
+    log, other = RootLog(store), RootLog(store)
+    await log.look()
+    await other.add(announce(50))
+    assert await log.add(commit(50)) == ""  # which it did not know when it was called
+    await other.add(begin(2))
+    assert "start 2" in await log.add(announce(51))
+
+
+@pytest.mark.parametrize("leads", [True, False])
+async def test_a_caller_that_is_cancelled_leaves_the_rest_alone(leads: bool) -> None:
+    store, log = await held_log()
+    calls = [asyncio.ensure_future(log.add(announce(50)))]
+    await store.is_waiting.wait()
+    calls += [asyncio.ensure_future(log.add(announce(number))) for number in (51, 52)]
+    await asyncio.sleep(0)
+    cancelled = calls.pop(0 if leads else 1)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    store.goes.set()
+    assert await asyncio.gather(*calls) == ["", ""]
+    assert {name(52), name(51 if leads else 50)} <= set(log.state.attempts)
+    assert name(50 if leads else 51) not in log.state.attempts
+
+
+@pytest.mark.parametrize("kind", ["put", "reply", "list"])
+async def test_a_store_that_fails_raises_for_the_caller_and_the_next_call_works(kind: str) -> None:
+    store, log = await held_log()
+    store.goes.set()
+    store.failures = {kind: StoreError("the disk failed") if kind != "list" else UnreadableError("the disk failed")}
+    if kind == "list":
+        with pytest.raises(UnreadableError, match="the disk failed"):
+            await log.add(announce(50))
+    assert await log.add(announce(50)) == ""  # one failure of a put is tried again at once, whatever it did
+    assert await log.add(announce(51)) == ""
+    assert (log.state.number, (await RootLog(store).look()).number) == (5, 5)
+
+
+async def test_a_put_that_fails_again_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, log = await held_log()
+
+    async def refused(*_: object, **__: object) -> bool:
+        raise StoreError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "put_if_absent", refused)
+        store.goes.set()
+        with pytest.raises(StoreError, match="the disk is full"):
+            await log.add(announce(50))
+    assert await log.add(announce(50)) == ""
+    assert log.state.number == 4
+
+
+# --- compaction -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_log_that_is_compacted_stays_small(kind: str, tmp_path: Path) -> None:
+    async def main(store: Store) -> None:
+        count = 330
+        states = await made(store, count)
+        assert await names_in(store, ".state") == [f"{number:012d}.state" for number in (128, 192, 256, 320)]
+        assert await names_in(store, ".json") == [f"{number:012d}.json" for number in range(129, count + 1)]
+        assert await RootLog(store).look() == states[-1]
+
+    run_on(kind, tmp_path, main)
+
+
+async def test_deletes_that_fail_half_way_are_made_up_for(caplog: pytest.LogCaptureFixture) -> None:
+    store = Held(MemoryStore())
+    store.goes.set()
+    log, other = RootLog(store), RootLog(store)
+    for at in range(1, 1 + 12 * STATE_EVERY):
+        await add_entry(log, at)
+        if at % (2 * STATE_EVERY) == 0:
+            store.failures = {"delete": StoreError("the disk failed")}
+        await other.look()
+        await asyncio.gather(log.compact(), other.compact())
+        store.failures.clear()
+    assert "a later save tries again" in caplog.text
+    assert len(await names_in(store, ".state")) <= STATES_KEPT + 1
+    assert len(await names_in(store, ".json")) <= (STATES_KEPT + 1) * STATE_EVERY
+    await other.look()
+    assert other.state == await RootLog(store).look() == log.state
+
+
+async def test_the_first_processes_after_a_compaction_that_died_read_the_same() -> None:
+    """Whatever a compaction had done when it died."""
+    whole = MemoryStore()
+    states = await made(whole, 5 * STATE_EVERY - 1)
+    before = await objects_of(whole)
+    log = RootLog(whole)
+    await add_entry(log, 5 * STATE_EVERY)
+    await log.compact()
+    gone = sorted(before.keys() - (await objects_of(whole)).keys(), key=lambda key: not key.endswith(".state"))
+    assert len(gone) == 1 + STATE_EVERY
+    for left in range(0, len(gone), 8):
+        await whole.put(gone[-1 - left], before[gone[-1 - left]])
+        reader = RootLog(whole)
+        assert (await reader.look(), reader.fault) == (log.state, "")
+    assert states[-1].number == log.state.number - 1
+
+
+# --- roots that are replaced ----------------------------------------------------------------------------------------
+
+
+async def put_all(store: Store, objects: dict[str, bytes]) -> None:
+    for key in await objects_of(store):
+        await store.delete(key)
+    for key, data in objects.items():
+        await store.put(key, data)
+
+
+@pytest.mark.parametrize("known", [3, 70, 200])
+@pytest.mark.parametrize("new", [0, 1, 2, 71, 300])
+async def test_a_look_reads_the_log_of_another_root_in_its_place(
+    known: int, new: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, other = MemoryStore(), MemoryStore()
+    await made(store, known)
+    log = RootLog(store)
+    await log.look()
+    states = await made(other, new)
+    await put_all(store, await objects_of(other))
+    assert await log.look() == states[-1]
+    assert log.fault == ""
+    if new < STATE_EVERY:  # else a state covers the numbers that are known
+        assert "another root lies at" in caplog.text
+
+
+async def test_another_root_with_as_many_entries_is_seen_at_its_next_one() -> None:
+    """A list shows numbers alone."""
+    store, other = MemoryStore(), MemoryStore()
+    await made(store, 5)
+    log = RootLog(store)
+    await log.look()
+    await made(other, 5)
+    await put_all(store, await objects_of(other))
+    assert name(50) not in (await log.look()).attempts
+    await RootLog(store).add(announce(50))
+    assert await log.look() == await RootLog(store).look()
+
+
+@pytest.mark.parametrize("older", [1, 4, 64, 100, 129])
+async def test_an_older_copy_of_the_log_is_read_and_it_is_said(older: int) -> None:
+    store, copy = MemoryStore(), MemoryStore()
+    states = await made(store, older)
+    await put_all(copy, await objects_of(store))
+    await made_on(store, 130)
+    log = RootLog(store)
+    await log.look()
+    await put_all(store, await objects_of(copy))
+    assert await log.look() == states[-1]
+    assert log.fault.startswith(f"{entry_key(130)} was there, and is not any more: somebody has removed the newest entries")
+    assert await log.look() == states[-1]
+    assert log.fault == ""
+
+
+async def made_on(store: Store, entries: int) -> None:
+    log = RootLog(store)
+    for at in range((await log.look()).number + 1, entries + 1):
+        await add_entry(log, at)
+        await log.compact()
+
+
+@pytest.mark.parametrize("missed", [1, 3])
+async def test_an_old_list_takes_nothing_back(missed: int) -> None:
+    """As a file server may give it, whose other calls show what is new."""
+    memory = MemoryStore()
+    states = await made(memory, 10)
+    store = Held(memory)
+    log = RootLog(store)
+    store.listed = [f"{number:012d}.json" for number in range(1, 11 - missed)]
+    log.goes_on_from(states[9])
+    await log.follow(lambda _: False)
+    assert (await log.look(), log.fault) == (states[10], "")
+
+
+@pytest.mark.parametrize("replaced", ["removed", "made anew", "a copy", "an older copy"])
+async def test_log_12_nothing_is_appended_to_another_root(
+    replaced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("checkpointd.pipeline.root_id.ABSENCE_S", 0.01)
+    root, aside = tmp_path / "root", tmp_path / "aside"
+    async with PosixStore(root) as store:
+        await made_id(store)
+        own = OwnId(store)
+        await own.check()
+        await made(store, 4)
+        shutil.copytree(root, tmp_path / "older")
+        await made_on(store, 6)
+        log = RootLog(store, own.check)
+        await log.look()
+        root.rename(aside)
+        if replaced == "made anew":
+            async with PosixStore(root) as anew:
+                await made_id(anew)
+                await made(anew, 9)
+        elif replaced == "a copy":
+            shutil.copytree(aside, root)
+            await made_on(PosixStore(root), 8)
+        elif replaced == "an older copy":
+            (tmp_path / "older").rename(root)
+        before = {path: path.stat().st_size for path in root.rglob("*.*")}
+        for _ in range(2):
+            with pytest.raises(RootGoneError, match="no longer the directory in which this job began"):
+                await log.add(announce(50))
+            await log.look()
+        assert {path: path.stat().st_size for path in root.rglob("*.*")} == before
+        if root.exists():
+            shutil.rmtree(root)
+        aside.rename(root)
+        await log.look()
+        assert await log.add(announce(50)) == ""
+        assert log.state.number == 7
+
+
+async def test_what_a_large_state_costs_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is encoded and decoded on a thread."""
+    threads = list[bool]()
+    decode = root_log.decode_state
+
+    def decoding(data: bytes, number: int) -> object:
+        threads.append(asyncio._get_running_loop() is None)
+        return decode(data, number)
+
+    monkeypatch.setattr(root_log, "LARGE_STATE", 1000)
+    monkeypatch.setattr(root_log, "decode_state", decoding)
+    store = MemoryStore()
+    states = await made(store, STATE_EVERY)
+    assert await RootLog(store).look() == states[-1]
+    assert threads == [True]
+    assert await names_in(store, ".state") == [state_key(STATE_EVERY).removeprefix(f"{LOG}/")]
+
+
+async def test_an_abort_that_somebody_else_was_faster_with_is_no_refusal() -> None:
+    store = MemoryStore()
+    await made(store, 3)
+    log, other = RootLog(store), RootLog(store)
+    await log.add(announce(50))
+    await other.add(commit(50))
+    assert await log.add(abort(50)) == ""
+    assert name(50) in committed(log.state)
