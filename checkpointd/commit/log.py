@@ -6,7 +6,7 @@ The records of an entry are checked in order; all count, or none.
 |---|---|---|
 | begin | its start is newer; each that it spares is undecided, or may still be announced | other undecided ones are aborted |
 | announce | of the state's start, or spared (at a mirror: older); new; its base is a checkpoint or none | undecided |
-| commit | undecided; each holder is the base, or a holder of the base | a checkpoint; its branch leaves others behind |
+| commit | undecided; each holder is the base, one of its holders, or held | a checkpoint; its branch leaves others behind |
 | abort | undecided | aborted |
 | remove | checkpoints; if a start removes, it is the state's, and a verified one stays that is sound | removed |
 | swept | aborted or removed, and nobody needs them | forgotten some entries later |
@@ -123,6 +123,7 @@ def _check_commit(state: LogState, record: CommitRecord) -> str:
     base = state.attempts[record.attempt].base
     known = state.attempts.get(base)  # it is unknown if a rebuild could not read of it
     allowed = {base, *(() if known is None else known.holders)} if base else set[str]()
+    allowed |= _held(state)
     foreign = next((holder for holder in record.holders if holder not in allowed), None)
     return "" if foreign is None else f"{record.attempt} refers to {foreign}, which its base {base or '(none)'} does not hold"
 
@@ -157,8 +158,10 @@ def _check_swept(state: LogState, record: SweepRecord) -> str:
 
 
 def needed_by_others(state: LogState) -> frozenset[str]:
-    """The attempts of which others need objects: a checkpoint, or an undecided attempt through its base (LOG-10)."""
-    found = set[str]()
+    """The attempts of which others need objects: a checkpoint, or an undecided attempt through its base (LOG-10). At a mirror,
+    an undecided attempt may need all that is held.
+    """
+    found = _held(state) if any(one.status == "undecided" for one in state.attempts.values()) else set[str]()
     for one in state.attempts.values():
         if one.status == "checkpoint":
             found.update(one.holders)
@@ -178,6 +181,12 @@ def _check_rollback(state: LogState, record: RollbackRecord) -> str:
     newer = (name for name in (*state.attempts, *spared) if _id(name) > _id(record.attempt) and may_be_spared(state, name))
     waiting = next(newer, None)
     return "" if waiting is None else f"{waiting} may still commit, and would be newer than {record.attempt}"
+
+
+def _held(state: LogState) -> set[str]:
+    """The attempts that a mirror holds: they were no checkpoints, so nobody has removed them."""
+    attempts = state.attempts.values()
+    return {one.attempt for one in attempts if one.status == "removed" and one.removal is None and not one.swept}
 
 
 def _check_status(state: LogState, attempt: str, *wanted: str) -> str:

@@ -2,7 +2,7 @@
 
 Invariants
   LOGLINE-1  A record is one line, and the lines of its traceback are indented. No text can forge a line or control a terminal.
-  LOGLINE-2  A record takes at most MESSAGE_MAX characters and its traceback TRACEBACK_MAX, before control characters are escaped.
+  LOGLINE-2  A record takes at most MESSAGE_MAX characters and its traceback TRACEBACK_MAX, before any character is escaped.
   LOGLINE-3  A repeated message is logged at most SAID_MAX times in PERIOD_S for each cause and user, unless the caller gives
       another number. Later, one message says how many were left out.
 """

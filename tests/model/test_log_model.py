@@ -1,0 +1,58 @@
+"""The root's log in every order of the steps of a few processes, and each of its rules changed by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointd.commit import log_access
+from tests.model.explore import Verdict, explore
+from tests.model.mutations import MUTATIONS, Mutation, is_right
+from tests.model.scopes import SCOPES
+
+OF_THE_NIGHT = {
+    "the state is read before the entries",
+    "entries go before older states",
+    "a list may miss the own put",
+    "compaction does not make durable what it has listed",
+}
+"""The mutations that take more than a second."""
+WORLDS_OF_A_NIGHT = 3_000_000
+GATE = [one for one in MUTATIONS if one.promises and one.name not in OF_THE_NIGHT]
+
+
+def words(found: Verdict) -> str:
+    return "\n".join([found.words, *found.trace])
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_a_small_scope_keeps_all_promises(name: str) -> None:
+    found = explore(SCOPES[name](0, ""))
+    assert found.violation is None, words(found)
+    assert found.is_complete
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SCOPES)
+def test_a_scope_keeps_all_promises(name: str) -> None:
+    found = explore(SCOPES[name](1, ""), worlds_max=WORLDS_OF_A_NIGHT)  # breadth first: the shortest ways all the same
+    assert found.violation is None, words(found)
+
+
+@pytest.mark.parametrize("mutation", GATE, ids=lambda one: one.name)
+def test_a_mutation_is_found(mutation: Mutation) -> None:
+    found = mutation.explored()
+    assert is_right(mutation, found), words(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mutation", [one for one in MUTATIONS if one not in GATE], ids=lambda one: one.name)
+def test_a_mutation_is_found_or_is_unnecessary(mutation: Mutation) -> None:
+    found = mutation.explored()
+    assert is_right(mutation, found), words(found)
+
+
+def test_constants_are_given_back() -> None:
+    explore(SCOPES["new root"](0, ""))
+    assert (log_access.STATE_EVERY, log_access.STATES_KEPT, log_access.LOOKS) == (64, 4, 3)
