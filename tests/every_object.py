@@ -30,7 +30,7 @@ from checkpointd.layout.keys import DAMAGED, VERIFIED, attempt_lease_key, mark_n
 from checkpointd.layout.manifest import Damaged, Deleted, Lease, ReadBack, decode, encode
 from checkpointd.pipeline import attempt, identity
 from checkpointd.pipeline.read.verify import record_verdict, verify
-from checkpointd.pipeline.root import catalog, catalog_log
+from checkpointd.pipeline.root import catalog_log, root_view
 from checkpointd.pipeline.root.candidates import note_passed_over
 from checkpointd.pipeline.write import choose_codec
 from checkpointd.pipeline.write.job import PersistJob
@@ -131,9 +131,9 @@ def with_records(root: Path) -> Path:
 
 async def _add_records(root: Path) -> None:
     async with PosixStore(root) as store:
-        newest = await catalog.find(store, f"global_step{NEWEST}")
+        newest = await root_view.find(store, f"global_step{NEWEST}")
         await record_verdict(store, newest, await verify(store, newest, LoadConfig()))
-        older = (await catalog.find(store, "global_step1")).prefix
+        older = (await root_view.find(store, "global_step1")).prefix
         await note_passed_over(store, older, "its index was damaged, until somebody brought it back from a copy")
         await store.put(f"{newest.prefix}/{read_back_name(0)}", encode(ReadBack(rank=0, nbytes=1, writer=identity.writer())))
         lease = Lease(process=NOBODY, job="train", count=7, length_s=0.05, writer=identity.writer())

@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from checkpointd.commit.log_records import (
+from checkpointd.errors import CheckpointdError, StoreError, UnreadableError
+from checkpointd.layout.log_records import (
     LOG,
     AbortRecord,
     AnnounceRecord,
@@ -18,7 +19,6 @@ from checkpointd.commit.log_records import (
     LogState,
     Record,
 )
-from checkpointd.errors import CheckpointdError, StoreError, UnreadableError
 from checkpointd.layout.manifest import BallotRef, ErrorReport, WriterIdentity
 from checkpointd.pipeline.root.log import RootLog, new_nonce
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
@@ -49,12 +49,14 @@ def begin(start: int = 1, *spared: str, nonce: str = "") -> BeginRecord:
 
 
 def announce(number: int, start: int = 1) -> AnnounceRecord:
-    return AnnounceRecord(attempt=name(number, start), step=number)
+    return AnnounceRecord(attempt=name(number, start), n=number, step=number)
 
 
 def commit(number: int, start: int = 1) -> CommitRecord:
     ballot = BallotRef(digest="0" * 32, size=10)
-    return CommitRecord(attempt=name(number, start), step=number, world_size=2, ballot=ballot, decided_by=0, writer=WRITER)
+    return CommitRecord(
+        attempt=name(number, start), n=number, step=number, world_size=2, ballot=ballot, decided_by=0, writer=WRITER
+    )
 
 
 def abort(number: int, start: int = 1) -> AbortRecord:

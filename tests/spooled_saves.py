@@ -19,7 +19,7 @@ from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
@@ -327,7 +327,7 @@ def spool(**settings: Any) -> SpoolConfig:
 
 async def committed(root: Store) -> list[str]:
     """The tags of the checkpoints at the root, newest first, after each was read and verified."""
-    found = await catalog.checkpoints(root)
+    found = await root_view.checkpoints(root)
     for checkpoint in found:
         verdict = await verify(root, checkpoint, LoadConfig())
         assert verdict.whole, verdict

@@ -640,7 +640,7 @@ def test_unit_tests_stand_where_their_modules_do() -> None:
 
 ROOMS_TESTED_ELSEWHERE = {
     "client/checkpointd_client/integrations/ray": ("tests/integrations/ray/test_checkpointer.py",),
-    "checkpointd/admin": ("tests/unit/cli/commands/test_gc.py", "tests/unit/cli/commands/test_recover.py"),
+    "checkpointd/admin": ("tests/unit/cli/commands/test_gc.py", "tests/unit/cli/commands/admin/test_recover.py"),
     "checkpointd/testing": (
         "tests/contract/test_suite.py",
         "tests/simulation/test_simbucket.py",

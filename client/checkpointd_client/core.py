@@ -31,10 +31,10 @@ from checkpointd.layout.files import WHOLE, training_of
 from checkpointd.layout.keys import LATEST, AttemptId, check_tag
 from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.candidates import listed, named, note_tag_passed_over
-from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.leases import Beginner
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store import open_store
@@ -332,7 +332,7 @@ class Core:
 
     def go_on_from(self, checkpoint: Checkpoint) -> None:
         """Act as after a load of `checkpoint`, whose files the caller has loaded. Call it on every rank."""
-        self._go_on(checkpoint.outcome.step, checkpoint)
+        self._go_on(checkpoint.commit.step, checkpoint)
 
     def _go_on(self, step: int | None, taken: Candidate | Checkpoint | None) -> None:
         left: tuple[str, Branches] = "", ()
@@ -385,15 +385,15 @@ class Core:
     def latest(self) -> str | None:
         """The tag that `latest` names in the store now, or None."""
         self._check_open("latest")
-        return self._writer.call(self._at_own_root(catalog.latest(self._store)), self._options.commit_timeout_s)
+        return self._writer.call(self._at_own_root(root_view.latest(self._store)), self._options.commit_timeout_s)
 
     def latest_step(self) -> int | None:
         """The step of the checkpoint that `latest` names in the store now, or None."""
         self._check_open("latest_step")
 
         async def look() -> int | None:
-            tag = await catalog.latest(self._store)
-            return None if tag is None else (await catalog.find(self._store, tag)).outcome.step
+            tag = await root_view.latest(self._store)
+            return None if tag is None else (await root_view.find(self._store, tag)).commit.step
 
         return self._writer.call(self._at_own_root(look()), self._options.commit_timeout_s)
 
@@ -408,7 +408,7 @@ class Core:
             meant = await named(self._store, tag)
             await delete_once(self._store, meant, force=force)
             if self._saver.latest == meant:
-                self._saver.deleted(meant, await catalog.latest(self._store))
+                self._saver.deleted(meant, await root_view.latest(self._store))
 
         self._writer.call(self._at_own_root(delete()), LOOK_S)
 

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Self
 
 from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfig
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import listed
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import unlike, without_directory
 from checkpointd.store import open_store
 from checkpointd_client.examining import Examination, Nobody, Taker
@@ -100,8 +100,8 @@ class Onlooker:
         return damage
 
     def _is_gone(self, checkpoint: Checkpoint) -> bool:
-        look = catalog.view(self._store, checkpoint.tag, checkpoint.attempt)
-        return self._writer.call(look, LOOK_S).state in ("deleted", "in-doubt")
+        one = self._writer.call(root_view.logged(self._store, checkpoint.tag, checkpoint.attempt), LOOK_S)
+        return one is None or one.status != "checkpoint"
 
     def close(self) -> None:
         """Release threads and memory."""

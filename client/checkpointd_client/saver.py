@@ -576,7 +576,7 @@ class Saver:
             wait(busy, min(SLICE_S, left_s()))
         try:
             self._writer.call(
-                self._state.tidier.finish(is_alone=self._ranks.world_size == 1),
+                self._state.tidier.finish(),
                 left_s(),
                 lambda: "older checkpoints are being removed",
             )

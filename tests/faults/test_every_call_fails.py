@@ -17,7 +17,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.base import Store
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
@@ -65,7 +65,7 @@ async def commit(store: Store, step: int) -> None:
 
 
 async def check_whole(store: Store, step: int) -> None:
-    found = await verify(store, await catalog.find(store, f"global_step{step}"), LoadConfig())
+    found = await verify(store, await root_view.find(store, f"global_step{step}"), LoadConfig())
     assert found.damage == []
     for rank in RANKS:
         expected = {fqn: array.tobytes() for fqn, array in rank_arrays(rank).items()}
@@ -78,10 +78,12 @@ async def check_after(root: Path, store: Store, saved: Saved) -> None:
     assert all(attempt.outcome is not None for attempt in saved.attempts), phases
     assert len({phase is Phase.COMMITTED for phase in phases}) == 1, phases
     await check_whole(store, 1)
-    await recover(store, await begin_start(store))
-    newest = (await catalog.checkpoints(store))[0].tag
+    before = await root_view.state_of(store)
+    await begin_start(store)
+    await recover(store, before)
+    newest = (await root_view.checkpoints(store))[0].tag
     assert newest == ("global_step2" if saved.committed else "global_step1")
-    assert await catalog.latest(store) == newest
+    assert await root_view.latest(store) == newest
     if saved.committed:
         await check_whole(store, 2)
     else:

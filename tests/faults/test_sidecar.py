@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from checkpointd.bucket_urls import parse
+from checkpointd.layout.keys import LEASES
 from checkpointd_client import Checkpointer, SaveHandle
 from checkpointd_client.checkpointer import core_of
 from checkpointd_client.errors import LinkError, WaitTimeoutError
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import MIB, NEVER_S, Job, wait_until
+from tests.logged_roots import attempts
 from tests.servers.fixtures import Place, root_at
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -177,7 +179,7 @@ def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: D
     assert found["decided"] == []
     assert found["surviving"] == ["global_step3/00000001-0"]
     _wait_for_latest(root, "global_step3", slow)
-    wait_until(lambda: not list(root.glob("global_step3/*/lease")), "the lease was removed with the outcome")
+    wait_until(lambda: not list((root / LEASES).glob("attempts/global_step3/*")), "the lease was removed after the commit")
 
 
 @pytest.mark.nightly
@@ -195,7 +197,7 @@ def test_a_start_that_cannot_ask_the_daemon_waits_for_what_it_still_writes(
         _killed_while_writing(job, root, slow, 3)
         _wait_for_lease(root)
         again.open(root, **({"sidecar": str(other.socket)} if has_daemon else {}))
-        assert not list(root.glob("global_step3/*/outcome"))
+        assert [one.tag for one in attempts(root, "undecided")] == ["global_step3"]
         again.must_load(3)
         again.must_commit(4)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from checkpointd.commit.log_records import LogEntry, LogState
+from checkpointd.layout.log_records import LogEntry, LogState
 from tests.model.numbered import Scope
 from tests.model.processes import (
     aborting,

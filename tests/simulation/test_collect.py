@@ -1,35 +1,28 @@
 """Collection loses nothing: a crash at every effect of it, alone and beside saves that refer to what it removes, two at once.
 
-COLLECT-1, COLLECT-3, COLLECT-6 and COLLECT-7 of `pipeline/gc/collect.py`, MARK-1 to MARK-4 of `marks.py` and DEDUP-3 of
-`dedup.py`; each mutation leaves one of them out, and must be caught.
+COLLECT-1 and COLLECT-2 of `pipeline/gc/collect.py` and LOG-10; each mutation leaves one of them out, and must be caught.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import pytest
 
 from checkpointd.admin.gc import collection, deletion
-from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.catalog_records import CatalogEntry
-from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import AttemptId, attempt_prefix, object_rank
-from checkpointd.layout.manifest import Deleted
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
+from checkpointd.layout.keys import AttemptId, object_rank
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.gc import collect
 from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.root import catalog, marks, starts
+from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import AttemptInfo, Shard
-from checkpointd.pipeline.write import persist
 from checkpointd.pipeline.write.dedup import Base, Bases
 from checkpointd.store.base import Store
 from checkpointd.testing import simloop
@@ -42,7 +35,8 @@ from checkpointd.testing.job.simschedule import Kill, PowerCut, Schedule, Storag
 from checkpointd.testing.simbucket import SimBucket
 from checkpointd.testing.simdisk import SimDisk
 from checkpointd.testing.simstorage import SimStorage
-from tests.simulation.named_seeds import Breaks, NamedSeeds
+from tests.simulation.named_seeds import NamedSeeds
+from tests.simulation.test_job_mutations import references_ignored, removed_before_its_record
 
 # Thousands of runs in virtual time: a busy machine needs minutes for the largest.
 pytestmark = pytest.mark.timeout(600)
@@ -96,8 +90,9 @@ class World:
         """A new job: the next start, recovery, and writers that know of no checkpoint yet."""
 
         async def begin(store: Store) -> None:
+            before = await RootLog.of(store).look(settles=True)
             self.start = (await starts.take(store, RANKS)).start
-            await recover(store, self.start)
+            await recover(store, before)
 
         await self.spawn(begin, "start")
         for rank in range(RANKS):
@@ -148,13 +143,13 @@ class World:
         """Every checkpoint loads as it was saved, and the newest is of step `newest` or later."""
 
         async def look(store: Store) -> None:
-            found = await catalog.checkpoints(store)
+            found = await root_view.checkpoints(store)
             assert found
-            assert found[0].outcome.step >= newest
+            assert found[0].commit.step >= newest
             for checkpoint in found:
                 for rank in range(RANKS):
                     contents = await read_contents(store, checkpoint, rank)
-                    assert contents == state_of(checkpoint.outcome.step, rank), checkpoint.prefix
+                    assert contents == state_of(checkpoint.commit.step, rank), checkpoint.prefix
 
         await self.spawn(look, "checker")
 
@@ -203,7 +198,7 @@ def collection_beside_a_save(keep: int, storage: Storage = "disk") -> Scenario:
     return scenario
 
 
-LEAST: dict[Storage, int] = {"disk": 40, "bucket": 4.0}
+LEAST: dict[Storage, int] = {"disk": 40, "bucket": 4}
 """So many effects a collection has; a save beside it has more than twice as many."""
 on_each = pytest.mark.parametrize("storage", ["disk", "bucket"])
 
@@ -255,7 +250,7 @@ async def old_base(world: World) -> None:
 
 
 COLLECTS_S: dict[Storage, float] = {"disk": 0.2, "bucket": 4.0}
-"""Most of the time that a collection takes: a save that begins within it may come before or after its marks."""
+"""Most of the time that a collection takes: a save that begins within it may come before or after its record."""
 
 
 def races(seeds: Sequence[int], storage: Storage = "disk") -> int:
@@ -281,9 +276,9 @@ def races(seeds: Sequence[int], storage: Storage = "disk") -> int:
 
 @on_each
 def test_a_save_races_the_removal_of_what_it_refers_to(storage: Storage, stride: int) -> None:
-    """DEDUP-3: it commits whatever happens, with references that hold or with everything written anew; both are seen."""
-    seeds = range(max(12, 540 // stride))
-    assert 0 < races(seeds, storage) < RANKS * len(seeds)
+    """LOG-10: it commits whatever happens, since it refers to nothing that is older than its base."""
+    seeds = range(max(6, 270 // stride))
+    assert races(seeds, storage) == RANKS * len(seeds)
 
 
 # --- two collections and a save whose base is superseded ----------------------------------------------------------
@@ -330,9 +325,8 @@ def superseded(seeds: Sequence[int], storage: Storage = "disk", save_s: float = 
 
 
 @on_each
-def test_two_collections_beside_a_save_whose_base_is_superseded(storage: Storage, stride: int, monkeypatch: Patch) -> None:
-    """COLLECT-7: the save commits, with references that hold or with everything written anew; both are seen."""
-    monkeypatch.setattr(catalog, "NEWEST_LOOKED", 20)  # else a collector leaves alone what the catalog says is still needed
+def test_two_collections_beside_a_save_whose_base_is_superseded(storage: Storage, stride: int) -> None:
+    """COLLECT-2: the save commits, with references that hold or with everything written anew; both are seen."""
     seeds = range(max(8, 360 // stride))
     assert 0 < superseded(seeds, storage) < RANKS * len(seeds)
 
@@ -340,109 +334,22 @@ def test_two_collections_beside_a_save_whose_base_is_superseded(storage: Storage
 # --- mutations ----------------------------------------------------------------------------------------------------
 
 
-def swept_before_marking(patch: Patch) -> None:
-    """What nobody needs goes before its attempt is marked."""
-    condemn, references = collect.condemn, collect.references
-
-    async def late(store: Store, prefix: str, reason: str, needed: Collection[str]) -> None:
-        for entry in await store.list(prefix):
-            if entry.name.endswith((".chunks", ".index")) and f"{prefix}/{entry.name}" not in needed:
-                await store.delete(f"{prefix}/{entry.name}")
-        await condemn(store, prefix, reason, needed)
-
-    assert references is marks.references
-    patch.setattr(collect, "condemn", late)
-
-
-def looked_before_marking(patch: Patch) -> None:
-    """Who needs what is looked at once, before the marks."""
-    references, seen = collect.references, list[frozenset[str]]()
-
-    async def once(store: Store, holders: Collection[str], without: Collection[str] = (), **_: object) -> frozenset[str]:
-        if without or not seen:
-            seen[:] = [await references(store, holders, without)]
-        return seen[0]
-
-    patch.setattr(collect, "references", once)
-
-
-def marks_read_late(patch: Patch) -> None:
-    """What a mark keeps is read when its attempt is swept, after the look at who needs what."""
-    sweep = collect._sweep
-
-    async def late(
-        store: Store, facts: AttemptFacts, reason: str, mark: Deleted | None = None, needed: Collection[str] = ()
-    ) -> collect.Removal:
-        prefix = attempt_prefix(facts.tag, facts.attempt)
-        names = [entry.name for entry in await store.list(prefix)]
-        return await sweep(store, facts, reason, await marks.standing_mark(store, prefix, names), needed)
-
-    patch.setattr(collect, "_sweep", late)
-
-
-def undecided_overlooked(patch: Patch) -> None:
-    """Only what checkpoints refer to counts, not what a save under way does."""
-
-    async def nothing(store: Store, view: catalog.AttemptView) -> set[str]:
-        return set()
-
-    patch.setattr(marks, "_indexed", nothing)
-
-
-def catalog_believed(patch: Patch) -> None:
-    """Whoever loads believes the catalog about attempts that are being removed, and reads none of their objects."""
-    patch.setattr(catalog, "NEWEST_LOOKED", 0)
-    patch.setattr(CatalogEntry, "is_open", property(lambda entry: not entry.is_decided))
-
-
-def references_not_looked_at(patch: Patch) -> None:
-    """A writer votes without looking whether what it refers to is going."""
-
-    async def nothing(store: Store, index: Index) -> None:
-        return None
-
-    patch.setattr(persist, "lost", nothing)
-
-
-def references_ignored(patch: Patch) -> None:
-    """Collection removes whole attempts, whoever refers to them."""
-
-    async def none(store: Store, holders: Collection[str], without: Collection[str] = (), **_: object) -> frozenset[str]:
-        return frozenset()
-
-    patch.setattr(collect, "references", none)
-
-
-def seed_that_loses(run: Callable[[Sequence[int]], object]) -> Breaks:
-    """What `run` cannot load under a seed, since it was removed."""
+def test_references_to_what_is_older_than_the_base_are_caught(monkeypatch: Patch, named_seeds: NamedSeeds) -> None:
+    """The log then refuses the commit."""
+    monkeypatch.setattr(Attempt, "_allowed", lambda _, base: base)
 
     def breaks(seed: int) -> str | None:
         try:
-            run([seed])
-        except DamagedError as error:
+            races([seed])
+        except CheckpointdError as error:
             return str(error)
         return None
 
-    return breaks
+    _, broken = named_seeds.caught("collection: references to what is older", breaks, range(300))
+    assert "refers to objects that may be gone: step1/" in broken
 
 
-@pytest.mark.parametrize("mutate", [looked_before_marking, undecided_overlooked, references_not_looked_at])
-def test_mutations_of_the_race_are_caught(mutate: Callable[[Patch], None], monkeypatch: Patch, named_seeds: NamedSeeds) -> None:
-    mutate(monkeypatch)
-    _, broken = named_seeds.caught(f"collection: {mutate.__name__}", seed_that_loses(races), range(300))
-    assert "there is no object 'step1/" in broken
-
-
-def test_marks_that_are_read_late_are_caught(monkeypatch: Patch, named_seeds: NamedSeeds) -> None:
-    monkeypatch.setattr(catalog, "NEWEST_LOOKED", 20)  # else a collector leaves alone what the catalog says is still needed
-    marks_read_late(monkeypatch)
-    # Few seeds show it, and a run takes a second: the save begins early, and the search near a seed that shows it.
-    run = partial(superseded, save_s=3.0)
-    _, broken = named_seeds.caught("collection: marks_read_late", seed_that_loses(run), range(300, 600))
-    assert "there is no object 'step1/" in broken
-
-
-@pytest.mark.parametrize("mutate", [swept_before_marking, references_ignored, catalog_believed])
+@pytest.mark.parametrize("mutate", [removed_before_its_record, references_ignored])
 def test_mutations_of_the_order_are_caught(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutate(monkeypatch)
     with pytest.raises(DamagedError, match=r"there is no object 'step[12]/"):

@@ -15,8 +15,8 @@ import pytest
 
 from checkpointd.commit import log_access
 from checkpointd.commit.log import check_all, following
-from checkpointd.commit.log_records import LogState, Record, decode_entry, entry_key
 from checkpointd.errors import StoreError
+from checkpointd.layout.log_records import LogState, Record, decode_entry, entry_key
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
@@ -157,7 +157,7 @@ async def check(reader: RootLog, logs: list[RootLog]) -> int:
     assert wanted <= state.attempts.keys() <= wanted | {name(first + GIVEN_UP) for first in firsts}
     for log in logs:
         goes_on = RootLog(reader.store)
-        goes_on.goes_on_from(log.state)
+        await goes_on.goes_on_from(log.state)
         assert (await goes_on.look(), goes_on.fault) == (state, "")
     if not await names_in(reader.store, ".state"):
         known, objects = LogState(), await objects_of(reader.store)

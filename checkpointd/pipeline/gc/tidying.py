@@ -7,13 +7,13 @@ Invariants
   TIDY-1  At most one removal runs and at most one is due, however many saves have ended: the next removal serves all of them.
       No save waits for a removal in order to end, and nothing is kept for a save that has ended except that its tag is due, at
       most TAGS_MAX tags. Unless somebody waits for them, removals take at most SHARE of the time.
-  TIDY-2  Beside the checkpoints that stay, at most SPARE alike attempts are on the disk, or at most SMALL_MAX ones that take
-      at most SMALL_BYTES together. The coordinator counts the attempts that it has begun, until a removal that started after
-      their end is over; the attempts that a look found undecided or dead; and the checkpoints that stay only because no newer
-      one was verified. It begins another attempt if these, the new attempt and the attempt by which other ranks may lead are
-      within this limit. It begins the first one after a look, which removes nothing. An undecided attempt that is not on the
-      disk yet, but has a lease, counts only for attempts of newer starts: if both counted, two writers could wait for each
-      other.
+  TIDY-2  Beside the checkpoints that stay, at most SPARE alike attempts are on the disk, or at most SMALL_MAX ones that take at
+      most SMALL_BYTES together. The coordinator counts the attempts that it has begun, until a removal that started after their
+      end is over; the attempts that a look found undecided or dead; and the checkpoints that stay only because no newer one was
+      verified, or because a save in flight refers to them. It begins another attempt if these, the new attempt and the attempt
+      by which other ranks may lead are within this limit. It begins the first one after a look, which removes nothing. An
+      undecided attempt that is not on the disk yet, but has a lease, counts only for attempts of newer starts: if both counted,
+      two writers could wait for each other.
   TIDY-3  Another rank begins an attempt when a yes vote shows that the coordinator has begun the attempt before it. So it leads
       by at most one attempt.
   TIDY-4  A save waits for room at most half of the time until its deadline. A rank that never votes, or a storage that removes
@@ -40,22 +40,21 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
-from checkpointd.commit.facts import AttemptFacts
-from checkpointd.commit.garbage import dead_weight
+from checkpointd.commit.log import pinned_by
 from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
-from checkpointd.layout.keys import LEASE, vote_name
+from checkpointd.layout.keys import vote_name
 from checkpointd.phrases import byte_size
-from checkpointd.pipeline.gc.collect import forget_removed
+from checkpointd.pipeline.gc.collect import Kept, swept_next
 from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import Retired, chosen_by, prove_newest, retire
 from checkpointd.pipeline.identity import user
 from checkpointd.pipeline.pauses import pauses
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root import leases, reserve, root_view, starts
 from checkpointd.pipeline.root.leases import ANSWER_S, LENGTH_S
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
@@ -96,8 +95,8 @@ class _Left:
     """What a look found beside the checkpoints that stay.
 
     `undecided`: the starts of undecided attempts that are on the disk, by prefix. `promised`: the same of those that only have
-    a lease. `surplus`: how many checkpoints stay beyond the rules. `dead`: how many attempts can go. `nbytes`: the bytes of all
-    of these. `is_bare`: whether the tag held no attempt at all.
+    a lease. `surplus`: how many checkpoints stay beyond the rules, or while a save in flight needs them. `dead`: how many
+    attempts can go. `nbytes`: the bytes of all of these. `is_bare`: whether the tag held no attempt at all.
     """
 
     undecided: Mapping[str, int] = field(default_factory=dict)
@@ -152,8 +151,6 @@ class Tidier:
         """The attempts of `_begun` that are decided but may not be removed yet."""
         self._left: dict[str, _Left] = {}
         """The result of the last look, by scope: of all tags, or of the tags at which saves are in flight."""
-        self.known = CatalogLog(store)
-        """The catalog of the root, as this writer has read it."""
         self._exports, self._heeds_exports = ExportLeases(store), True
         self._changed = asyncio.Event()
         self._asked = self._served = self._served_everywhere = 0
@@ -178,6 +175,7 @@ class Tidier:
         self._led: set[str] = set()
         """The attempts that the coordinator is known to have begun, on another rank."""
         self._complaint: str | None = None
+        self._kept: Kept = {}
 
     # --- attempts ------------------------------------------------------------------------------------------------
 
@@ -343,8 +341,14 @@ class Tidier:
             keeps_before=self.keeps_before,
             exports=self._heeded,
         )
-        dead = [facts for facts, _ in (*choice.going, *dead_weight(view.facts for view in views))]
-        return _left(views, choice.surplus, dead)
+        dead = {*(prefix for prefix, _ in choice.going), *(one.attempt for one in swept_next(RootLog.of(self._store).state))}
+        return await self._left_in(views, choice.surplus, dead - self._pinned())
+
+    def _pinned(self) -> set[str]:
+        """The removed attempts whose objects stay as long as a save in flight may refer to them (LOG-10)."""
+        state = RootLog.of(self._store).state
+        undecided = [one for one in state.attempts.values() if one.status == "undecided"]
+        return {one.attempt for one in swept_next(state)} & {name for one in undecided for name in pinned_by(state, one.base)}
 
     def _is_stuck(self) -> bool:
         """Whether no attempt was begun and nothing was removed for STUCK_S."""
@@ -385,7 +389,7 @@ class Tidier:
     async def _is_begun(self, info: AttemptInfo) -> bool:
         """Whether the coordinator is known to have begun the attempt."""
         try:
-            return (await catalog.read_vote(self._store, info.key(vote_name(COORDINATOR)))).vote == "yes"
+            return (await root_view.read_vote(self._store, info.key(vote_name(COORDINATOR)))).vote == "yes"
         except NotFoundError:
             return False
         except CheckpointdError as error:
@@ -442,18 +446,15 @@ class Tidier:
             if not self._resting:
                 self._awaited.clear()
 
-    async def finish(self, *, is_alone: bool) -> None:
+    async def finish(self) -> None:
         """`rest`, for a writer that closes. If the newest checkpoint is small, it is read back, so that one that stays only
-        until then can go. If the job has no other ranks (`is_alone`), removed checkpoints leave no directories.
+        until then can go.
         """
         await self.rest()
         surplus = self._left.get(EVERYTHING, _Left()).surplus
         if surplus and not self._is_over and await prove_newest(self._store, SMALL_BYTES):
             self._asked += 1
             await self.rest()
-        if is_alone and self.freed and not self._is_over:
-            await self._check_root(self._start)
-            await forget_removed(self._store, self.known)
 
     async def close(self) -> None:
         """Stop removing. The next save at the root removes the rest. Waits at most ANSWER_S for the storage."""
@@ -518,15 +519,15 @@ class Tidier:
         self._led.discard(prefix)
 
     async def _views(self, scope: str) -> list[AttemptView]:
-        store = self._store if self._store.capabilities.at_once > 1 else InTurn(self._store)
+        objects = self._store if self._store.capabilities.at_once > 1 else InTurn(self._store)
         if scope:
-            return await catalog.attempts_of(store, scope)
-        return await catalog.scan(store, self.known)
+            return await root_view.attempts_of(self._store, scope, objects)
+        return await root_view.scan(self._store, objects)
 
     async def _remove(self, scope: str) -> None:
         """Remove dead attempts in `scope`, and note what is left there.
 
-        If there is a newer start, this only looks, since the coordinator of that start removes (COLLECT-5). If the root is
+        If there is a newer start, this only looks, since the coordinator of that start removes. If the root is
         another one, it raises (TIDY-5).
         """
         scopes = [scope] if self._sees_all or scope else list(self._left)
@@ -541,22 +542,26 @@ class Tidier:
         await self._check_root(self._start)
         views = await self._views(scope)
         await self._check_root(self._start)
-        rules, known = self._commit.retention, self.known
-        done = await retire(
+        done = await reserve.on_full_disk(
             self._store,
-            views,
-            rules,
-            keeps_before=self.keeps_before,
-            exports=self._heeded,
-            known=known,
-            thorough=False,
+            lambda: retire(
+                self._store,
+                views,
+                self._commit.retention,
+                start=self._start,
+                keeps_before=self.keeps_before,
+                exports=self._heeded,
+                kept=self._kept,
+            ),
         )
+        await RootLog.of(self._store).compact()
         for looked in scopes:
-            self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
+            own = [view for view in views if not looked or view.tag == looked]
+            self._left[looked] = await self._left_in(own, done.choice.surplus, ())
         if scope and not done.is_complete:
             self._due_again({scope})
         if not self._sees_all:
-            self._due_again({facts.tag for facts in done.choice.exporting})
+            self._due_again({prefix.rpartition("/")[0] for prefix in done.choice.exporting})
         self._say(done)
 
     @property
@@ -578,15 +583,14 @@ class Tidier:
             )
         self._complaint = complaint
 
-
-def _left(views: Sequence[AttemptView], surplus: Sequence[AttemptFacts], dead: Sequence[AttemptFacts]) -> _Left:
-    """What the undecided attempts among `views`, and those of `surplus` and `dead` among them, take."""
-    in_doubt = [view for view in views if view.state == "in-doubt"]
-    undecided = {view.prefix: view.attempt.start for view in in_doubt if view.has_shards}
-    promised = {view.prefix: view.attempt.start for view in in_doubt if LEASE in view.sizes and not view.has_shards}
-    tags = {facts.tag for facts in (*surplus, *dead)}
-    sizes = {view.prefix: view.nbytes for view in views if view.tag in tags or view.prefix in undecided}
-    extra = [facts.prefix for facts in surplus if facts.prefix in sizes]
-    going = [facts.prefix for facts in dead if facts.prefix in sizes]
-    nbytes = sum(sizes[prefix] for prefix in (*undecided, *extra, *going))
-    return _Left(undecided, promised, len(extra), len(going), nbytes, not views)
+    async def _left_in(self, views: Sequence[AttemptView], surplus: Sequence[str], dead: Collection[str]) -> _Left:
+        """What the undecided attempts among `views`, and those of `surplus` and `dead` among them, take."""
+        in_doubt = [view for view in views if view.state == "in-doubt"]
+        undecided = {view.prefix: view.attempt.start for view in in_doubt if view.has_shards}
+        bare = {view.prefix: view.attempt.start for view in in_doubt if not view.has_shards}
+        leased = await leases.leased(self._store) if bare else ()
+        sizes = {view.prefix: view.nbytes for view in views}
+        extra, going = [one for one in {*surplus, *self._pinned()} if one in sizes], [one for one in dead if one in sizes]
+        nbytes = sum(sizes[prefix] for prefix in (*undecided, *extra, *going))
+        promised = {prefix: start for prefix, start in bare.items() if prefix in leased}
+        return _Left(undecided, promised, len(extra), len(going), nbytes, not views)

@@ -22,7 +22,6 @@ import msgspec
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, UnreadableError
 from checkpointd.layout.keys import (
-    BALLOT,
     COORDINATOR,
     SERVICE,
     AttemptId,
@@ -33,11 +32,12 @@ from checkpointd.layout.keys import (
     object_key,
     object_rank,
 )
-from checkpointd.layout.manifest import Outcome, Vote
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
+from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import listed
-from checkpointd.pipeline.root import ballots, catalog
-from checkpointd.pipeline.root.ballots import ballot_ref
-from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root import ballots, root_view
+from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key
+from checkpointd.pipeline.root.root_view import AttemptView, Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned, files_of, is_gone
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
@@ -65,7 +65,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     def rank(self) -> int | None:
         """The rank that wrote the object; None if that is not one object."""
         name = self.key.rpartition("/")[2]
-        return COORDINATOR if name == BALLOT else object_rank(name)
+        return COORDINATOR if name.startswith(("ballot-", "plan-")) else object_rank(name)
 
 
 def directory_of(at: str) -> Lost:
@@ -76,16 +76,15 @@ def directory_of(at: str) -> Lost:
 class Wholeness:
     """Finds what is missing, given `attempts` that were listed a moment ago.
 
-    If an object seems to be gone, its attempt is listed once more, since a checkpoint may be committed or removed in between.
+    If an object seems to be gone, its attempt is listed once more, since a checkpoint may be removed in between.
     """
 
     def __init__(self, store: Store, attempts: Iterable[AttemptView] = ()) -> None:
         self._store = store
-        known = list(attempts)
-        self._listed: dict[str, Mapping[str, int]] = {a.prefix: a.sizes for a in known if a.entry is None}
-        self._recorded = {a.prefix for a in known if a.entry is not None}
+        self._listed: dict[str, Mapping[str, int]] = {a.prefix: a.sizes for a in attempts if a.is_looked}
         self._again: dict[str, Mapping[str, int]] = {}
         self._abandoned: set[str] | None = None
+        self._tags: frozenset[str] | None = None
 
     async def abandoned(self) -> set[str]:
         """The checkpoints (`<tag>/<attempt>`) whose directory somebody has removed. The first call looks, and the others repeat
@@ -107,8 +106,8 @@ class Wholeness:
         """What is missing of `attempt`, which is committed; empty if nothing is, or if the storage cannot be read now.
 
         `votes` name the index and the chunks objects of their ranks. Without a rank's vote, only a missing index is noticed,
-        and an older attempt of which no chunks object is left. If nobody has looked at the objects of `attempt`, only an older
-        attempt that is gone is noticed.
+        and an older attempt of which no chunks object is left. If nobody has looked at the objects of `attempt`, only a tag
+        is noticed of which nothing is left.
         """
         try:
             return await self._lost_of(attempt, votes)
@@ -116,37 +115,42 @@ class Wholeness:
             log.info("%s: cannot tell whether it is whole: %s", attempt.prefix, error)
             return ()
 
-    async def lost_now(self, tag: str, attempt: AttemptId) -> tuple[Lost, ...]:
+    async def lost_now(self, attempt: LoggedAttempt) -> tuple[Lost, ...]:
         """What is missing of this checkpoint by a look at its objects now, and at those that its votes name.
 
         Raises StoreError if the storage cannot be read, since the caller loads or removes something because of the answer.
         """
-        view = await catalog.view(self._store, tag, attempt)
-        if view.outcome is None or view.state != "committed":
+        if attempt.commit is None or attempt.status != "checkpoint":
             return ()
+        view = await root_view.with_objects(self._store, AttemptView(attempt))
         self._listed[view.prefix] = view.sizes
         self._again.pop(view.prefix, None)
-        return await self._lost_of(view, await counted_votes(self._store, view.outcome))
+        return await self._lost_of(view, await counted_votes(self._store, attempt.commit))
 
     async def _lost_of(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
-        if attempt.outcome is not None and attempt.outcome.shown_at and attempt.prefix in await self.abandoned():
-            return (directory_of(attempt.outcome.shown_at),)
+        if attempt.commit is not None and attempt.commit.shown_at and attempt.prefix in await self.abandoned():
+            return (directory_of(attempt.commit.shown_at),)
         return await self._looked(attempt, votes)
 
     async def _looked(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
-        needed = _needed(attempt, votes) if attempt.entry is None else self._of_unknown(attempt)
+        needed = _needed(attempt, votes) if attempt.is_looked else await self._of_gone_tags(attempt)
         doubtful = {key: size for key, size in needed.items() if not _is_there(self._listed, key, size)}
         for prefix in {holder_of(key) for key in doubtful} - self._again.keys():
-            self._again[prefix] = {entry.name: entry.size for entry in await catalog.objects_of(self._store, prefix)}
+            self._again[prefix] = {entry.name: entry.size for entry in await root_view.objects_of(self._store, prefix)}
         gone = [key for key, size in doubtful.items() if not _is_there(self._again, key, size)]
-        if not gone or (await catalog.view(self._store, attempt.tag, attempt.attempt)).state != "committed":
+        if not gone:
+            return ()
+        now = await root_view.logged(self._store, attempt.tag, attempt.attempt)
+        if now is None or now.status != "checkpoint":
             return ()
         return tuple([await self._lost(key) for key in sorted(gone)])
 
-    def _of_unknown(self, attempt: AttemptView) -> dict[str, int | None]:
-        """The objects to which it refers, of attempts that are not at the root."""
-        holders = attempt.outcome.holders if attempt.outcome is not None else ()
-        return {f"{one}/": None for one in holders if one not in self._recorded and one not in self._listed}
+    async def _of_gone_tags(self, attempt: AttemptView) -> dict[str, int | None]:
+        """Its own objects, and those to which it refers, whose tags are not at the root."""
+        if self._tags is None:
+            self._tags = frozenset(await root_view.tags(self._store))
+        names = (attempt.prefix, *attempt.logged.holders)
+        return {f"{one}/": None for one in names if one.rpartition("/")[0] not in self._tags}
 
     async def _lost(self, key: str) -> Lost:
         prefix, name = holder_of(key), key.rpartition("/")[2]
@@ -174,9 +178,11 @@ def _needed(attempt: AttemptView, votes: Votes) -> dict[str, int | None]:
     """The keys that `attempt` needs, with their sizes in bytes where these are known. `<tag>/<attempt>/` stands for any chunks
     object of another attempt.
     """
-    outcome = attempt.outcome
-    assert outcome is not None
-    needed: dict[str, int | None] = {f"{attempt.prefix}/{BALLOT}": ballot_ref(outcome).size}
+    commit = attempt.commit
+    assert commit is not None
+    needed: dict[str, int | None] = {ballot_key(commit): commit.ballot.size}
+    if commit.plan is not None:
+        needed[joint_plan_key(commit)] = commit.plan.size
     referred: set[str] = set()
     known = {rank: vote for rank, vote in votes.items() if isinstance(vote, Vote)}
     for vote in known.values():
@@ -185,15 +191,15 @@ def _needed(attempt: AttemptView, votes: Votes) -> dict[str, int | None]:
         needed |= {object_key(attempt.prefix, ref.name): ref.size for ref in vote.objects}
         referred |= set(vote.refers)
     indexed = {index_rank(name) for name in attempt.sizes}
-    for rank in range(outcome.world_size):
+    for rank in range(commit.world_size):
         if rank not in known and rank not in indexed:
             needed[object_key(attempt.prefix, index_name(rank))] = None
-    if len(known) < outcome.world_size:
-        referred |= {f"{holder}/" for holder in outcome.holders}
+    if len(known) < commit.world_size:
+        referred |= {f"{holder}/" for holder in commit.holders}
     return needed | dict.fromkeys(referred)
 
 
-async def counted_votes(store: Store, commit: Outcome) -> dict[int, Vote | str]:
+async def counted_votes(store: Store, commit: CommitRecord) -> dict[int, Vote | str]:
     """The votes that `commit` counted, by rank; in place of an unreadable vote, the reason."""
     try:
         votes = await ballots.votes_of(store, commit)
@@ -207,7 +213,8 @@ async def check_whole(store: Store, checkpoint: Checkpoint, patience: Patience) 
     with patience.looks() as looks:
         while True:
             try:
-                lost = await Wholeness(store).lost_now(checkpoint.tag, checkpoint.attempt)
+                now = await root_view.logged(store, checkpoint.tag, checkpoint.attempt)
+                lost = () if now is None else await Wholeness(store).lost_now(now)
             except UnreadableError as error:
                 await looks.unreadable(error)
                 continue
@@ -277,15 +284,15 @@ async def without_directory(store: Store, checkpoints: Collection[Checkpoint], a
     plain = plain_files_of(store)
     if plain is None:
         return set()
-    files = [checkpoint for checkpoint in checkpoints if checkpoint.outcome.shown_at]
-    gone = await asyncio.gather(*(is_gone(plain, one.outcome.shown_at, absence_s) for one in files))
+    files = [checkpoint for checkpoint in checkpoints if checkpoint.commit.shown_at]
+    gone = await asyncio.gather(*(is_gone(plain, one.commit.shown_at, absence_s) for one in files))
     # While a file system is not mounted, everything is gone, this root as well.
     if not await plain.is_there(SERVICE):
         return set()
     return {checkpoint.prefix for checkpoint, missing in zip(files, gone, strict=True) if missing}
 
 
-async def unlike(store: Store, outcome: Outcome, absence_s: float) -> str | None:
+async def unlike(store: Store, outcome: CommitRecord, absence_s: float) -> str | None:
     """The files of the commit `outcome` that its directory does not show as they were stored, in words; None if it shows
     all."""
     plain = plain_files_of(store)

@@ -22,7 +22,7 @@ from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, Inde
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.contents import content_of
-from checkpointd.pipeline.root.catalog import read_vote
+from checkpointd.pipeline.root.root_view import read_vote
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
 from checkpointd.pipeline.write.dedup import referred, trained
@@ -153,23 +153,6 @@ def as_own(info: AttemptInfo, standing: Vote) -> Vote:
 def is_own(info: AttemptInfo, vote: Vote) -> bool:
     """Whether this writer put `vote`, a yes of this rank."""
     return vote.index is not None and vote.index.name == index_name(info.rank, info.takeover)
-
-
-async def check_own_vote(store: Store, info: AttemptInfo) -> None:
-    """Raise StoreError if this rank's vote is gone, because somebody removed it or because the attempt was forgotten
-    (GARBAGE-3). Then an abort could contradict the outcome, and a commit could have come after it (COMMIT-5).
-    """
-    own_vote = info.key(vote_name(info.rank))
-    if await store.stat(own_vote) is None:
-        raise StoreError(f"{own_vote}, this rank's own vote, is gone")
-
-
-async def check_own_part(store: Store, info: AttemptInfo) -> None:
-    """Raise StoreError if this rank's vote and its index are both gone: then the attempt was aborted and forgotten before
-    the commit (COMMIT-5). The vote alone may be lost, since nothing made it durable (PERSIST-7).
-    """
-    if await store.stat(info.key(index_name(info.rank, info.takeover))) is None:
-        await check_own_vote(store, info)
 
 
 async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:

@@ -18,12 +18,14 @@ from checkpointd.admin import gc
 from checkpointd.cli import run as cli
 from checkpointd.daemon.protocol import wire
 from checkpointd.errors import NoProgressError, NotFoundError, StoreFullError, UsageError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.read import readback
 from checkpointd.pipeline.read.readback import BackgroundReadBack
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.report.inspection import inspection
-from checkpointd.store.base import Store
 from checkpointd.store.posix.osfile import OsFile
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention, consolidate
@@ -39,9 +41,17 @@ def tags(ckpt: Checkpointer) -> list[str]:
     return [checkpoint.tag for checkpoint in ckpt.list()]
 
 
+def logged(root: Path) -> list[LoggedAttempt]:
+    async def look() -> list[LoggedAttempt]:
+        async with PosixStore(root) as store:
+            return [*(await root_view.state_of(store)).attempts.values()]
+
+    return asyncio.run(look())
+
+
 def committed(root: Path, tag: str) -> set[str]:
     """The attempts at `tag` that are checkpoints, whether or not the tag was saved again."""
-    return {path.parent.name for path in root.glob(f"{tag}/*/outcome") if not (path.parent / "deleted").exists()}
+    return {str(one.id) for one in logged(root) if one.tag == tag and one.status == "checkpoint"}
 
 
 def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
@@ -95,7 +105,7 @@ def test_what_was_saved_is_read_back_and_the_status_says_so(tmp_path: Path, monk
         handle = ckpt.save(1, state(1.0)).wait()
         assert done.wait(LIMIT_S)
         assert ckpt.status().read_back.whole == "global_step1"
-        assert (tmp_path / handle.tag / handle.attempt / "verified").exists()
+        assert [one.attempt for one in logged(tmp_path) if one.verified] == [f"{handle.tag}/{handle.attempt}"]
         assert ckpt.status().read_back.bytes_read >= state(1.0)["w"].nbytes
     with Checkpointer(tmp_path, read_back=False) as ckpt:
         ckpt.save(2, state(2.0)).wait()
@@ -106,7 +116,7 @@ def test_metrics_may_be_tensors_and_what_is_not_finite_is_left_out(tmp_path: Pat
     with Checkpointer(tmp_path) as ckpt, caplog.at_level(logging.WARNING, "checkpointd"):
         ckpt.save(1, state(1.0), metrics={"loss": torch.tensor(0.5), "bad": math.nan, "worse": math.inf}).wait()
         [found] = core_of(ckpt).checkpoints()
-    assert found.outcome.metrics == {"loss": 0.5}
+    assert found.commit.metrics == {"loss": 0.5}
     assert "bad, worse" in caplog.text
 
 
@@ -402,16 +412,16 @@ def test_a_mistyped_metric_removes_nothing_and_is_said_with_those_that_exist(
 
 
 def test_a_deletion_that_fills_the_disk_half_way_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark fits, and `latest` does not: with the space of the ballast it moves all the same."""
+    """The record fits, and `latest` does not: with the space of the ballast it moves all the same."""
     full = [StoreFullError("the disk is full")]
-    move = gc.move_latest_away
+    move = gc.move_latest
 
-    async def moved(store: Store, tag: str) -> str | None:
+    async def moved(root_log: RootLog) -> str | None:
         if full:
             raise full.pop()
-        return await move(store, tag)
+        return await move(root_log)
 
-    monkeypatch.setattr(gc, "move_latest_away", moved)
+    monkeypatch.setattr(gc, "move_latest", moved)
     with Checkpointer(tmp_path) as ckpt:
         for step in range(2):
             ckpt.save(step, {"weight": torch.full((4,), float(step))}).wait()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from checkpointd.commit.branches import BranchChange, change_of, training
 from checkpointd.commit.facts import Order
-from checkpointd.commit.log_records import CommitRecord, LoggedAttempt, LogState
 from checkpointd.layout.files import training_of
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt, LogState
 from checkpointd.layout.manifest import Branches
 from tests.unit.commit.log_histories import after, begin, commit, remove, rollback, saved
 
@@ -23,6 +23,7 @@ def logged(
     attempt = f"tag{start}-{k}/{start:08d}-{k}"
     return LoggedAttempt(
         attempt=attempt,
+        n=k,
         status="removed" if removed else "checkpoint",
         commit=commit(attempt, left=left, shown_at=training and f"{training}checkpoint-{start}-{k}"),
         left_behind=left_behind,

@@ -42,8 +42,8 @@ from checkpointd.commit.log_access import (
     follow,
     look,
 )
-from checkpointd.commit.log_records import NUMBER_MAX, LogEntry, LogListing, LogState, Record, entry_key, mark_key, state_key
 from checkpointd.errors import FormatError
+from checkpointd.layout.log_records import NUMBER_MAX, LogEntry, LogListing, LogState, Record, entry_key, mark_key, state_key
 from tests.unit.commit.log_histories import begin, entry, nonce
 
 OWN = "abcdef" * 5
@@ -584,7 +584,7 @@ def test_log_6_a_state_that_is_not_proved_is_not_due() -> None:
 def test_log_6_who_does_not_know_what_was_decided_before_puts_no_state() -> None:
     log = log_of(STATE_EVERY + 1)
     before = STATES[STATE_EVERY - 2]
-    joined = KnownLog(LogState(number=before.number, nonce=before.nonce, begin=before.begin), is_whole=False)
+    joined = KnownLog(LogState(number=before.number, nonce=before.nonce, begins=before.begins), is_whole=False)
     ended = log.run(append(joined, next_start, OWN))
     assert (ended.put, ended.known.state.number, ended.known.due) == (True, STATE_EVERY + 2, None)
     compacted_log = compacted()
@@ -642,7 +642,7 @@ def rebuild(log: Log) -> Rebuild:
 
 def starts(state: LogState) -> list[int]:
     """The starts that began, as far as `state` has them."""
-    return [start for start, _ in state.begins]
+    return [one.start for one in state.begins]
 
 
 def test_log_11_a_rebuild_marks_and_reads_what_is_readable() -> None:

@@ -21,13 +21,14 @@ from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.process.logs import JsonFormatter
 from checkpointd.daemon.protocol import wire
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.posix import rooted
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.waits import to_the_end
 from tests.builders import HeldPersist, load_arrays, make_shard, plan_save, rank_arrays
 from tests.unit.daemon.conftest import (
+    N1,
     Daemon,
     answered,
     open_descriptors,
@@ -61,8 +62,8 @@ async def test_a_save_is_committed_and_reads_back_bit_for_bit(daemon: Daemon, st
     assert (ended.phase, ended.error) == ("committed", None)
     assert await load_arrays(store, "global_step1", 0) == expected()
     assert (root / "latest").read_text() == "global_step1\n"
-    checkpoint = await catalog.find(store, "global_step1")
-    assert checkpoint.outcome.step == 1
+    checkpoint = await root_view.find(store, "global_step1")
+    assert checkpoint.commit.step == 1
 
 
 async def test_a_trainer_hears_why_the_daemon_does_not_reach_its_root(daemon: Daemon, store: PosixStore, root: Path) -> None:
@@ -247,7 +248,7 @@ async def test_a_client_that_comes_back_is_attached_to_its_save(
     joined = await second.ready(root, SHARD)
     (known,) = joined.in_flight
     assert (known.tag, known.attempt, known.rank, known.phase) == ("global_step1", "00000001-0", 0, "persisting")
-    assert known.nonce == "n1"
+    assert known.nonce == N1
     await second.save(7, tag="global_step1", step=1, n=1, takeover=1)
     assert (await second.next(wire.PhaseEntered)).phase == "persisting"
     assert len(daemon.hub.jobs) == 1
@@ -356,7 +357,7 @@ async def test_what_a_client_said_before_it_died_is_heard_though_it_cannot_be_an
     client = await daemon.client()
     frames = [
         wire.Join(root=str(root), rank=0, world_size=1),
-        wire.Begin(start=1, nonce="n1", compression="none", chunk_bytes=4096, budget_bytes=1 << 26, commit_timeout_s=60.0),
+        wire.Begin(start=1, nonce=N1, compression="none", chunk_bytes=4096, budget_bytes=1 << 26, commit_timeout_s=60.0),
         *[wire.Look()] * 20,
     ]
     client.channel._socket.setblocking(True)

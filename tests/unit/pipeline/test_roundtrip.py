@@ -12,7 +12,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, DeadlineError, FencedError, NotFoundError, StagingError
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import begin_start, break_file, leave_in_doubt, load_arrays, objects, phases, rank_arrays, save_checkpoint
@@ -23,11 +23,11 @@ async def test_what_was_saved_is_what_loads(tmp_path: Path, compression: Compres
     async with PosixStore(tmp_path) as store:
         attempts = await save_checkpoint(store, world_size=3, compression=compression)
         assert phases(attempts) == [Phase.COMMITTED] * 3
-        assert await catalog.latest(store) == "global_step1"
+        assert await root_view.latest(store) == "global_step1"
         for rank in range(3):
             expected = {fqn: array.tobytes() for fqn, array in rank_arrays(rank).items()}
             assert await load_arrays(store, "global_step1", rank) == expected
-        verdict = await verify(store, await catalog.find(store, "global_step1"), LoadConfig())
+        verdict = await verify(store, await root_view.find(store, "global_step1"), LoadConfig())
         assert verdict.whole
         assert verdict.bytes_read > 0
 
@@ -41,8 +41,8 @@ async def test_a_failed_rank_aborts_the_attempt_on_all_ranks_and_latest_stays(tm
             assert isinstance(attempt.error, StagingError)
             assert "rank 1 failed" in str(attempt.error)
             assert "out of luck" in str(attempt.error)
-        assert await catalog.latest(store) == "global_step1"
-        [view] = await catalog.attempts_of(store, "global_step2")
+        assert await root_view.latest(store) == "global_step1"
+        [view] = await root_view.attempts_of(store, "global_step2")
         assert view.state == "aborted"
         assert not view.facts.bulk
 
@@ -62,7 +62,7 @@ async def test_an_older_start_cannot_commit(tmp_path: Path) -> None:
         attempts = await save_checkpoint(store, start=old)
         assert phases(attempts) == [Phase.ABORTED] * 2
         assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
-        assert await catalog.latest(store) is None
+        assert await root_view.latest(store) is None
 
 
 async def test_recovery_rolls_forward_what_all_ranks_voted_for_and_aborts_the_rest(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_saving_a_tag_again_replaces_it_and_leaves_one_checkpoint(tmp_path
         await save_checkpoint(store, tag="best", k=0, n=0)
         await save_checkpoint(store, tag="best", k=1, n=1, tensors=lambda rank: rank_arrays(rank + 5))
         assert await load_arrays(store, "best", 0) == {f: a.tobytes() for f, a in rank_arrays(5).items()}
-        older, newer = await catalog.attempts_of(store, "best")
+        older, newer = await root_view.attempts_of(store, "best")
         assert (older.state, newer.state) == ("deleted", "committed")
         assert not older.facts.bulk
 
@@ -89,7 +89,7 @@ async def test_latest_never_goes_back(tmp_path: Path) -> None:
     async with PosixStore(tmp_path) as store:
         await save_checkpoint(store, tag="global_step5")
         await save_checkpoint(store, tag="global_step4")
-        assert await catalog.latest(store) == "global_step5"
+        assert await root_view.latest(store) == "global_step5"
 
 
 @pytest.mark.parametrize("suffix", ["chunks", "index", "ballot", "outcome"])
@@ -108,7 +108,7 @@ async def test_verify_lists_every_damage_with_object_fqn_and_rank(tmp_path: Path
         await save_checkpoint(store, world_size=2)
         for path in objects(tmp_path, "-0.chunks"):
             break_file(path, "flip")
-        verdict = await verify(store, await catalog.find(store, "global_step1"), LoadConfig())
+        verdict = await verify(store, await root_view.find(store, "global_step1"), LoadConfig())
         assert len(verdict.damage) == 2
         for rank, damage in enumerate(verdict.damage):
             assert (damage.rank, damage.fqn) == (rank, "model.weight")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
-from checkpointd.layout.keys import SERVICE
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.other_formats import is_root
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, DirectoryError, SaveCall
 from checkpointd_client.integrations.deepspeed.engine_state import state_of
@@ -102,7 +102,7 @@ class TensorAdapter(Adapter):
 
     def _is_root(self, root: str) -> bool:
         """Whether `root` has checkpoints in checkpointd's own format."""
-        return root in self._roots or os.path.isdir(os.path.join(root, SERVICE, "starts"))
+        return root in self._roots or is_root(root)
 
     def _place(self, directory: str, tag: object) -> SaveTarget:
         if not directory:
@@ -136,7 +136,7 @@ class TensorAdapter(Adapter):
         if tag is not None:
             return [c for c in known if c.tag == self._place(load_dir, tag).tag]
         below = self._place(load_dir, _NEWEST).at.removesuffix(_NEWEST).replace("/", SEPARATOR)
-        asked = [c for c in known if c.outcome.save_latest and c.tag.startswith(below)]
+        asked = [c for c in known if c.commit.save_latest and c.tag.startswith(below)]
         return [c for c in asked if self._is_in(load_dir, c.tag, c.tag.removeprefix(below))]
 
     def _is_in(self, load_dir: str, tag: str, name: str) -> bool:

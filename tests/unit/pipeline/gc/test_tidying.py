@@ -13,9 +13,8 @@ from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.layout.keys import (
-    LEASE,
-    VERIFIED,
     AttemptId,
+    attempt_lease_key,
     attempt_prefix,
     chunks_name,
     default_tag,
@@ -23,22 +22,36 @@ from checkpointd.layout.keys import (
     object_key,
     vote_name,
 )
+from checkpointd.layout.log_records import AnnounceRecord
 from checkpointd.layout.manifest import Vote, encode
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.gc.export_leases import OwnExportLease
 from checkpointd.pipeline.gc.retire import retire
-from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
+from tests.builders import restart
 from tests.lease_builders import SINCE
 from tests.saving_jobs import PERSIST, TIMEOUT_S, Disk, Job, run
 
 SPARE = 3
+
+
+async def announce(store: Store, *prefixes: str) -> None:
+    """Announce these attempts, and put a lease for each."""
+    for number, prefix in enumerate(prefixes):
+        assert await RootLog.of(store).add(AnnounceRecord(attempt=prefix, n=1000 + number, step=0)) == ""
+        await store.put(attempt_lease_key(prefix), b"")
+
+
+async def state_of(store: Store, prefix: str) -> str:
+    return (await root_view.state_of(store)).attempts[prefix].status
 
 
 @pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.nightly)])
@@ -59,7 +72,7 @@ def test_tidy_2_saves_back_to_back_never_leave_more_than_three_beside_what_stays
         await job.run(60)
         assert job.phases() == {Phase.COMMITTED: 60}
         assert disk.most <= kept + SPARE
-        tags = [c.tag for c in await catalog.checkpoints(disk)]
+        tags = [c.tag for c in await root_view.checkpoints(disk)]
         assert tags[:kept] == [default_tag(n) for n in range(59, 59 - kept, -1)]
         assert len(disk.occupied) == len(tags) <= kept + 1  # and the one that was verified
 
@@ -117,10 +130,10 @@ def test_tidy_2_a_verified_checkpoint_that_is_older_than_the_rules_keep_counts(s
         rules = Retention(keep_last=2)
         job = Job(disk, rng, (await starts.take(disk, 2)).start, world_size=2, rules=rules, read_back=False)
         await job.run(3)
-        [verified] = [view.tag for view in await catalog.scan(disk) if VERIFIED in view.sizes]
+        [verified] = [view.tag for view in await root_view.scan(disk) if view.logged.verified]
         await job.run(30, first=3)
         assert disk.most <= 2 + SPARE
-        assert [c.tag for c in await catalog.checkpoints(disk)] == [default_tag(32), default_tag(31), verified]
+        assert [c.tag for c in await root_view.checkpoints(disk)] == [default_tag(32), default_tag(31), verified]
 
     run(seed, main)
 
@@ -132,8 +145,8 @@ def test_tidy_2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> N
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         for _ in range(12):
-            start = (await starts.take(disk, 2)).start
-            await recover(disk, start)
+            await restart(disk)
+            start = await starts.newest(disk)
             job = Job(disk, rng, start, world_size=2, rules=Retention(keep_last=2), slowness={rng.randrange(2): 3.0})
             processes = cast(simloop.SimLoop, asyncio.get_running_loop())
             trainers = processes.process("trainers")
@@ -142,7 +155,7 @@ def test_tidy_2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> N
             trainers.kill()
             disk._open_writers.clear()  # what is sweept from the temporary directory
             assert disk.most <= 2 + SPARE
-        assert len(await catalog.checkpoints(disk)) >= 2
+        assert len(await root_view.checkpoints(disk)) >= 2
 
     run(seed, main)
 
@@ -163,7 +176,7 @@ def test_tidy_2_saves_that_outlive_their_trainer_and_those_of_the_next_one_do_no
         names = [(1, n) for n in range(done, count)] + [(2, n) for n in range(count, count + 6)]
         prefixes = [attempt_prefix(tag or default_tag(n), AttemptId(start, n if tag else 0)) for start, n in names]
         for prefix in prefixes[: outliving + 2]:
-            await disk.put(object_key(prefix, LEASE), b"")
+            await disk.put(attempt_lease_key(prefix), b"")
         new = Job(disk, rng, (await starts.take(disk, 1, prefixes[:outliving])).start, rules=rules)
         await asyncio.gather(old.run(outliving, tag=tag, first=done), new.run(6, tag=tag, first=count))
         assert old.phases() == {Phase.COMMITTED: count}
@@ -236,8 +249,8 @@ def test_tidy_4_attempts_of_an_older_start_at_which_nobody_works_any_more_are_de
         await old.run(3)
         attempts = [(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
         prefixes = [attempt_prefix(*attempt) for attempt in attempts]
+        await announce(disk, *prefixes)
         for prefix in prefixes:
-            await disk.put(object_key(prefix, LEASE), b"")
             if has == "bytes":
                 await disk.put(object_key(prefix, chunks_name(0, 0)), b"chunks")
             elif has == "the coordinator's vote":
@@ -247,7 +260,7 @@ def test_tidy_4_attempts_of_an_older_start_at_which_nobody_works_any_more_are_de
         for n in range(10, 14):
             await new.run(1, first=n)
         assert new.phases() == {Phase.COMMITTED: 8}
-        assert [(await catalog.view(disk, *attempt)).state for attempt in attempts] == ["aborted"] * 2
+        assert [await state_of(disk, attempt_prefix(*attempt)) for attempt in attempts] == ["aborted"] * 2
         assert not disk.occupied & set(prefixes)
 
     run(seed, main)
@@ -259,14 +272,13 @@ def test_tidy_4_attempts_of_dead_daemons_are_decided_although_no_save_has_time_t
         disk = Disk(rng)
         prefixes = [attempt_prefix(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
         await starts.take(disk, 2)
-        for prefix in prefixes:
-            await disk.put(object_key(prefix, LEASE), b"")
+        await announce(disk, *prefixes)
         start = (await starts.take(disk, 2, prefixes)).start
         job = Job(disk, rng, start, world_size=2, rules=Retention(keep_last=1), timeout_s=60.0)
         for n in range(10, 14):
             await job.run(1, first=n)
         assert job.phases() == {Phase.COMMITTED: 8}
-        assert [(await catalog.view(disk, default_tag(n), AttemptId(1, 0))).state for n in (3, 4)] == ["aborted"] * 2
+        assert [await state_of(disk, attempt_prefix(default_tag(n), AttemptId(1, 0))) for n in (3, 4)] == ["aborted"] * 2
 
     run(0, main)
 
@@ -282,8 +294,8 @@ def test_tidy_4_on_a_full_disk_what_outlives_its_trainer_waits_for_the_newer_coo
         while not disk.refused:
             await asyncio.sleep(0.1)
         await asyncio.sleep(4)
-        await read_back(disk, (await catalog.checkpoints(disk))[0])
-        await retire(disk, await catalog.scan(disk), rules)
+        await read_back(disk, (await root_view.checkpoints(disk))[0])
+        await retire(disk, await root_view.scan(disk), rules)
         await save
         assert old.phases() == {Phase.COMMITTED: 4}
 
@@ -319,13 +331,13 @@ async def test_tidy_3_a_save_whose_coordinator_has_begun_waits_for_no_other_save
     for_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both look at the same times. On a loop of real time, since virtual time shuffles those who wake at once."""
-    loop, store, read_vote = asyncio.get_running_loop(), MemoryStore(), catalog.read_vote
+    loop, store, read_vote = asyncio.get_running_loop(), MemoryStore(), root_view.read_vote
 
     async def slowly(asked: MemoryStore, key: str) -> Vote:
         await asyncio.sleep(0.005)
         return await read_vote(asked, key)
 
-    monkeypatch.setattr(catalog, "read_vote", slowly)
+    monkeypatch.setattr(root_view, "read_vote", slowly)
     commit = CommitConfig(timeout_s=600.0, poll_min_s=0.02, poll_max_s=0.02)
     tidier = WriterState(store=store, persist=PERSIST, commit=commit).tidier
     one, other = (
@@ -407,13 +419,13 @@ def test_without_rules_a_tag_of_which_something_stays_for_an_export_is_due_again
         disk = Disk(rng)
         job = Job(disk, rng, (await starts.take(disk, 1)).start)
         await job.run(1, tag="best")
-        (first,) = await catalog.checkpoints(disk)
+        (first,) = await root_view.checkpoints(disk)
         lease = OwnExportLease(disk, "/models/run1", None, Sight())
-        await lease.keep([first.prefix], first.outcome.order)
+        await lease.keep([first.prefix], first.commit.order)
         await job.run(1, tag="best", first=1)
         await job.run(1, tag="last", first=2)
         assert len(disk.occupied) == 3
-        await lease.keep([], first.outcome.order)  # its export has ended
+        await lease.keep([], first.commit.order)  # its export has ended
         await job.run(1, tag="last", first=3)
         assert first.prefix not in disk.occupied
         assert len(disk.occupied) == 2
@@ -527,13 +539,13 @@ def test_a_job_that_has_not_loaded_removes_nothing_of_an_earlier_one(seed: int) 
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
         for start in (1, 2):
-            assert (await starts.take(disk, 1)).start == start
-            await recover(disk, start)
+            await restart(disk, world_size=1)
+            assert await starts.newest(disk) == start
             rules = Retention(keep_last=1)
             job = Job(disk, rng, start, rules=rules, keeps_before=(start if start == 2 else 0, 0))
             await job.run(3, tag="best", first=10 * start)
             await job.run(3, first=100 * start + 1)
-        commits = [view.prefix for view in await catalog.scan(disk) if view.state == "committed"]
+        commits = [view.prefix for view in await root_view.scan(disk) if view.state == "committed"]
         first, second = sorted(prefix for prefix in commits if prefix.startswith("global_step"))[-2:]
         assert {first, second} == {f"global_step103/{AttemptId(1, 0)}", f"global_step203/{AttemptId(2, 0)}"}
 

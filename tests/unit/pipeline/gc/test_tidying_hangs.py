@@ -20,10 +20,10 @@ from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.gc.retire import Retired
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.store.base import Entry
+from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.waits import to_the_end
 from tests.builders import save_checkpoint
@@ -80,17 +80,17 @@ def test_tidy_4_a_storage_that_does_not_answer_a_look_costs_space_and_no_save_an
         commit = CommitConfig(timeout_s=TIMEOUT_S, retention=Retention())
         tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
         look = "attempts_of" if rank == 0 else "read_vote"
-        answered = getattr(catalog, look)
+        answered = getattr(root_view, look)
 
-        async def hang(store: MemoryStore, what: str) -> object:
+        async def hang(store: MemoryStore, what: str, *objects: Store) -> object:
             nonlocal hanging
             if not what.startswith("away"):
-                return await answered(store, what)
+                return await answered(store, what, *objects)
             hanging += 1
             await to_the_end(asyncio.sleep(30 * TIMEOUT_S))
             raise StoreError("the server is back")
 
-        monkeypatch.setattr(catalog, look, hang)
+        monkeypatch.setattr(root_view, look, hang)
 
         async def saved(tag: str, n: int) -> float:
             info = AttemptInfo(tag=tag, attempt=AttemptId(1, n), rank=rank, world_size=2, step=n, n=n)

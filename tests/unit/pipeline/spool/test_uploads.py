@@ -15,7 +15,7 @@ from checkpointd.errors import LostReferenceError
 from checkpointd.layout.indexes import Chunk
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.spool.uploads import runs_of
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
@@ -63,7 +63,7 @@ async def node_at(root: AwayStore, **persist: Any) -> Node:
 
 
 async def whole(root: AwayStore) -> list[str]:
-    found = await catalog.checkpoints(root)
+    found = await root_view.checkpoints(root)
     for checkpoint in found:
         assert (await verify(root, checkpoint, LoadConfig())).whole
     return [one.tag for one in found]

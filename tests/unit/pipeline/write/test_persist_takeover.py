@@ -1,6 +1,4 @@
-"""PERSIST-6 of pipeline/write/persist.py, ATTEMPT-5 of pipeline/attempt.py, COLLECT-4 of pipeline/gc/collect.py: several
-writers persist one snapshot.
-"""
+"""PERSIST-6 of pipeline/write/persist.py and ATTEMPT-5 of pipeline/attempt.py: several writers persist one snapshot."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc.retire import retire_tag
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import persist
@@ -83,12 +81,12 @@ async def names(store: Store) -> list[str]:
 
 async def check_whole(save: Save) -> None:
     """The checkpoint is there, whole, and holds nothing of a writer that wrote in vain."""
-    checkpoint = await catalog.find(save.store, save.tag)
+    checkpoint = await root_view.find(save.store, save.tag)
     assert (await verify(save.store, checkpoint, LoadConfig())).whole
     for rank in range(save.world_size):
         expected = {fqn: array.tobytes() for fqn, array in rank_arrays(rank).items()}
         assert await load_arrays(save.store, save.tag, rank) == expected
-    [view] = await catalog.attempts_of(save.store, save.tag)
+    [view] = await root_view.attempts_of(save.store, save.tag)
     assert view.facts.contested == ()
 
 

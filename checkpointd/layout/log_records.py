@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from checkpointd.layout.keys import START_MAX, WORLD_SIZE_MAX, AttemptId
+from checkpointd.layout.keys import LOG, START_MAX, WORLD_SIZE_MAX, AttemptId
 from checkpointd.layout.manifest import (
     BALLOT_BYTES_MAX,
     VERSION,
@@ -31,14 +31,11 @@ from checkpointd.layout.manifest import (
 )
 from checkpointd.layout.save_timings import Cost
 
-LOG = "log"
-LOG_ROOT = f"{LOG}/root"
-"""The object that tells this root from all others."""
 ENTRY_BYTES_MAX = 64 << 20
 STATE_BYTES_MAX = 1 << 30
 """The largest state: a few hundred bytes for each attempt, so millions of attempts."""
 BEGINS_MAX = 256
-"""The newest starts of which a state keeps the nonces."""
+"""The newest starts that a state keeps."""
 NUMBER_MAX = 10**12 - 1
 """The greatest number of an entry that has a name."""
 
@@ -72,7 +69,7 @@ class BeginRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     spared: tuple[AttemptName, ...] = ()
     """Attempts of older starts, each `<tag>/<attempt>`, whose writers are still at work, or which wait in a spool."""
     origin: str = ""
-    """Of a mirror: the root that it follows. Attempts of the origin's starts, which are older, may then be announced."""
+    """Of a mirror: the id of the root that it follows. Attempts of that root, whose starts are older, may be announced then."""
     writer: WriterIdentity
 
 
@@ -80,6 +77,10 @@ class AnnounceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """An attempt is about to write its first object."""
 
     attempt: AttemptName
+    n: Annotated[int, Meta(ge=-1)] = -1
+    """The number of the coordinator's earlier saves in the start: the attempt's place in the order. -1 if another rank
+    announces it, which may count other saves; then the commit says it.
+    """
     step: Annotated[int, Meta(ge=0)]
     base: AttemptName = ""
     """The checkpoint (`<tag>/<attempt>`) to whose objects, and to those that it refers to, the attempt may refer."""
@@ -89,6 +90,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """An attempt has become a checkpoint. Its size does not grow with the number of ranks."""
 
     attempt: AttemptName
+    n: Annotated[int, Meta(ge=0)]
     step: Annotated[int, Meta(ge=0)]
     world_size: Annotated[int, Meta(ge=1, le=WORLD_SIZE_MAX)]
     save_latest: bool = True
@@ -120,6 +122,19 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     decided_by: int
     """The rank that put the record; -1 for a start, a daemon or the command line."""
     writer: WriterIdentity
+
+    @property
+    def tag(self) -> str:
+        return self.attempt.rpartition("/")[0]
+
+    @property
+    def id(self) -> AttemptId:
+        return AttemptId.of(self.attempt)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The start, and the number of the save in it. A later commit has a greater one."""
+        return self.id.start, self.n
 
 
 class AbortRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="abort"):
@@ -181,7 +196,7 @@ class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class HoldRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="hold"):
-    """At a mirror: an attempt that is no checkpoint there, and holds objects to which checkpoints refer."""
+    """At a mirror: an attempt that is no checkpoint there, and holds objects to which checkpoints may refer."""
 
     attempt: AttemptName
 
@@ -220,6 +235,7 @@ class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """An attempt as the log has it."""
 
     attempt: AttemptName
+    n: int = 0
     step: int = -1
     base: AttemptName = ""
     status: AttemptStatus
@@ -239,13 +255,16 @@ class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def id(self) -> AttemptId:
-        found = AttemptId.parse(self.attempt.rpartition("/")[2])
-        assert found is not None  # objects with other names are refused
-        return found
+        return AttemptId.of(self.attempt)
 
     @property
     def tag(self) -> str:
         return self.attempt.rpartition("/")[0]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The place of its commit, if it commits."""
+        return self.id.start, self.n
 
     @property
     def holders(self) -> tuple[str, ...]:
@@ -264,10 +283,8 @@ class LogState:
     number: int = 0
     nonce: str = ""
     """That of entry `number`."""
-    begin: BeginRecord | None = None
-    """The newest start."""
-    begins: tuple[tuple[int, str], ...] = ()
-    """The number and the nonce of the newest BEGINS_MAX starts, the newest last."""
+    begins: tuple[BeginRecord, ...] = ()
+    """The newest BEGINS_MAX starts, the newest last. What an older one has spared is left out."""
     used: Mapping[int, Ranges] = field(default_factory=lambda: MappingProxyType({}))
     """The numbers of the saves that were announced, by their start: of the newest start, and of what it spares."""
     heads: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -276,17 +293,21 @@ class LogState:
     """By `<tag>/<attempt>`, in the order in which they were announced."""
 
     @property
+    def begin(self) -> BeginRecord | None:
+        """The newest start; None before the first one."""
+        return self.begins[-1] if self.begins else None
+
+    @property
     def start(self) -> int:
-        """The newest start; 0 before the first one."""
-        return 0 if self.begin is None else self.begin.start
+        """The number of the newest start; 0 before the first one."""
+        return self.begins[-1].start if self.begins else 0
 
 
 class _StoredState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="format", tag="checkpointd.state"):
     version: int
     number: Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
     nonce: str
-    begin: BeginRecord | None = None
-    begins: tuple[tuple[int, str], ...] = ()
+    begins: tuple[BeginRecord, ...] = ()
     used: dict[int, Ranges] = {}
     heads: dict[str, str] = {}
     attempts: tuple[LoggedAttempt, ...]
@@ -357,7 +378,6 @@ def encode_state(state: LogState) -> bytes:
         version=VERSION,
         number=state.number,
         nonce=state.nonce,
-        begin=state.begin,
         begins=state.begins,
         used=dict(state.used),
         heads=dict(state.heads),
@@ -373,7 +393,6 @@ def decode_state(data: bytes, number: int) -> LogState:
     return LogState(
         found.number,
         found.nonce,
-        found.begin,
         found.begins,
         MappingProxyType(found.used),
         MappingProxyType(found.heads),
@@ -431,7 +450,7 @@ def _state_fault(state: _StoredState) -> str | None:
             named.update(one.removal.attempts)
         if one.base:
             named.add(one.base)
-    return _foreign(chain(listed, named - listed, () if state.begin is None else state.begin.spared))
+    return _foreign(chain(listed, named - listed, *(begin.spared for begin in state.begins)))
 
 
 def _foreign(names: Iterable[str]) -> str | None:

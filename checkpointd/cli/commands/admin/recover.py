@@ -12,6 +12,7 @@ from checkpointd.cli.asking import ask
 from checkpointd.cli.attempts import job_text
 from checkpointd.cli.formatting import count
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Table, show_answer, warn
+from checkpointd.phrases import listed
 
 
 @click.command("recover", short_help="Decide the saves that a dead job left in doubt.")
@@ -21,6 +22,9 @@ from checkpointd.cli.render import Block, Cell, Facts, Heading, Table, show_answ
 @as_json()
 def command(places: tuple[str, ...], dry_run: bool, take_over: bool, as_json: bool) -> None:
     """Decide the saves that a dead job left in doubt at ROOT, correct `latest` and remove leftovers.
+
+    If the log of ROOT is damaged or gone, it is made again, from what can be read of it and from the directories of the saves.
+    If objects of the newest checkpoint are gone, it is recorded as damaged, and loads go on with the one before.
 
     A job does this itself when it starts; use this command for roots where no job will start. It takes a new start without
     ranks, which would fence a running job, so it is refused while one runs. If the job ran on another machine and was not
@@ -39,9 +43,13 @@ def page(found: RecoveryReport) -> Iterator[Block]:
     facts: list[tuple[str, str | Cell]] = [("job", job_text(found.holder) if found.holder else "none known")]
     if found.start is not None:
         facts.append(("taken", f"start {found.start}"))
+    if found.log_damage:
+        facts.append((f"{would}made again", Cell(f"the log: {found.log_damage}", "bad")))
     facts.append((f"{would}decided".strip(), count(len(found.decided), "attempt")))
     if found.surviving:
         facts.append((f"{would}surviving", f"{', '.join(found.surviving)}: a daemon works at it"))
+    if found.damaged:
+        facts.append((f"{would}recorded as damaged", Cell(f"{listed(found.damaged)}: objects are gone", "bad")))
     facts.append(("latest", _latest(found)))
     facts.append((f"{would}swept", count(found.swept, "attempt")))
     if found.strays is not None:
@@ -49,7 +57,7 @@ def page(found: RecoveryReport) -> Iterator[Block]:
     yield Facts(facts)
     if found.decided:
         yield Heading("would be decided" if found.dry_run else "decided")
-        yield Table(("tag", "attempt", "outcome", "why"), [_cells(d) for d in found.decided], prose=frozenset({"why"}))
+        yield Table(("tag", "attempt", "decision", "why"), [_cells(d) for d in found.decided], prose=frozenset({"why"}))
 
 
 def _latest(found: RecoveryReport) -> str:
@@ -61,5 +69,5 @@ def _latest(found: RecoveryReport) -> str:
 
 
 def _cells(decided: Decided) -> tuple[str | Cell, ...]:
-    outcome = Cell(decided.outcome, "good" if decided.outcome == "commit" else "bad")
-    return decided.tag, decided.attempt, outcome, decided.why
+    decision = Cell(decided.decision, "good" if decided.decision == "commit" else "bad")
+    return decided.tag, decided.attempt, decision, decided.why

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.commit.log import following
-from checkpointd.commit.log_records import (
+from checkpointd.errors import FormatError
+from checkpointd.layout.keys import START_MAX, STEP_MAX, WORLD_SIZE_MAX
+from checkpointd.layout.log_records import (
     NUMBER_MAX,
     CommitRecord,
     LogEntry,
@@ -28,8 +30,6 @@ from checkpointd.commit.log_records import (
     mark_key,
     state_key,
 )
-from checkpointd.errors import FormatError
-from checkpointd.layout.keys import START_MAX, STEP_MAX, WORLD_SIZE_MAX
 from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VERSION, BesideFile, JointPlanRef
 from checkpointd.layout.save_timings import Cost
 from tests.forged_roots import opened, sealed
@@ -167,7 +167,7 @@ def test_a_state_of_ten_thousand_attempts_is_read_as_it_was_written() -> None:
         name: LoggedAttempt(attempt=name, base=names[k - 1], status="checkpoint", commit=commit(name, holders=(names[k - 1],)))
         for k, name in enumerate(names)
     }
-    state = LogState(64, nonce(64), begin(1), ((1, nonce(1)),), {1: ((0, 9_999),)}, {"": names[-1]}, attempts)
+    state = LogState(64, nonce(64), (begin(1),), {1: ((0, 9_999),)}, {"": names[-1]}, attempts)
     assert decode_state(encode_state(state), 64) == state
 
 
@@ -418,7 +418,7 @@ def twice(fields: dict[str, Any]) -> None:
         (at("attempts.1.commit.attempt", A), f"lists {B!r} with the commit of {A!r}"),
         (at("attempts.1.status", "lost"), "is damaged: Invalid enum value 'lost' - at `$.attempts[1].status`"),
         (at("heads.", "../../x"), "names '../../x', which is no attempt"),
-        (at("begin.spared", ["../x/00000001-0"]), "names '../x/00000001-0', which is no attempt"),
+        (at("begins.0.spared", ["../x/00000001-0"]), "names '../x/00000001-0', which is no attempt"),
         (at("attempts.2.abort.attempt", "../x"), "names '../x', which is no attempt"),
         (at("attempts.0.removal.attempts", ["../x"]), "names '../x', which is no attempt"),
         (at("used", {"one": []}), "is damaged: Expected `int`, got `str` - at `key` in `$.used`"),
