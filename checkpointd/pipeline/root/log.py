@@ -326,7 +326,10 @@ class RootLog:
             await self.store.delete_each(keys)
 
     def _took(self, ended: Ended) -> None:
-        self._known = ended.known
+        known = ended.known
+        if not ended.is_proved and not ended.fault:  # a follow on the same log, so what was due before stays due
+            known = replace(known, due=self._known.due)
+        self._known = known
         if ended.fault and ended.fault != self.fault:
             log.error("%s", self._unreadable(ended.fault))
         self.fault = ended.fault

@@ -151,6 +151,17 @@ async def test_a_follower_finds_a_log_that_goes_on_elsewhere(how: str) -> None:
     assert states[10].number == 10
 
 
+async def test_log_6_a_state_stays_due_while_a_follow_finds_nothing() -> None:
+    store = MemoryStore()
+    log = RootLog(store)
+    for at in range(1, STATE_EVERY + 1):
+        await add_entry(log, at)
+    for _ in range(2):
+        assert not await log.follow(lambda _: False)
+    await log.compact()
+    assert await store.get(state_key(STATE_EVERY))
+
+
 async def nothing(_: LogState) -> list[Record]:
     return []
 
