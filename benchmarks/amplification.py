@@ -24,17 +24,20 @@ from checkpointd.config import LoadConfig, PersistConfig
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import AttemptId, chunks_name
-from checkpointd.layout.manifest import ObjectRef, Outcome, WriterIdentity
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import BallotRef, ObjectRef, WriterIdentity
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.chunks import group_chunks
 from checkpointd.pipeline.read.plan import BoxRequest, plan_reads
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import ShardTensor
 from checkpointd.pipeline.write.split import split
+from checkpointd.store.base import Capabilities
 from checkpointd_client.sharding.dtensor import Axis, LocalBox, LocalShard, MeshLayout, _parts, rows_of
 from checkpointd_client.sharding.write_split import written_parts
 
 HERE = Path(__file__).resolve().parent
+GAP_BYTES = Capabilities(alignment=1, shared=True).gap_bytes
 ATTEMPT = AttemptId(1, 0)
 ALIGNMENT = 64
 
@@ -107,18 +110,16 @@ def saved(tensors: Iterable[Tensor], ranks: Ranks, chunk_bytes: int) -> Checkpoi
     """The checkpoint that `ranks` make of `tensors`, without its bytes."""
     known = list(tensors)
     indexes = {rank: _index(list(_written(known, ranks, rank)), rank, ranks.count, chunk_bytes) for rank in range(ranks.count)}
-    outcome = Outcome(
-        tag="tag",
-        attempt=str(ATTEMPT),
+    commit = CommitRecord(
+        attempt=f"tag/{ATTEMPT}",
+        n=0,
         step=1,
         world_size=ranks.count,
-        outcome="commit",
-        order=(1, 0),
-        save_latest=True,
+        ballot=BallotRef(digest="", size=1),
         decided_by=0,
         writer=WriterIdentity(host="", pid=0, time=""),
     )
-    return CheckpointView(Checkpoint("tag", ATTEMPT, outcome), indexes)
+    return CheckpointView(Checkpoint("tag", ATTEMPT, commit), indexes)
 
 
 def _written(tensors: Iterable[Tensor], ranks: Ranks, rank: int) -> Iterator[ShardTensor]:
@@ -158,7 +159,8 @@ def amplification(
         held = [(tensor, part) for tensor in known for part in ranks.held(tensor, rank).parts]
         gaps, wanted = plan_reads(world, [BoxRequest(tensor.fqn, part.box, None) for tensor, part in held])
         assert not gaps, gaps
-        read = sum(group.stop - group.start for group in group_chunks(wanted, (config or LoadConfig()).block_bytes))
+        groups = group_chunks(wanted, (config or LoadConfig()).block_bytes, GAP_BYTES)
+        read = sum(group.stop - group.start for group in groups)
         found.append((read, _needed(held)))
     return sum(r for r, _ in found) / sum(n for _, n in found), max(r / n for r, n in found if n)
 

@@ -38,7 +38,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.daemon.roots.root_scan import RootScanner
 from checkpointd.layout.keys import default_tag
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.candidates import candidates
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.report.listing import listing
@@ -77,11 +77,11 @@ async def chooses(_root: Root, store: Store, meter: Meter) -> None:
     """A `load()` that names no tag chooses a checkpoint."""
     with meter:
         found = await candidates(store, Patience(0.0, 0.0))
-    assert found.checkpoints
+    assert found
 
 
 async def job_starts(root: Root, store: Store, meter: Meter) -> None:
-    """A job starts: it takes the start and decides what was left in doubt."""
+    """A job starts: it takes the start and decides what is undecided."""
     with meter:
         started = await startup.begin(store, Beginner(world_size=root.ranks, job="benchmark"))
     await started.lease.release()
@@ -118,8 +118,8 @@ async def removes(root: Root, store: Store, meter: Meter) -> None:
 
     It counts until the checkpoint is gone, whether the save waits for that or not.
     """
-    known = await catalog.checkpoints(store)
-    newest, oldest = known[0].outcome.step, known[-1].outcome.step
+    known = await root_view.checkpoints(store)
+    newest, oldest = known[0].commit.step, known[-1].commit.step
     start = (await starts.take(store, root.ranks)).start
     plain = Saver(store=store, start=start, world_size=root.ranks).as_job(store)
     removing = replace(plain, retention=Retention(keep_last=len(known)))
@@ -146,7 +146,7 @@ async def removes(root: Root, store: Store, meter: Meter) -> None:
 
 async def proved(store: Store, step: int) -> None:
     """Read a checkpoint back: retention removes none before a newer one was."""
-    await read_back(store, await catalog.find(store, default_tag(step)))
+    await read_back(store, await root_view.find(store, default_tag(step)))
 
 
 Operation = Callable[[Root, Store, Meter], Coroutine[Any, Any, None]]

@@ -33,7 +33,7 @@ from benchmarks.roots import Saver
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import default_tag
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.bind import Target
@@ -123,7 +123,7 @@ def loading(path: Path, saver: Saver, ranks: int, *, whole: bool) -> Reading:
     try:
         disk = roots.CountingDisk(str(path))
         store = PosixStore(path, disk)
-        checkpoint = writer.call(catalog.find(store, default_tag(1)), 60.0)
+        checkpoint = writer.call(root_view.find(store, default_tag(1)), 60.0)
         before = resident(reset=True)
         with Meter(disk.work) as meter:
             source = StoredSource(store, writer, LoadConfig(), 600.0, Ranks(rank=ranks // 2, world_size=ranks), checkpoint)

@@ -27,7 +27,7 @@ from checkpointd.layout.keys import AttemptId, default_tag
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress, ShardTensor, aligned
 from checkpointd.pipeline.write.dedup import Bases
@@ -100,10 +100,10 @@ class CountingDisk(OsDisk):
         self.work.stats += 1
         return await super().size(path)
 
-    async def children(self, path: str, *, links: bool = False) -> list[Child]:
-        found = await super().children(path, links=links)
+    async def children(self, path: str, *, links: bool = False, sizes: bool = True) -> list[Child]:
+        found = await super().children(path, links=links, sizes=sizes)
         self.work.listings += 1
-        self.work.stats += len(found)
+        self.work.stats += len(found) if sizes else 0
         return found
 
 
@@ -227,7 +227,7 @@ class Saver:
         return self.layouts[rank]
 
     async def vote(self, number: int, rank: int, value: float) -> None:
-        """Everything that a rank writes before there is an outcome."""
+        """Everything that a rank writes before the attempt is decided."""
         info = self.info(number, rank)
         job = PersistJob(
             store=self.store,
@@ -275,7 +275,7 @@ async def history(path: Path, tags: int, ranks: int = 1) -> None:
         state = saver.writer()
         for number in range(tags):
             await saver.save(state, number)
-        await read_back(store, (await catalog.checkpoints(store))[0])
+        await read_back(store, (await root_view.checkpoints(store))[0])
 
 
 async def most_pending(path: Path, keep: int, saves: int) -> int:
@@ -284,7 +284,7 @@ async def most_pending(path: Path, keep: int, saves: int) -> int:
         start = (await starts.take(store, 1)).start
         saver = Saver(store=store, start=start, retention=Retention(keep_last=keep)).as_job(store)
         state, most, running = saver.writer(), 0, set[asyncio.Task[None]]()
-        first = (await catalog.checkpoints(store))[0].outcome.step + 1
+        first = (await root_view.checkpoints(store))[0].commit.step + 1
         for number in range(first, first + saves):
             decided = asyncio.Event()
             work = saver.coordinate(state, number, float(number), lambda phase, d=decided: d.set() if phase in FINAL else None)  # type: ignore[misc]
@@ -302,7 +302,7 @@ async def removed(path: Path, tag: str) -> None:
     async with PosixStore(path, read_only=True) as store:
         for _ in range(LOOKS):
             try:
-                await catalog.find(store, tag)
+                await root_view.find(store, tag)
             except NotFoundError:
                 return
             await asyncio.sleep(0.005)

@@ -36,9 +36,10 @@ from checkpointd.daemon.protocol import wire  # noqa: E402
 from checkpointd.daemon.protocol.decoder import Decoder  # noqa: E402
 from checkpointd.daemon.protocol.parts import contents_parts, layout_parts  # noqa: E402
 from checkpointd.layout.boxes import Box  # noqa: E402
-from checkpointd.layout.keys import start_key  # noqa: E402
-from checkpointd.layout.manifest import Start, encode  # noqa: E402
+from checkpointd.layout.log_records import BeginRecord  # noqa: E402
 from checkpointd.pipeline.identity import writer  # noqa: E402
+from checkpointd.pipeline.root.log import RootLog  # noqa: E402
+from checkpointd.pipeline.root_id import made_id  # noqa: E402
 from checkpointd.store.posix.store import PosixStore  # noqa: E402
 from checkpointd.store.writers import new_writer  # noqa: E402
 
@@ -47,6 +48,7 @@ LIMIT_MIB, SLACK_MIB = 64, 128
 PAGE = mmap.PAGESIZE
 CONNECTIONS = 60
 PING_S = 0.02
+NONCE = "0" * 32
 
 
 class Raw:
@@ -87,7 +89,7 @@ class Raw:
 
     def begin(self) -> None:
         asked = wire.Begin(
-            start=1, nonce="n", compression="none", chunk_bytes=4 * MIB, budget_bytes=64 * MIB, commit_timeout_s=600.0
+            start=1, nonce=NONCE, compression="none", chunk_bytes=4 * MIB, budget_bytes=64 * MIB, commit_timeout_s=600.0
         )
         self.say(asked)
 
@@ -268,10 +270,11 @@ def daemon(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 async def put_start(root: str) -> None:
-    """Begin the start that the attackers name; without its record the daemon takes no save."""
+    """Begin the start that the attackers name; without it the daemon takes no save."""
     async with PosixStore(root) as store:
-        start = Start(start=1, nonce="n", world_size=64, process=new_writer(), writer=writer())
-        await store.put(start_key(1), encode(start))
+        begin = BeginRecord(start=1, nonce=NONCE, world_size=64, process=new_writer(), writer=writer())
+        await made_id(store)
+        assert await RootLog.of(store).add(begin) == ""
 
 
 def rss_mib(pid: int) -> float:

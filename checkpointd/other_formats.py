@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from checkpointd.commands import at_tag, command
-from checkpointd.layout.keys import SERVICE, AttemptId, is_tag
+from checkpointd.layout.keys import LOG_ROOT, AttemptId, is_tag
 from checkpointd.regular_files import open_regular
 
 _LOOK_BYTES = 1 << 20
@@ -34,10 +34,15 @@ def recognised(path: str | os.PathLike[str], root: str = "ROOT") -> str | None:
     return None if found is None else f"{os.fspath(path)} {found}"
 
 
+def is_root(path: str | os.PathLike[str]) -> bool:
+    """Whether the directory `path` is a root of checkpointd."""
+    return os.path.isfile(os.path.join(path, LOG_ROOT))
+
+
 def of_others(path: str | os.PathLike[str], root: str = "ROOT") -> str | None:
     """The same, but None for a root of checkpointd and what lies in it."""
     above = os.path.dirname(os.path.abspath(path))
-    if any(os.path.isdir(os.path.join(place, SERVICE, "starts")) for place in (path, above)):
+    if any(is_root(place) for place in (path, above)):
         return None
     return recognised(path, root)
 
@@ -64,10 +69,10 @@ def _directory(path: str, root: str) -> str | None:
 
 
 def _ours(it: _Directory) -> str | None:
-    if os.path.isdir(os.path.join(it.path, SERVICE, "starts")):
+    if is_root(it.path):
         return f"is a root of checkpointd, and needs no import: {command('list', it.path)} shows its checkpoints"
     above, tag = os.path.split(it.path)
-    if any(map(AttemptId.parse, it.folders)) and is_tag(tag) and os.path.isdir(os.path.join(above, SERVICE, "starts")):
+    if any(map(AttemptId.parse, it.folders)) and is_tag(tag) and is_root(above):
         shown = command("inspect", *at_tag(above, tag))
         return f"is the tag {tag} of the root {above}, and needs no import: {shown} shows it"
     return None

@@ -28,9 +28,9 @@ coordinator decides with a plain function of the votes (`commit/decide.py`): it 
 the plans are whole together, and aborts at the first no or invalid vote, or at the deadline.
 
 Some events need a word. *yes vote uncertain*: storing the vote failed, but it may be there all the same; the rank then asks
-for an abort. *other writer voted yes*: another process wrote this rank's shard, after a takeover, and its vote counts. *outcome
-out of reach*: the rank can neither read an outcome nor put one. *deadline passed* changes no phase, so the diagram leaves it
-out: the rank then puts an abort, and the outcome that it finds is the next event.
+for an abort. *other writer voted yes*: another process wrote this rank's shard, after a takeover, and its vote counts. *log out
+of reach*: the rank can neither read the decision nor append one. *deadline passed* changes no phase, so the diagram leaves it
+out: the rank then appends an abort, and the decision that it finds in the log is the next event.
 
 """
 

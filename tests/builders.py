@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from checkpointd.codec import Compression
 from checkpointd.commit.decide import OnNoProgress
+from checkpointd.commit.log import base_in
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
@@ -24,14 +25,20 @@ from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.indexes import Alias, Scope
 from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import AnnounceRecord
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline import attempt as attempt_module
 from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.gc.collect import remove, sweep
+from checkpointd.pipeline.gc.retire import retire
+from checkpointd.pipeline.outcome.recover import Recovery, decided_now, make_again, recover
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import TENSOR_ALIGNMENT, AttemptInfo, Bytes, Shard, ShardProgress, ShardTensor, finite
 from checkpointd.pipeline.write.dedup import Bases
 from checkpointd.pipeline.write.job import PersistJob
@@ -214,8 +221,16 @@ class Save:
             for attempt in attempts:
                 attempt._deadline = asyncio.get_running_loop().time()
 
+    async def announce(self) -> None:
+        """Announce the attempt, as its coordinator does first of all."""
+        log = RootLog.of(self.store)
+        base = base_in(await log.look()) if self.dedup or self.full_every else ""
+        refused = await log.add(AnnounceRecord(attempt=self.info(0).prefix, n=self.n, step=self.step, base=base))
+        assert not refused, refused
+
     async def vote(self, rank: int) -> None:
         """Persist and vote, and nothing after that: what a rank leaves that dies then."""
+        await self.announce()
         if rank in self.failing:
             error = self.failing[rank]
             report = ErrorReport(code=type(error).__name__, message=str(error), phase="staging")
@@ -237,6 +252,32 @@ class Save:
 async def begin_start(store: Store, world_size: int = 2) -> int:
     """Take the next start, as rank 0 of a starting job does."""
     return (await starts.take(store, world_size)).start
+
+
+async def restart(store: Store, *spared: str, world_size: int = 2) -> Recovery:
+    """What the next start of the job does, which spares these attempts (`<tag>/<attempt>`)."""
+    log = RootLog.of(store)
+    before = await log.look(settles=True)
+    if log.fault:
+        before = await make_again(store, before, ())
+    decided = await decided_now(store, before, spared)
+    assert await starts.begin(store, before.start + 1, world_size, spared, decided=decided) is not None
+    return await recover(store, before)
+
+
+async def delete_checkpoint(store: Store, *tags: str) -> None:
+    """What a person's deletion of these tags does."""
+    assert await remove(store, {"the test": [(await root_view.find(store, tag)).prefix for tag in tags]}) == ""
+    await sweep(store)
+    await move_latest(RootLog.of(store))
+
+
+async def collect(store: Store, rules: Retention) -> list[str]:
+    """What `gc` does. Returns the tags that are checkpoints no more."""
+    before = await root_view.checkpoints(store)
+    await retire(store, await root_view.scan(store), rules)
+    after = await root_view.checkpoints(store)
+    return [one.tag for one in reversed(before) if one not in after]
 
 
 async def plan_save(
@@ -278,8 +319,9 @@ async def save_checkpoint(store: Store, **options: object) -> list[Attempt]:
 
 
 async def leave_in_doubt(store: Store, *, voting: tuple[int, ...] = (0, 1), **options: object) -> Save:
-    """Votes of the ranks `voting`, one after another, and no outcome: what a killed job leaves."""
+    """An announcement, votes of the ranks `voting`, one after another, and no decision: what a killed job leaves."""
     save = await plan_save(store, **options)  # type: ignore[arg-type]  # named by the test
+    await save.announce()
     for rank in voting:
         await save.vote(rank)
     return save
@@ -287,7 +329,7 @@ async def leave_in_doubt(store: Store, *, voting: tuple[int, ...] = (0, 1), **op
 
 async def load_arrays(store: Store, tag: str, rank: int) -> dict[str, bytes]:
     """Every tensor of one rank as its raw bytes, read and verified by the real loader."""
-    checkpoint = await catalog.find(store, tag)
+    checkpoint = await root_view.find(store, tag)
     index = await read_index(store, checkpoint, rank)
     found = {t.fqn: bytearray(sum(c.raw for c in t.chunks)) for t in index.tensors}
 

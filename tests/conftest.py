@@ -50,7 +50,6 @@ COUNTS = {
     # What only the night has, has an option with one default, below.
     "kill-rounds": Count(2, 6, "rounds of SIGKILL under torchrun"),
     "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
-    "call-stride": Count(10, 1, "of the calls of a save, one in so many fails"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
     "power-cuts": Count(1, 4, "power cuts under a saving job"),
     "sim-schedules": Count(30, 1000, "random schedules of the simulated job, for each storage"),
@@ -65,7 +64,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addoption(f"--{name}", type=int, help=words)
     parser.addoption("--sidecar-rounds", type=int, default=4, help="rounds of kills with sidecars (default: 4)")
     parser.addoption("--bucket-rounds", type=int, default=2, help="rounds of kills and faults with a bucket (default: 2)")
-    parser.addoption("--bucket-races", type=int, default=4, help="races of 16 writers in a bucket (default: 4 each)")
     parser.addoption("--trainer-rounds", type=int, default=1, help="jobs of trainers killed in a save (default: 1 each)")
     parser.addoption("--fuzzed-files", type=int, default=100, help="roots and files that are changed and loaded (default: 100)")
     parser.addoption("--chaos-seeds", type=int, default=12, help="trainings on streams in random orders (default: 12)")

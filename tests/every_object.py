@@ -20,29 +20,29 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import torch
 
 from checkpointd.codec import Compression
+from checkpointd.commit import log_access
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.keys import DAMAGED, VERIFIED, attempt_lease_key, mark_name, read_back_name
-from checkpointd.layout.manifest import Damaged, Deleted, Lease, ReadBack, decode, encode
+from checkpointd.layout.keys import attempt_lease_key, read_back_name
+from checkpointd.layout.manifest import Lease, ReadBack, encode
 from checkpointd.pipeline import attempt, identity
 from checkpointd.pipeline.read.verify import record_verdict, verify
-from checkpointd.pipeline.root import catalog, catalog_log
-from checkpointd.pipeline.root.candidates import note_passed_over
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.write import choose_codec
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention
 from tests.e2e.forked_ranks import forked, forked_output
 from tests.faults.jobs import wait_until
+from tests.logged_roots import log_state
 
 RANKS = 2
 LIMIT_S = 200.0
 NEWEST, LATER = 5, 6
-"""The step that `latest` names, and one whose save is in doubt."""
+"""The step of the newest checkpoint, and one whose save is undecided."""
 STEPS = {"global_step1": 1, "global_step2": 2, "best": 3, "global_step4": 4, f"global_step{NEWEST}": NEWEST}
 """The checkpoints of the root, with the step whose values they hold."""
 NOBODY = "elsewhere.000000000000.0.4711.0.00000000"
@@ -56,21 +56,15 @@ KINDS = {
     "index": rf"{_ATTEMPT}\d{{5}}\.index",
     "index of a takeover": rf"{_ATTEMPT}\d{{5}}-1\.index",
     "vote": rf"{_ATTEMPT}\d{{5}}\.vote",
-    "ballot": rf"{_ATTEMPT}ballot",
-    "joint plan": rf"{_ATTEMPT}plan",
-    "outcome": rf"{_ATTEMPT}outcome",
-    "mark": rf"{_ATTEMPT}deleted",
-    "later mark": rf"{_ATTEMPT}deleted-1",
+    "ballot": rf"{_ATTEMPT}ballot-[0-9a-f]{{32}}",
+    "joint plan": rf"{_ATTEMPT}plan-[0-9a-f]{{32}}",
     "record of reading back": rf"{_ATTEMPT}\d{{5}}\.readback",
-    "verified": rf"{_ATTEMPT}verified",
-    "damaged": rf"{_ATTEMPT}damaged",
-    "passed-over": rf"{_ATTEMPT}passed-over",
-    "lease of an attempt": rf"{_ATTEMPT}lease",
-    "start": r"\.checkpointd/starts/\d{8}",
+    "lease of an attempt": rf"\.checkpointd/leases/attempts/{_ATTEMPT.rstrip('/')}",
     "lease of a job": r"\.checkpointd/leases/\d{8}",
     "plan": r"\.checkpointd/plans/\d{8}/0/[0-9a-f]{32}",
-    "records of the catalog": r"\.checkpointd/catalog/\d{12}\.records",
-    "summary": r"\.checkpointd/catalog/\d{12}\.summary",
+    "id of the root": "log/root",
+    "entry": r"log/\d{12}\.json",
+    "state": r"log/\d{12}\.state",
 }
 """The kinds of objects, each with a pattern of its keys."""
 
@@ -131,19 +125,11 @@ def with_records(root: Path) -> Path:
 
 async def _add_records(root: Path) -> None:
     async with PosixStore(root) as store:
-        newest = await catalog.find(store, f"global_step{NEWEST}")
+        newest = await root_view.find(store, f"global_step{NEWEST}")
         await record_verdict(store, newest, await verify(store, newest, LoadConfig()))
-        older = (await catalog.find(store, "global_step1")).prefix
-        await note_passed_over(store, older, "its index was damaged, until somebody brought it back from a copy")
         await store.put(f"{newest.prefix}/{read_back_name(0)}", encode(ReadBack(rank=0, nbytes=1, writer=identity.writer())))
         lease = Lease(process=NOBODY, job="train", count=7, length_s=0.05, writer=identity.writer())
         await store.put(attempt_lease_key(newest.prefix), encode(lease))
-        removed = "best/00000001-0"
-        await store.put(f"{removed}/{DAMAGED}", encode(Damaged(faults=("a chunk is wrong",), writer=identity.writer())))
-        mark = decode(await store.get(f"{removed}/{mark_name(0)}"), Deleted, removed)
-        await store.put(f"{removed}/{mark_name(1)}", encode(mark))
-        more = msgspec.structs.replace(mark, kept=(*mark.kept, "00000-0.chunks"))
-        await store.put(f"{removed}/{mark_name(0)}", encode(more))
 
 
 # --- in each of the ranks -----------------------------------------------------------------------------------------------
@@ -166,8 +152,7 @@ def begin(folder: Path, rank: int) -> None:
 def save(folder: Path, rank: int) -> None:
     """Write `folder`/root, and end this process as if it were killed."""
     with (
-        mock.patch.object(catalog_log, "SUMMARY_EVERY", 6),
-        mock.patch.object(catalog_log, "COMPACT_EVERY", 2),
+        mock.patch.object(log_access, "STATE_EVERY", 8),
         mock.patch.object(choose_codec, "DELTA_BYTES_MIN", 1024),
     ):
         _save_all(folder, rank)
@@ -193,7 +178,7 @@ def _save_all(folder: Path, rank: int) -> None:
     ckpt.load({"model": cut(0)})
     _save(ckpt, NEWEST)
     if rank == 0:
-        wait_until((root / f"global_step{NEWEST}/00000003-0" / VERIFIED).is_file, "the newest is read back")
+        wait_until(lambda: log_state(root).attempts[f"global_step{NEWEST}/00000003-0"].verified, "the newest is read back")
         ckpt.save(LATER, {"model": cut(LATER)})
         wait_until((root / f"global_step{LATER}/00000003-0/00000.vote").is_file, "rank 0 has voted")
         shutil.copytree(root, folder / "root")

@@ -81,25 +81,43 @@ class Forger:
         (self.folder / "00000.vote").write_bytes(data)
         self.put_ballot([(data, len(data))], data)
 
+    @property
+    def entry(self) -> Path:
+        """The entry of the log that commits the attempt."""
+        attempt = f"{self.tag}/{self.folder.name}"
+
+        def commits(path: Path) -> bool:
+            records = opened(path.read_bytes())["records"]
+            return ("commit", attempt) in [(record["kind"], record.get("attempt")) for record in records]
+
+        return next(filter(commits, sorted(self.root.glob("log/*.json"))))
+
     def put_ballot(self, votes: list[tuple[bytes, int]], tail: bytes) -> None:
         """A ballot whose table says that there are `votes` of these sizes, and then the bytes `tail`."""
         table = b"".join(xxhash.xxh3_128_digest(data) + size.to_bytes(8, "little") for data, size in votes)
-        (self.folder / "ballot").write_bytes(table + tail)
-        self.edit_outcome(ballot={"digest": digest(table), "size": len(table) + len(tail)})
+        (self.folder / f"ballot-{digest(table)}").write_bytes(table + tail)
+        self.edit_commit(ballot={"digest": digest(table), "size": len(table) + len(tail)})
 
     def fill_ballot(self, size: int) -> None:
-        """A ballot of `size` bytes, all of them 0, which the outcome names with another digest."""
-        self.sparse("ballot", size)
-        self.edit_outcome(ballot={"digest": "0" * 32, "size": size})
+        """A ballot of `size` bytes, all of them 0, which the commit names with another digest."""
+        self.sparse(f"ballot-{'0' * 32}", size)
+        self.edit_commit(ballot={"digest": "0" * 32, "size": size})
 
     def edit_vote(self, **changes: Any) -> None:
         self.put_vote(edited((self.folder / "00000.vote").read_bytes(), **changes))
 
-    def put_outcome(self, data: bytes) -> None:
-        (self.folder / "outcome").write_bytes(data)
+    def edit_commit(self, **changes: Any) -> None:
+        """Change the record of the commit in its entry."""
+        fields = opened(self.entry.read_bytes())
+        records = [one | changes if one["kind"] == "commit" else one for one in fields["records"]]
+        self.entry.write_bytes(sealed(fields | {"records": records}))
 
-    def edit_outcome(self, **changes: Any) -> None:
-        self.put_outcome(edited((self.folder / "outcome").read_bytes(), **changes))
+    def cut_log(self) -> None:
+        """Let the log end before the commit."""
+        first = self.entry.name
+        for path in self.root.glob("log/*.json"):
+            if path.name >= first:
+                path.unlink()
 
     def sparse(self, name: str, size: int, head: bytes = b"") -> None:
         """An object of the attempt (or a path from the root, with a slash) that declares `size` bytes and holds a few."""

@@ -1,4 +1,4 @@
-"""A reader of format version 2 made from docs/FORMAT.md and docs/format/CODECS.md alone: it shows that they are enough.
+"""A reader of format version 3 made from docs/FORMAT.md and the pages in docs/format/ alone: it shows that they are enough.
 
 It imports nothing of checkpointd and checks every digest on the way. What it finds is given as `tests/golden/describe.py`
 describes values.
@@ -53,7 +53,7 @@ def small_object_in(data: bytes, kind: str, path: object) -> dict[str, Any]:
     assert match is not None
     check(digest(data[: match.start(1)] + b"0" * 32 + data[match.end(1) :]) == match[1].decode(), f"{path}: checksum")
     found: dict[str, Any] = json.loads(data)
-    check((next(iter(found)), found["format"], found["version"]) == ("format", f"checkpointd.{kind}", 2), f"{path}: format")
+    check((next(iter(found)), found["format"], found["version"]) == ("format", f"checkpointd.{kind}", 3), f"{path}: format")
     return found
 
 
@@ -61,91 +61,182 @@ def latest(root: Path) -> str:
     return (root / "latest").read_text().removesuffix("\n")
 
 
+Order = tuple[int, int]
+"""The start, and the number of the save in it."""
+
+
+class Log:
+    """The attempts that a log knows, by `<tag>/<attempt>`, as a state has them, and what else a state says of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / "log"
+        self.names = sorted(path.name for path in self.folder.iterdir())
+        states = self.numbers("state")
+        check(self.numbers("rebuild")[-1:] <= states[-1:], "the log is being made again")
+        self.number, self.nonce = 0, ""
+        self.attempts: dict[str, dict[str, Any]] = {}
+        self.heads: dict[str, str] = {}
+        for number in reversed(states):
+            try:
+                self.take_state(number)
+                break
+            except (Damaged, ValueError):
+                continue
+        for number in self.numbers("json"):
+            if number > self.number:
+                self.take_entry(number)
+        check(self.number >= max(states, default=0), "a state is damaged, and nothing else tells what it says")
+
+    def numbers(self, kind: str) -> list[int]:
+        return [int(name[:12]) for name in self.names if re.fullmatch(rf"\d{{12}}\.{kind}", name)]
+
+    def take_state(self, number: int) -> None:
+        state = small_object(self.folder / f"{number:012d}.state", "state")
+        check(state["number"] == number, "a state was moved")
+        self.number, self.nonce, self.heads = number, state["nonce"], state.get("heads", {})
+        self.attempts = {one["attempt"]: one for one in state["attempts"]}
+
+    def take_entry(self, number: int) -> None:
+        entry = small_object(self.folder / f"{number:012d}.json", "entry")
+        fits = (number, number, self.nonce) == (self.number + 1, entry["number"], entry["before"])
+        check(fits, f"entry {number} does not follow")
+        self.number, self.nonce = number, entry["nonce"]
+        for record in entry["records"]:
+            self.take(record)
+        if number % 64 == 0:
+            forgotten = [name for name, one in self.attempts.items() if 0 < one.get("swept", 0) <= number - 128]
+            for name in forgotten:
+                del self.attempts[name]
+
+    def take(self, record: dict[str, Any]) -> None:
+        match record["kind"]:
+            case "begin":
+                for name, one in self.attempts.items():
+                    if one["status"] == "undecided" and name not in record.get("spared", ()):
+                        one["status"] = "aborted"
+            case "announce" | "hold" as kind:
+                status = "undecided" if kind == "announce" else "removed"
+                self.attempts[record["attempt"]] = {**record, "status": status}
+            case "commit":
+                self.attempts[record["attempt"]] |= {"status": "checkpoint", "commit": record}
+                self.commit(record)
+            case "abort":
+                self.attempts[record["attempt"]] |= {"status": "aborted", "abort": record}
+            case "remove":
+                for name in record["attempts"]:
+                    self.attempts[name] |= {"status": "removed", "removal": record}
+                self.choose_heads()
+            case "swept":
+                for name in record["attempts"]:
+                    self.attempts[name]["swept"] = self.number
+            case "verified":
+                self.attempts[record["attempt"]] |= {"verified": True, "damaged": ""}
+            case "damaged":
+                self.attempts[record["attempt"]] |= {"verified": False, "damaged": record["why"]}
+            case "passed-over":
+                self.attempts[record["attempt"]]["passed_over"] = record["why"]
+            case "rollback":
+                one = self.attempts[record["attempt"]]["commit"]
+                self.leave(one, goes_back=True)
+                self.heads[training(one)] = record["attempt"]
+            case kind:
+                raise Damaged(f"a record of the kind {kind}")
+
+    # --- branches ---
+
+    def commit(self, commit: dict[str, Any]) -> None:
+        if commit.get("left"):
+            self.leave(commit)
+        head = self.attempts.get(self.heads.get(training(commit), ""))
+        if head is None or order(head["commit"]) < order(commit):
+            self.heads[training(commit)] = commit["attempt"]
+        elif head["commit"].get("left"):
+            self.leave(head["commit"])
+
+    def leave(self, head: dict[str, Any], *, goes_back: bool = False) -> None:
+        """Note which checkpoints are left behind, or no longer, if `head` is the newest of the current branch."""
+        gaps = [(tuple(since), tuple(until)) for since, until in head.get("left", ())]
+        base = order(head) if goes_back or not gaps else gaps[-1][0]
+        alike = [one for one in self.attempts.values() if "commit" in one and training(one["commit"]) == training(head)]
+        returns = any(one.get("left_behind") and order(one["commit"]) == base for one in alike)
+        for one in alike:
+            at = order(one["commit"])
+            if one["status"] != "checkpoint" or (at > order(head) and not goes_back):
+                continue
+            if at > order(head) or any(since < at < until for since, until in gaps):
+                one["left_behind"] = True
+            elif returns and at <= base:
+                one["left_behind"] = False
+
+    def choose_heads(self) -> None:
+        """Of each training whose head was removed, the newest checkpoint that is there is the head."""
+        for own, head in [*self.heads.items()]:
+            if self.attempts[head]["status"] == "checkpoint":
+                continue
+            del self.heads[own]
+            there = [one for one in self.attempts.values() if one["status"] == "checkpoint" and not one.get("left_behind")]
+            alike = [one["commit"] for one in there if training(one["commit"]) == own]
+            if alike:
+                self.heads[own] = max(alike, key=order)["attempt"]
+
+    def checkpoints(self) -> list[dict[str, Any]]:
+        """Newest first, and those that were left behind after all others."""
+        found = [one for one in self.attempts.values() if one["status"] == "checkpoint"]
+        found.sort(key=lambda one: (not one.get("left_behind"), order(one["commit"])), reverse=True)
+        return found
+
+
+def order(commit: dict[str, Any]) -> Order:
+    return int(commit["attempt"].rpartition("/")[2].partition("-")[0]), commit["n"]
+
+
+def training(commit: dict[str, Any]) -> str:
+    """The directory of the training whose checkpoint it is."""
+    shown = commit.get("shown_at", "")
+    own = commit.get("unfinished", "")
+    parent: str = shown.rpartition("/")[0]
+    return parent.rpartition("/")[0] if own and not own.endswith("-whole") else parent
+
+
+def newest(root: Path) -> str:
+    """The tag of the newest checkpoint of the current branch that may be the newest."""
+    found = (one for one in Log(root).checkpoints() if one["commit"].get("save_latest", True) and not one.get("left_behind"))
+    return str(next(found)["attempt"].rpartition("/")[0])
+
+
 def tags(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    """The tags with a checkpoint."""
+    return sorted({one["attempt"].rpartition("/")[0] for one in Log(root).checkpoints()})
 
 
-def attempts(root: Path, tag: str) -> dict[str, dict[str, Any] | None]:
-    """Outcome of every attempt at `tag`; None for one that is not to be considered."""
-    found = sorted(path for path in (root / tag).iterdir() if re.fullmatch(r"\d{8,}-\d+", path.name))
-    return {p.name: small_object(p / "outcome", "outcome") if counts(p) else None for p in found}
-
-
-def counts(attempt: Path) -> bool:
-    """Whether the attempt was not removed, and is more than a commit that came too late."""
-    names = {path.name for path in attempt.iterdir()}
-    return "deleted" not in names and not ("ballot" in names and names <= {"outcome", "ballot", "plan"})
-
-
-def catalog(root: Path) -> dict[str, str]:
-    """What the catalog says of every attempt: open, commit, abort or removed."""
-    names = sorted(path.name for path in (root / ".checkpointd/catalog").iterdir())
-    summaries = [name for name in names if name.endswith(".summary")]
-    covered, entries = 0, dict[str, dict[str, Any]]()
-    if summaries:
-        summary = small_object(root / ".checkpointd/catalog" / summaries[-1], "summary")
-        covered = summary["number"]
-        entries = {f"{entry['tag']}/{entry['attempt']}": entry for entry in summary["entries"]}
-    batches = [name for name in names if name.endswith(".records") and int(name[:12]) > covered]
-    check([int(name[:12]) for name in batches] == list(range(covered + 1, covered + 1 + len(batches))), "a batch is missing")
-    records = list[dict[str, Any]]()
-    for name in batches:
-        batch = small_object(root / ".checkpointd/catalog" / name, "records")
-        check(batch["number"] == int(name[:12]), name)
-        records += batch["records"]
-    for record in records:
-        check(record["kind"] != "rebuilt", record)
-        prefix = f"{record['tag']}/{record['attempt']}"
-        if record["kind"] == "intent":
-            entries.setdefault(prefix, {})
-        if record["kind"] == "forgotten":
-            entries.pop(prefix, None)
-        entry = entries.get(prefix, {})
-        if record["kind"] == "close" and "digest" not in entry:
-            entry.update(digest=record["digest"], outcome=record["outcome"])
-        if record["kind"] in ("removing", "removed"):
-            entry["removing"] = record["kind"] == "removing"
-        if record["kind"] == "removed":
-            entry["removed"] = record["reason"]
-    return {prefix: _said(root / prefix, entry) for prefix, entry in entries.items()}
-
-
-def _said(folder: Path, entry: dict[str, Any]) -> str:
-    if entry.get("removing") or not (entry.get("digest") or entry.get("removed")):
-        return "open"
-    if entry.get("digest"):
-        check(digest((folder / "outcome").read_bytes()) == entry["digest"], folder)
-        if entry["outcome"]["outcome"] == "abort":
-            return "abort"
-    return "removed" if entry.get("removed") else "commit"
+def attempts(root: Path, tag: str) -> dict[str, str]:
+    """What became of every attempt at `tag`."""
+    found = Log(root).attempts.items()
+    return {name.rpartition("/")[2]: one["status"] for name, one in found if name.rpartition("/")[0] == tag}
 
 
 def checkpoint(root: Path, tag: str) -> tuple[Path, dict[str, Any]]:
-    """Directory and outcome of the newest commit of `tag`."""
-    commits = {name: o for name, o in attempts(root, tag).items() if o is not None and o["outcome"] == "commit"}
-    check(bool(commits), f"{tag} is no checkpoint")
-    name, outcome = max(commits.items(), key=lambda item: item[1]["order"])
-    check((outcome["tag"], outcome["attempt"]) == (tag, name), f"{tag}/{name}: another's outcome")
-    return root / tag / name, outcome
+    """Directory and commit of the newest checkpoint of `tag`, of the current branch if it has one."""
+    own = [one["commit"] for one in Log(root).checkpoints() if one["attempt"].rpartition("/")[0] == tag]
+    check(bool(own), f"{tag} is no checkpoint")
+    return root / own[0]["attempt"], own[0]
 
 
 def index_of(root: Path, tag: str, rank: int) -> tuple[Path, dict[str, Any]]:
-    folder, outcome = checkpoint(root, tag)
-    vote = vote_of(folder, outcome, rank)
+    folder, commit = checkpoint(root, tag)
+    vote = vote_of(folder, commit, rank)
     check((vote["tag"], vote["attempt"], vote["rank"], vote["vote"]) == (tag, folder.name, rank, "yes"), folder)
     check_plan(root, vote)
     return folder, read_index(folder, vote)
 
 
-def vote_of(folder: Path, outcome: dict[str, Any], rank: int) -> dict[str, Any]:
+def vote_of(folder: Path, commit: dict[str, Any], rank: int) -> dict[str, Any]:
     """The vote of `rank` in the ballot; only the table and this vote are read."""
-    with open(folder / "ballot", "rb") as file:
-        table = file.read(24 * outcome["world_size"])
-        check(digest(table) == outcome["ballot"]["digest"], "ballot")
+    with open(folder / f"ballot-{commit['ballot']['digest']}", "rb") as file:
+        table = file.read(24 * commit["world_size"])
+        check(digest(table) == commit["ballot"]["digest"], "ballot")
         rows = list(struct.iter_unpack("<16sQ", table))
-        check(
-            len(rows) == outcome["world_size"] and len(table) + sum(n for _, n in rows) == outcome["ballot"]["size"], "ballot"
-        )
+        check(len(rows) == commit["world_size"] and len(table) + sum(n for _, n in rows) == commit["ballot"]["size"], "ballot")
         file.seek(len(table) + sum(n for _, n in rows[:rank]))
         data = file.read(rows[rank][1])
     check(xxhash.xxh3_128_digest(data) == rows[rank][0], f"vote of rank {rank}")
@@ -158,7 +249,7 @@ def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
     data = (folder / group(ref["name"]) / ref["name"]).read_bytes()
     check((digest(data), len(data)) == (ref["digest"], ref["size"]), ref["name"])
     index: dict[str, Any] = msgspec.msgpack.decode(data)
-    check((index["format"], index["version"]) == ("checkpointd.index", 2), ref["name"])
+    check((index["format"], index["version"]) == ("checkpointd.index", 3), ref["name"])
     for name in ("tag", "attempt", "rank", "world_size", "step"):
         check(index[name] == vote[name], f"{ref['name']}: {name}")
     check(len(index["tensors"]) == vote["tensors"], "number of tensors")
@@ -188,7 +279,7 @@ def group(name: str) -> str:
 
 
 def check_plan(root: Path, vote: dict[str, Any]) -> None:
-    """A plan may be gone once the attempt has an outcome. If it is there, it must be right."""
+    """A plan may be gone once the attempt is decided. If it is there, it must be right."""
     path = root / ".checkpointd" / "plans" / vote["attempt"].split("-")[0] / str(vote["rank"] // 256) / vote["plan"]
     if not path.exists():
         return
@@ -198,7 +289,7 @@ def check_plan(root: Path, vote: dict[str, Any]) -> None:
     check(magic == b"ckptpack" and size <= 1 << 28, path)
     check(zstandard.get_frame_parameters(data[16:]).content_size == size, path)
     plan = msgspec.msgpack.decode(zstandard.ZstdDecompressor(max_window_size=8 << 20).decompress(data[16:]))
-    check((plan["format"], plan["version"]) == ("checkpointd.plan", 2), path)
+    check((plan["format"], plan["version"]) == ("checkpointd.plan", 3), path)
     check((plan["rank"], plan["world_size"], len(plan["tensors"])) == (vote["rank"], vote["world_size"], vote["tensors"]), path)
 
 
@@ -207,12 +298,12 @@ def check_plan(root: Path, vote: dict[str, Any]) -> None:
 
 def joint_plan(root: Path, tag: str) -> tuple[dict[str, list[list[int]]], list[int], list[str]]:
     """Of each global tensor its boxes, as rows of rank, offsets and sizes; the twins; the own values that differ."""
-    folder, outcome = checkpoint(root, tag)
-    data = (folder / "plan").read_bytes()
-    check(outcome["plan"] == {"digest": digest(data), "size": len(data)}, "joint plan")
+    folder, commit = checkpoint(root, tag)
+    data = (folder / f"plan-{commit['plan']['digest']}").read_bytes()
+    check(commit["plan"] == {"digest": digest(data), "size": len(data)}, "joint plan")
     plan = msgspec.msgpack.decode(data)
-    ranks = outcome["world_size"]
-    check((plan["format"], plan["version"], plan["world_size"]) == ("checkpointd.joint-plan", 2, ranks), "joint plan")
+    ranks = commit["world_size"]
+    check((plan["format"], plan["version"], plan["world_size"]) == ("checkpointd.joint-plan", 3, ranks), "joint plan")
     names = msgspec.msgpack.decode(frame(plan["names"], plan["names_nbytes"]))
     boxes: dict[str, list[list[int]]] = {}
     at = 0

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+from checkpointd.pipeline.outcome import starting
 from checkpointd.pipeline.root import leases
 from checkpointd.pipeline.root.leases import Beginner, Sight
 from checkpointd.store.posix.store import PosixStore
@@ -26,11 +27,11 @@ def live_job(root: Path, job: str = "") -> Iterator[None]:
     async def live() -> None:
         async with PosixStore(root) as store:
             sight = Sight(process=ELSEWHERE, life=lambda _: "unknown", length_s=leases.LENGTH_S)
-            _, held = await leases.begin(store, Beginner(world_size=1, job=job, sight=sight))
+            taken = await starting.begin(store, Beginner(world_size=1, job=job, sight=sight))
             begun.set()
             while not over.is_set():
                 await asyncio.sleep(0.01)
-            await held.release()
+            await taken.lease.release()
 
     with mock.patch.object(leases, "RENEWALS", RENEWALS):
         thread = threading.Thread(target=lambda: asyncio.run(live()))

@@ -1,15 +1,15 @@
-"""Logs of roots for tests: records, logs of a given length in any store, and stores that count, wait, or fail."""
+"""Logs of roots for tests: records, logs of a given length in any store, and stores that count."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from checkpointd.commit.log_records import (
+from checkpointd.errors import CheckpointdError
+from checkpointd.layout.log_records import (
     LOG,
     AbortRecord,
     AnnounceRecord,
@@ -18,7 +18,6 @@ from checkpointd.commit.log_records import (
     LogState,
     Record,
 )
-from checkpointd.errors import CheckpointdError, StoreError, UnreadableError
 from checkpointd.layout.manifest import BallotRef, ErrorReport, WriterIdentity
 from checkpointd.pipeline.root.log import RootLog, new_nonce
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
@@ -49,12 +48,14 @@ def begin(start: int = 1, *spared: str, nonce: str = "") -> BeginRecord:
 
 
 def announce(number: int, start: int = 1) -> AnnounceRecord:
-    return AnnounceRecord(attempt=name(number, start), step=number)
+    return AnnounceRecord(attempt=name(number, start), n=number, step=number)
 
 
 def commit(number: int, start: int = 1) -> CommitRecord:
     ballot = BallotRef(digest="0" * 32, size=10)
-    return CommitRecord(attempt=name(number, start), step=number, world_size=2, ballot=ballot, decided_by=0, writer=WRITER)
+    return CommitRecord(
+        attempt=name(number, start), n=number, step=number, world_size=2, ballot=ballot, decided_by=0, writer=WRITER
+    )
 
 
 def abort(number: int, start: int = 1) -> AbortRecord:
@@ -168,53 +169,3 @@ class Counting(PassingStore):
     def _count(self, kind: str, *keys: str) -> None:
         self.calls[kind] += len(keys)
         self.keys += keys
-
-
-class Unruly(PassingStore):
-    """Waits before and after each call for a random while, and fails now and then: before the call has its effect, after it, or
-    some time before it has it.
-    """
-
-    def __init__(self, store: Store, rng: random.Random, failures: float = 0.0) -> None:
-        super().__init__(store)
-        self.rng, self.failures = rng, failures
-        self.late: list[asyncio.Task[object]] = []
-
-    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        return await self._do(lambda: self._store.put_if_absent(key, data, durable=durable), StoreError, late=True)
-
-    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
-        return await self._do(lambda: self._store.get(key, size_max=size_max), UnreadableError)
-
-    async def get_each(self, keys: Sequence[str], *, size_max: int = SMALL_BYTES_MAX) -> list[bytes | CheckpointdError]:
-        return await self._do(lambda: self._store.get_each(keys, size_max=size_max), UnreadableError)
-
-    async def list(self, prefix: str) -> list[Entry]:
-        return await self._do(lambda: self._store.list(prefix), UnreadableError)
-
-    async def delete_each(self, keys: Sequence[str]) -> None:
-        some = self.rng.sample(keys, self.rng.randrange(len(keys) + 1)) if self.rng.random() < self.failures else keys
-        await self._do(lambda: self._store.delete_each(some), StoreError)
-        if len(some) < len(keys):
-            raise StoreError("a delete failed half way")
-
-    async def _do(self, call: Callable[[], Coroutine[object, object, T]], kind: type[StoreError], *, late: bool = False) -> T:
-        await self._wait()
-        fate = self.rng.random() / self.failures if self.failures else 1.0
-        if fate < 0.3:
-            raise kind("the request was lost")
-        if late and fate < 0.5:
-            self.late.append(asyncio.ensure_future(self._later(call)))
-            raise kind("the request has its effect later")
-        found = await call()
-        await self._wait()
-        if fate < 1.0:
-            raise kind("the reply was lost")
-        return found
-
-    async def _later(self, call: Callable[[], Coroutine[object, object, object]]) -> None:
-        await asyncio.sleep(self.rng.random() * 3)
-        await call()
-
-    async def _wait(self) -> None:
-        await asyncio.sleep(self.rng.random() * 0.1)

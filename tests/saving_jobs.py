@@ -15,7 +15,7 @@ from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import StagingError, StoreError, StoreFullError
-from checkpointd.layout.keys import LEASE, AttemptId, default_tag, is_bulk
+from checkpointd.layout.keys import AttemptId, default_tag, is_bulk
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.base import Entry, ObjectWriter
@@ -41,7 +41,7 @@ class Disk(MemoryStore):
     def occupied(self) -> set[str]:
         """The attempts that have bytes here, whole or being written."""
         keys = [*self._objects, *self._open_writers]
-        return {key.rpartition("/")[0] for key in keys if is_bulk(key.rpartition("/")[2]) and not key.endswith(f"/{LEASE}")}
+        return {key.rpartition("/")[0] for key in keys if is_bulk(key.rpartition("/")[2])}
 
     async def open_writer(self, key: str, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
         prefix = key.rpartition("/")[0]

@@ -13,10 +13,11 @@ from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import AttemptId, chunks_name
-from checkpointd.layout.manifest import ObjectRef, Outcome, WriterIdentity
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import BallotRef, ObjectRef, WriterIdentity
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.memory import MemoryStore
 
 ATTEMPT = AttemptId(1, 0)
@@ -28,7 +29,7 @@ async def small_chunk_view(
     store: MemoryStore, tensors: Tensors, *, ranks: int, chunk_bytes: int, codec: str = "raw"
 ) -> CheckpointView:
     """Store `tensors`, the ranks taking turns with the boxes, in chunks of at most `chunk_bytes` (one element at least)."""
-    checkpoint = Checkpoint("tag", ATTEMPT, _outcome(ranks))
+    checkpoint = Checkpoint("tag", ATTEMPT, _commit(ranks))
     indexes = {}
     for rank in range(ranks):
         name, data = chunks_name(rank, 0), bytearray()
@@ -73,15 +74,13 @@ def _index(rank: int, ranks: int, ref: ObjectRef, entries: tuple[TensorEntry, ..
     )
 
 
-def _outcome(ranks: int) -> Outcome:
-    return Outcome(
-        tag="tag",
-        attempt=str(ATTEMPT),
+def _commit(ranks: int) -> CommitRecord:
+    return CommitRecord(
+        attempt=f"tag/{ATTEMPT}",
+        n=0,
         step=1,
         world_size=ranks,
-        outcome="commit",
-        order=(1, 0),
-        save_latest=True,
+        ballot=BallotRef(digest="0" * 32, size=1),
         decided_by=0,
         writer=WriterIdentity(host="here", pid=1, time=""),
     )

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from checkpointd.commit.machine import Phase
-from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig, SpoolConfig
 from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
@@ -33,7 +32,6 @@ from checkpointd.testing import simloop
 from tests.builders import make_shard, rank_arrays
 
 HOUR_S = 3600.0
-WRITES = {"put_if_absent", "put", "put_if_match", "open_writer", "delete"}
 READS = {"get", "get_range", "get_each", "get_parts", "list", "stat", "settle"}
 
 
@@ -314,9 +312,6 @@ def away(root: AwayStore) -> Iterator[None]:
     root.away = False
 
 
-KEEP_LAST = Retention(keep_last=1)
-
-
 def run(main: Coroutine[Any, Any, None], seed: int = 1) -> None:
     simloop.run(seed, main)
 
@@ -327,7 +322,7 @@ def spool(**settings: Any) -> SpoolConfig:
 
 async def committed(root: Store) -> list[str]:
     """The tags of the checkpoints at the root, newest first, after each was read and verified."""
-    found = await catalog.checkpoints(root)
+    found = await root_view.checkpoints(root)
     for checkpoint in found:
         verdict = await verify(root, checkpoint, LoadConfig())
         assert verdict.whole, verdict

@@ -40,7 +40,7 @@ SHOWN_BY = {
         "faults/test_power_cut_job.py",
         "faults/test_power_cut_store.py",
     ),
-    "10": (f"{DURABILITY}::test_latest_moves_after_the_outcome_is_durable_and_in_one_piece",),
+    "10": (f"{DURABILITY}::test_latest_moves_after_the_commit_is_durable_and_in_one_piece",),
     "11": (f"{OVERLAPPING}::test_a_snapshot_is_not_overwritten_while_it_is_persisted",),
     "12": (f"{FAILURES}::test_a_save_that_not_all_ranks_call_ends_at_the_deadline_and_names_the_missing",),
     "13": (f"{OVERLAPPING}::test_staging_can_be_awaited_and_a_save_at_every_step_holds_that_steps_state",),

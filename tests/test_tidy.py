@@ -603,7 +603,6 @@ TESTS_OF_MORE = {
     "client/test_public_names.py": "every class that checkpointd_client exports",
     "client/test_hard_cases.py": "what would once have lost, torn or mixed a checkpoint, through the whole client",
     "doctor/test_judging.py": "every check that judges figures",
-    "pipeline/test_roundtrip.py": "save, commit, load and verify, through the whole pipeline",
     "test_benchmark_bucket_requests.py": "benchmarks/bucket_requests.py, at its smallest size",
     "test_benchmark_costs.py": "benchmarks/costs.py and benchmarks/curves.py",
     "test_benchmark_goals.py": "benchmarks/goals.py, benchmarks/figures.py and benchmarks/document.py",
@@ -640,7 +639,7 @@ def test_unit_tests_stand_where_their_modules_do() -> None:
 
 ROOMS_TESTED_ELSEWHERE = {
     "client/checkpointd_client/integrations/ray": ("tests/integrations/ray/test_checkpointer.py",),
-    "checkpointd/admin": ("tests/unit/cli/commands/test_gc.py", "tests/unit/cli/commands/test_recover.py"),
+    "checkpointd/admin": ("tests/unit/cli/commands/test_gc.py", "tests/unit/cli/commands/admin/test_recover.py"),
     "checkpointd/testing": (
         "tests/contract/test_suite.py",
         "tests/simulation/test_simbucket.py",

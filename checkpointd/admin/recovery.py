@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from checkpointd.commands import command
-from checkpointd.commit.garbage import dead_weight
+from checkpointd.commit.log import apply
+from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError
-from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline.outcome.recover import judge, lost, recover
-from checkpointd.pipeline.root import catalog, leases, reserve, starts
-from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.layout.log_records import AbortRecord, CommitRecord, DamageRecord, LogState
+from checkpointd.pipeline.gc.collect import survey
+from checkpointd.pipeline.outcome import starting
+from checkpointd.pipeline.outcome.recover import judge, recover
+from checkpointd.pipeline.root import leases, reserve, root_view, starts
+from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.leases import Beginner
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
+from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.report.holder import Holder, newest_holder
-from checkpointd.report.latest import pointer
+from checkpointd.report.log import look
 from checkpointd.store.base import Store
 from checkpointd.store.conditions import check_conditions_of
-
-log = logging.getLogger("checkpointd")
+from checkpointd.store.patient import Patience
 
 NO_RANKS = 0
 """The world size of a start without a job. It fences older starts, and the next one takes the number after it."""
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt that was in doubt, and its outcome."""
+    """One attempt that was in doubt, and how it was decided."""
 
     tag: str
     attempt: str
-    outcome: Literal["commit", "abort"]
+    decision: Literal["commit", "abort"]
     why: str
 
 
@@ -47,20 +49,25 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     holder: Holder | None
     refused: str = ""
     """Only in a dry run: why the recovery itself would be refused."""
+    log_damage: str = ""
+    """What was wrong with the log, which was made again; empty if nothing was."""
     decided: tuple[Decided, ...]
     surviving: tuple[str, ...] = ()
     """Undecided attempts (`<tag>/<attempt>`) that stay undecided because daemons still work at them."""
+    damaged: tuple[str, ...] = ()
+    """The newest checkpoints (`<tag>/<attempt>`), of which objects are gone: they are recorded as damaged."""
     latest_moved_to: str | None
     latest_removed: bool = False
     """`latest` named a tag that is gone, and no checkpoint is left for it to name."""
     swept: int
-    """The number of attempts whose chunks and indexes were removed."""
+    """The number of attempts of which objects were removed."""
     strays: int | None
     """The number of removed files of interrupted writes; None in a dry run."""
 
 
 async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
-    """Take the next start and decide every attempt of older starts, except those that a daemon still works at.
+    """Take the next start and decide every attempt of older starts, except those that a daemon still works at. Makes a damaged
+    log again.
 
     RootInUseError if a job is alive at the root, unless `take_over`.
     """
@@ -68,30 +75,50 @@ async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
 
 
 async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
-    holder = await _holder(store)
-    if holder is None and not await starts.newest(store) and not await catalog.scan(store):
+    state, damage = await look(store)
+    holder = await newest_holder(store, state)
+    if state.number == 0 and not damage:
         # No job ever ran here. This may be any directory, and must not become a root by mistake.
         return RecoveryReport(
             root=store.url, dry_run=False, start=None, holder=None, decided=(), latest_moved_to=None, swept=0, strays=0
         )
     await check_conditions_of(store, new=False)
-    start, lease = await leases.begin(store, beginner_of(store, take_over=take_over))
+    taken = await starting.begin(store, beginner_of(store, take_over=take_over))
     try:
-        done = await recover(store, start.start, start.surviving, accepts_loss=True)
+        done = await recover(store, taken.before)
+        losses = await _losses(store, await root_view.state_of(store))
+        for checkpoint, why in losses:
+            await RootLog.of(store).add(DamageRecord(attempt=checkpoint.prefix, why=why))
     finally:
-        await lease.release()
+        await taken.lease.release()
     return RecoveryReport(
         root=store.url,
         dry_run=False,
-        start=start.start,
+        start=taken.start.start,
         holder=holder,
+        log_damage=damage,
         decided=_decided(done.decided),
-        surviving=start.surviving,
+        surviving=taken.start.spared,
+        damaged=tuple(one.prefix for one, _ in losses),
         latest_moved_to=done.latest_moved_to,
         latest_removed=done.latest_removed,
         swept=done.swept,
         strays=done.strays,
     )
+
+
+async def _losses(store: Store, state: LogState) -> list[tuple[Checkpoint, str]]:
+    """The newest checkpoints, down to the first of which no object is gone, and what is missing of each."""
+    found: list[tuple[Checkpoint, str]] = []
+    for checkpoint in root_view.commits_of(root_view.views_of(state)):
+        if not checkpoint.may_be_latest or checkpoint.read_back == "damaged":
+            continue
+        try:
+            await check_whole(store, checkpoint, Patience(ABSENCE_S, ABSENCE_S))
+            break
+        except DamagedError as error:
+            found.append((checkpoint, str(error)))
+    return found
 
 
 def beginner_of(store: Store, *, take_over: bool, name: str = "recover", at: Sequence[str] = ()) -> Beginner:
@@ -107,55 +134,43 @@ def beginner_of(store: Store, *, take_over: bool, name: str = "recover", at: Seq
 
 
 async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
-    """The report that `recovery` would give now; nothing is written."""
+    """The report that `recovery` would give now; nothing is written. Of a damaged log, only what can be proved is known."""
     beginner = beginner_of(store, take_over=take_over)
-    surviving, living = await asyncio.gather(
-        leases.attempts_at_work(store, beginner.sight), leases.living_job(store, beginner.job, beginner.sight)
-    )
-    surviving = await starts.unfenced(store, surviving)
-    attempts = await catalog.scan(store)
-    outcomes = {
-        a.prefix: (await judge(store, a)).outcome for a in attempts if a.state == "in-doubt" and a.prefix not in surviving
-    }
-    after = [_as_decided(a, outcomes.get(a.prefix)) for a in attempts]
-    due = next((c.tag for c in catalog.checkpoints_of(after) if c.may_be_latest), None)
-    problem = (await pointer(store, catalog.checkpoints_of(after))).problem
+    state, damage = await look(store)
+    surviving = await starts.unfenced(store, await leases.attempts_at_work(store, beginner.sight))
+    living = None if damage else await leases.refusing(store, beginner)
+    left = [a for a in state.attempts.values() if a.status == "undecided" and a.attempt not in surviving]
+    records = [(await judge(store, one.tag, one.id)).record for one in left]
+    after = state
+    for record in records:
+        after = apply(after, record)
+    named, due = await root_view.readable_latest(store), newest_of(after)
     return RecoveryReport(
         root=store.url,
         dry_run=True,
         start=None,
-        holder=await _holder(store),
-        refused=leases.refusal(store, living, beginner.instead) if living is not None and not take_over else "",
-        decided=_decided(outcomes.values()),
+        holder=await newest_holder(store, state),
+        refused=leases.refusal(store, living, beginner.instead) if living is not None else "",
+        log_damage=damage,
+        decided=_decided(records),
         surviving=surviving,
-        latest_moved_to=due if problem else None,
-        latest_removed=bool(problem) and due is None and await lost(store, catalog.checkpoints_of(after)) is not None,
-        swept=len(dead_weight([a.facts for a in after if a.prefix not in surviving])),
+        damaged=tuple([one.prefix for one, _ in await _losses(store, after)]),
+        latest_moved_to=due.tag if due is not None and due.tag != named else None,
+        latest_removed=due is None and named is not None,
+        swept=len(await survey(store, after)),
         strays=None,
     )
 
 
-async def _holder(store: Store) -> Holder | None:
-    try:
-        return await newest_holder(store)
-    except DamagedError as error:
-        log.warning("the record of this root's job cannot be read: %s", error)
-        return None
-
-
-def _decided(outcomes: Iterable[Outcome]) -> tuple[Decided, ...]:
+def _decided(records: Iterable[CommitRecord | AbortRecord]) -> tuple[Decided, ...]:
     return tuple(
         Decided(
-            tag=outcome.tag,
-            attempt=outcome.attempt,
-            outcome=outcome.outcome,
-            why=outcome.error.message
-            if outcome.error
+            tag=record.attempt.rpartition("/")[0],
+            attempt=record.attempt.rpartition("/")[2],
+            decision="abort" if isinstance(record, AbortRecord) else "commit",
+            why=record.error.message
+            if isinstance(record, AbortRecord)
             else "every rank had voted yes, and all objects that the votes name are there",
         )
-        for outcome in outcomes
+        for record in records
     )
-
-
-def _as_decided(attempt: AttemptView, outcome: Outcome | None) -> AttemptView:
-    return attempt if outcome is None else replace(attempt, outcome=outcome)

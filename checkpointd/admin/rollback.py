@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from operator import attrgetter
+
 import msgspec
 
 from checkpointd.admin.recovery import beginner_of
 from checkpointd.commands import at_tag, command
+from checkpointd.commit.branches import BranchChange
+from checkpointd.commit.log import apply
 from checkpointd.errors import DamagedError, NotFoundError, RootInUseError, UsageError
-from checkpointd.layout.keys import AttemptId, check_tag
+from checkpointd.layout.keys import AttemptId, attempt_prefix, check_tag
+from checkpointd.layout.log_records import LogState, RollbackRecord
 from checkpointd.phrases import listed
-from checkpointd.pipeline.outcome import branches
-from checkpointd.pipeline.outcome.branches import Branching
+from checkpointd.pipeline.identity import user, writer
+from checkpointd.pipeline.outcome import starting
 from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.root import catalog, leases, reserve, starts
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import leases, reserve, root_view, starts
 from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import point_at
+from checkpointd.report.log import sound_state
 from checkpointd.store.base import Store
 from checkpointd.store.conditions import check_conditions_of
 
@@ -39,12 +47,14 @@ async def rollback(
     """Let loads, readers and later starts go on from the checkpoint `tag`. Removes nothing, and can be undone by going back to
     one of those that are left behind. `attempt`: which one, if two branches have saved the tag; by default the current one's.
 
-    Decides the saves of earlier jobs first. Raises NotFoundError if there is no such checkpoint, DamagedError if it is recorded
-    as damaged, RootInUseError if a job or a daemon is at work at the root; with `take_over` all later saves of that job fail.
+    Decides the saves of earlier jobs first. Raises NotFoundError if there is no such checkpoint, UsageError if it was saved
+    with save_latest=False, DamagedError if it is recorded as damaged or if the log cannot be read to its end, RootInUseError if
+    a job or a daemon is at work at the root; with `take_over` all later saves of that job fail.
     """
-    chosen = await _chosen(store, check_tag(tag), attempt)
+    state = await sound_state(store)
+    chosen = _chosen(store, state, check_tag(tag), attempt)
     if dry_run:
-        return _report(store, chosen, branches.planned(await catalog.scan(store), chosen.outcome, beyond=True), dry_run=True)
+        return _report(store, chosen, _change(state, apply(state, _record(chosen))), dry_run=True)
     return await reserve.on_full_disk(store, lambda: _gone_back(store, chosen, take_over=take_over))
 
 
@@ -58,47 +68,67 @@ async def _gone_back(store: Store, chosen: Checkpoint, *, take_over: bool) -> Ro
             f"checkpoint. Wait until it has ended, and repeat {command('rollback', *at_tag(store.url, tag))}"
         )
     await check_conditions_of(store, new=False)
-    start, lease = await leases.begin(store, beginner)
+
+    def admits(before: LogState) -> None:
+        _chosen(store, before, tag, str(chosen.attempt))  # it may have been removed meanwhile
+
+    # In one entry with the begin: so a reply that is lost leads to no second one, which might leave behind what came since.
+    taken = await starting.begin(store, replace(beginner, admits=admits, then=(_record(chosen),)))
     try:
-        await recover(store, start.start, start.surviving, accepts_loss=True)
-        chosen = await _chosen(store, tag, str(chosen.attempt))  # it may have been removed meanwhile
-        change = await branches.leave_behind(store, chosen.outcome, beyond=True)
-        await move_latest(store, tag, chosen.outcome.order)
-        await point_at(store, chosen.outcome)
+        log = RootLog.of(store)
+        change = _change(taken.before, log.state)
+        await move_latest(log)
+        await recover(store, taken.before)
+        await point_at(store, chosen.commit)
     finally:
-        await lease.release()
+        await taken.lease.release()
     return _report(store, chosen, change, dry_run=False)
 
 
-async def _chosen(store: Store, tag: str, attempt: str | None) -> Checkpoint:
-    chosen = await (catalog.find(store, tag) if attempt is None else _named(store, tag, attempt))
+def _record(chosen: Checkpoint) -> RollbackRecord:
+    return RollbackRecord(attempt=chosen.prefix, user=user(), writer=writer())
+
+
+def _change(before: LogState, after: LogState) -> BranchChange:
+    was_left = {one.attempt for one in before.attempts.values() if one.left_behind}
+    newest_first = sorted(after.attempts.values(), key=attrgetter("order"), reverse=True)
+    there = [one for one in newest_first if one.status == "checkpoint"]
+    return BranchChange(
+        left=tuple(one.attempt for one in there if one.left_behind and one.attempt not in was_left),
+        current=tuple(one.attempt for one in there if not one.left_behind and one.attempt in was_left),
+    )
+
+
+def _chosen(store: Store, state: LogState, tag: str, attempt: str | None) -> Checkpoint:
+    known = None if attempt is None else AttemptId.parse(attempt)
+    if attempt is not None and known is None:
+        raise UsageError(f"there is no attempt {attempt!r}: {command('list', '--all', store.url)} shows them, as in 00000003-0")
+    views = [view for view in root_view.views_of(state) if view.tag == tag and known in (None, view.attempt)]
+    chosen = next(iter(root_view.commits_of(views)), None)
+    if chosen is None:
+        what = tag if known is None else attempt_prefix(tag, known)
+        says = command("explain", *at_tag(store.url, tag)) if views else command("list", store.url)
+        raise NotFoundError(f"{what} at {store.url} is not a checkpoint: {says} says more")
     if chosen.read_back == "damaged":
         looks = command("verify", *at_tag(store.url, tag))
         raise DamagedError(
             f"{tag} at {store.url} is damaged by its record, so nothing can go on from it: {looks} reads it again",
             key=chosen.prefix,
         )
+    if not chosen.commit.save_latest:
+        raise UsageError(
+            f"{tag} was saved with save_latest=False, so no load takes it unless it names it: let the job load this tag by "
+            "name, and its first commit leaves behind what came after it"
+        )
     return chosen
 
 
-async def _named(store: Store, tag: str, attempt: str) -> Checkpoint:
-    known = AttemptId.parse(attempt)
-    if known is None:
-        raise UsageError(f"there is no attempt {attempt!r}: {command('list', '--all', store.url)} shows them, as in 00000003-0")
-    view = await catalog.view(store, tag, known)
-    if (fault := catalog.fault_of(view)) is not None:
-        raise fault
-    if view.state != "committed" or view.outcome is None:
-        raise NotFoundError(f"{view.prefix} at {store.url} is not a checkpoint: {command('explain', *at_tag(store.url, tag))}")
-    return Checkpoint(tag, known, view.outcome, view.read_back, view.left_behind)
-
-
-def _report(store: Store, chosen: Checkpoint, change: Branching, *, dry_run: bool) -> RollbackReport:
+def _report(store: Store, chosen: Checkpoint, change: BranchChange, *, dry_run: bool) -> RollbackReport:
     return RollbackReport(
         root=store.url,
         dry_run=dry_run,
         tag=chosen.tag,
-        step=chosen.outcome.step,
+        step=chosen.commit.step,
         left_behind=change.left,
         current=change.current,
     )

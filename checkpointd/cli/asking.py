@@ -11,10 +11,11 @@ from typing import TypeVar
 from checkpointd.bucket_urls import directory_of, is_bucket_url, parse
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.commands import at_tag, command
-from checkpointd.errors import NotFoundError, UsageError
-from checkpointd.layout.keys import LATEST, SERVICE, AttemptId, default_tag, is_tag
-from checkpointd.pipeline.root import catalog
+from checkpointd.errors import DamagedError, NotFoundError, UsageError
+from checkpointd.layout.keys import LATEST, LOG, LOG_ROOT, AttemptId, default_tag, is_tag
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import named
+from checkpointd.report.log import look
 from checkpointd.store import open_store
 from checkpointd.store.base import Entry, Store
 
@@ -46,7 +47,13 @@ async def _ask(root: str, question: Callable[[Store], Awaitable[T]], *, unused: 
     async with open_store(root, read_only=read_only) as store:
         check_root(store, root, unused=unused)
         await check_used(store, root, unused=unused)
-        return await question(store)
+        try:
+            return await question(store)
+        except NotFoundError as error:
+            _, log_damage = await look(store)
+            if log_damage:
+                raise DamagedError(f"{error}. Perhaps it is there all the same: {log_damage}", key=LOG) from error
+            raise
 
 
 def check_root(store: Store, given: str, *, unused: bool = False) -> None:
@@ -82,7 +89,7 @@ async def root_around(store: Store, given: str) -> str | None:
         return None
     place = parse(given)
     async with open_store(replace(place, prefix=place.prefix.rpartition("/")[0]).url, read_only=True) as outer:
-        return outer.url if await outer.list(f"{SERVICE}/starts") else None
+        return outer.url if await outer.stat(LOG_ROOT) is not None else None
 
 
 def _name(given: str) -> str:
@@ -90,7 +97,7 @@ def _name(given: str) -> str:
 
 
 async def _is_used(store: Store) -> bool:
-    return bool(await store.list(f"{SERVICE}/starts")) or any(map(_is_of_tag, await store.list("")))
+    return await store.stat(LOG_ROOT) is not None or any(map(_is_of_tag, await store.list("")))
 
 
 def _is_of_tag(entry: Entry) -> bool:
@@ -124,12 +131,12 @@ def place_is_missing(root: str, tag: str, name: str) -> UsageError:
 
 
 async def _has(store: Store, name: str) -> bool:
-    return await named_tag(store, name) in await catalog.tags(store)
+    return await named_tag(store, name) in await root_view.tags(store)
 
 
 async def _tag_of_step(store: Store, number: str) -> str:
     """`global_step149000` for `149000`, or the only tag that ends in that number; otherwise `number` unchanged."""
-    known = await catalog.tags(store)
+    known = await root_view.tags(store)
     for name in (number, default_tag(int(number))):
         if name in known:
             return name

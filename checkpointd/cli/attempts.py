@@ -8,7 +8,7 @@ from checkpointd.cli.formatting import ABSENT, count, duration, moment, size
 from checkpointd.cli.render import Cell, Mood, Table
 from checkpointd.layout.manifest import WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
-from checkpointd.pipeline.root.catalog import ReadBackState
+from checkpointd.pipeline.root.root_view import ReadBackState
 from checkpointd.report.holder import Holder
 from checkpointd.report.listing import RowState
 from checkpointd.report.votes import Ballot, RankWord
@@ -17,11 +17,8 @@ STATE_MOODS: dict[RowState, Mood] = {
     "committed": "good",
     "in-doubt": "doubt",
     "aborted": "bad",
-    "damaged": "bad",
-    "unreadable": "doubt",
     "incomplete": "bad",
     "removed": "bad",
-    "copied": "doubt",
     "deleted": "quiet",
     "superseded": "quiet",
     "left-behind": "quiet",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from checkpointd.admin.gc import CollectionReport
 from checkpointd.cli.formatting import count, size
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Table
+from checkpointd.commands import command
 from checkpointd.phrases import listed
 from checkpointd.pipeline.gc.collect import Removal
 
@@ -28,7 +29,7 @@ def page(found: CollectionReport) -> Iterator[Block]:
     if found.exporting:
         facts.append(("kept for exports", listed(found.exporting)))
     if found.unproved:
-        why = "since no checkpoint that was to stay could be read back whole"
+        why = f"since no checkpoint that was to stay could be read back whole: {command('verify', found.root)} says why"
         facts.append(("kept nevertheless", Cell(f"{count(len(found.unproved), 'checkpoint')}, {why}", "bad")))
     yield Facts(facts)
     if found.removed:

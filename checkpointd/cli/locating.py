@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import click
 
 from checkpointd.commands import command
-from checkpointd.layout.keys import LATEST, OUTCOME, SERVICE, AttemptId, is_tag
-from checkpointd.other_formats import of_others
+from checkpointd.layout.keys import LATEST, LOG, LOG_ROOT, SERVICE, AttemptId, is_tag
+from checkpointd.other_formats import is_root, of_others
 
 NEAR_SHOWN = 4
 """The most roots in one suggestion."""
@@ -42,8 +42,6 @@ def locate(text: str) -> Location | None:
     if "://" in text:
         return None
     path = os.path.abspath(text)
-    if root_at(path) is None and _is_tag_directory(path):
-        return Location(*os.path.split(path))
     for above, inside in _upwards(path):
         root = root_at(above)
         if root is not None:
@@ -51,18 +49,12 @@ def locate(text: str) -> Location | None:
     return None
 
 
-def _is_tag_directory(path: str) -> bool:
-    """Whether `path` is the directory of a tag, even if only that was copied and no root is around it."""
-    attempts = filter(AttemptId.parse, _directories(path))
-    return is_tag(os.path.basename(path)) and any(os.path.isfile(os.path.join(path, name, OUTCOME)) for name in attempts)
-
-
 def root_at(path: str) -> str | None:
     """The root at the directory `path`: `path` itself, or `path/.checkpointd`, the root of a DeepSpeed job whose save_dir is
     `path`.
     """
     for root in (path, os.path.join(path, SERVICE)):
-        if os.path.isdir(os.path.join(root, SERVICE, "starts")):
+        if is_root(root):
             return root
     return None
 
@@ -79,7 +71,7 @@ def _upwards(path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _place(root: str, inside: Sequence[str]) -> Location | None:
-    if not inside or inside[0] == SERVICE:
+    if not inside or inside[0] in (SERVICE, LOG):
         return Location(root)
     first = inside[0]
     if first == LATEST and len(inside) == 1:
@@ -90,11 +82,11 @@ def _place(root: str, inside: Sequence[str]) -> Location | None:
 
 
 def is_used(path: str) -> bool:
-    """Whether a job ever saved at the directory `path`. Also True if only the tags were copied, without `.checkpointd`, and if
-    the directory cannot be read: the store then gives the reason.
+    """Whether a job ever saved at the directory `path`. Also True if there are tags without a log, which reports then say, and
+    if the directory cannot be read: the store then gives the reason.
     """
     try:
-        os.stat(os.path.join(path, SERVICE, "starts"))
+        os.stat(os.path.join(path, LOG_ROOT))
         return True
     except (FileNotFoundError, NotADirectoryError):
         pass

@@ -22,17 +22,17 @@ from checkpointd.errors import CheckpointdError
 
 COMMANDS = (
     *("list", "inspect", "verify", "status", "explain", "recover", "rollback", "gc", "delete", "serve", "doctor"),
-    *("consolidate", "import", "export", "mirror", "rebuild-catalog", "completion"),
+    *("consolidate", "import", "export", "mirror", "completion"),
 )
 MODULES = {
     "import": "importing",
     "export": "exporting",
     "mirror": "tiers.mirror",
+    "recover": "admin.recover",
     "rollback": "admin.rollback",
-    "rebuild-catalog": "admin.rebuild_catalog",
 }
-"""Commands whose module has another name: `import` is a keyword of Python, `export` follows it, names have no hyphen, and some
-modules lie in a room of their own.
+"""Commands whose module has another name: `import` is a keyword of Python, `export` follows it, and some modules lie in a room
+of their own.
 """
 
 PROGRAM = "checkpointd"

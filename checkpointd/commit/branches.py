@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
-from checkpointd.commit.facts import Order
-from checkpointd.commit.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.files import training_of
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,6 @@ class BranchChange:
 
     left: tuple[str, ...] = ()
     current: tuple[str, ...] = ()
-
-
-def order_of(attempt: LoggedAttempt) -> Order:
-    """The order of its commit, if it commits."""
-    return attempt.id.start, attempt.id.k
 
 
 def training(commit: CommitRecord) -> str:
@@ -35,16 +30,16 @@ def change_of(attempts: Iterable[LoggedAttempt], head: LoggedAttempt, *, beyond:
     If training goes on from a checkpoint of a branch that was left, that one and those before it are current again.
     """
     assert head.commit is not None
-    order, gaps = order_of(head), head.commit.left
+    order, gaps = head.order, head.commit.left
     base = order if beyond or not gaps else gaps[-1][0]
     alike = [one for one in attempts if one.commit is not None and training(one.commit) == training(head.commit)]
-    alike.sort(key=order_of, reverse=True)
-    regains = any(one.left_behind and order_of(one) == base for one in alike)  # it may have been removed since
+    alike.sort(key=attrgetter("order"), reverse=True)
+    regains = any(one.left_behind and one.order == base for one in alike)  # it may have been removed since
     left, current = list[str](), list[str]()
     for one in alike:
         if one.status != "checkpoint":
             continue
-        at = order_of(one)
+        at = one.order
         if at > order and not beyond:
             continue
         is_left = at != order and (at > order or any(since < at < until for since, until in gaps))

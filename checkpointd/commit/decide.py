@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from checkpointd.commit.facts import Order
 from checkpointd.layout.files import clash
 from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Vote
 from checkpointd.phrases import listed, rank_runs
@@ -206,8 +205,3 @@ def recover(votes: Mapping[int, Vote | None], *, tag: str, attempt: str) -> Deci
 def abort(code: str, message: str, ranks: Sequence[int] = (), *, phase: str = "vote") -> Decision:
     """An abort for the error class named `code`, which struck in `phase`."""
     return Decision(ErrorReport(code=code, message=message, phase=phase), tuple(ranks)[:RANKS_AT_FAULT_MAX])
-
-
-def moves_latest(current: Order | None, candidate: Order) -> bool:
-    """Whether `latest` may move from a checkpoint of order `current` to one of order `candidate`: only forward."""
-    return current is None or candidate > current

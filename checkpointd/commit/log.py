@@ -6,18 +6,19 @@ The records of an entry are checked in order; all count, or none.
 |---|---|---|
 | begin | its start is newer; each that it spares is undecided, or may still be announced | other undecided ones are aborted |
 | announce | of the state's start, or spared (at a mirror: older); new; its base is a checkpoint or none | undecided |
-| commit | undecided; each holder is the base, one of its holders, or held | a checkpoint; its branch leaves others behind |
+| commit | undecided; each holder is the base, a holder of it, a checkpoint, or at a mirror may be held | a checkpoint |
 | abort | undecided | aborted |
 | remove | checkpoints; if a start removes, it is the state's, and a verified one stays that is sound | removed |
 | swept | aborted or removed, and nobody needs them | forgotten some entries later |
 | verified, damaged, passed-over | a checkpoint | noted; of the first two, the later counts |
 | rollback | a checkpoint without damage; nothing newer may still commit | what came after it is left behind, its branch not |
-| hold | unknown | as if removed |
+| hold | at a mirror: unknown, or removed and swept | as if removed |
 
 Invariants
-  LOG-7  A start puts the commits of what is whole and its `begin` in one entry, and loads only then. From then on nothing
+  LOG-7  A start puts what it decides of older attempts and its `begin` in one entry, and loads only then. From then on nothing
       commits that it did not spare, and no later start can spare it again.
-  LOG-8  No attempt is announced twice, whatever became of it, since the state keeps the numbers that were used.
+  LOG-8  No attempt is announced twice by its coordinator, nor commits if it was decided, whatever became of it, since the state
+      keeps the numbers that were used. Another rank announces an attempt without a number, since it may count other saves.
   LOG-10  A save refers only to what its base holds or refers to. What a checkpoint, or the base of an undecided attempt,
       refers to is never swept.
 """
@@ -25,13 +26,16 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 
-from checkpointd.commit.branches import change_of, order_of, training
-from checkpointd.commit.log_records import (
+from checkpointd.commit.branches import change_of, training
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import (
     BEGINS_MAX,
     AbortRecord,
     AnnounceRecord,
@@ -51,9 +55,10 @@ from checkpointd.commit.log_records import (
     SweepRecord,
     VerifyRecord,
 )
-from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.phrases import listed
+
+Numbered: TypeAlias = AnnounceRecord | CommitRecord
 
 FORGET_EVERY = 64
 FORGET_AFTER = 128
@@ -81,8 +86,8 @@ def check(state: LogState, record: Record) -> str:
         case RollbackRecord():
             return _check_rollback(state, record)
         case HoldRecord():
-            is_known = record.attempt in state.attempts or _was_used(state, record.attempt)
-            return f"{record.attempt} {fate(state, record.attempt)}" if is_known else ""
+            name = record.attempt
+            return "" if may_be_held(state, name) else f"{name} {fate(state, name)}"
         case VerifyRecord() | DamageRecord() | PassOverRecord():
             return _check_status(state, record.attempt, "checkpoint")
 
@@ -99,33 +104,59 @@ def may_be_spared(state: LogState, attempt: str) -> bool:
     known = state.attempts.get(attempt)
     if known is not None:
         return known.status == "undecided"
-    return _is_own(state, attempt) and not _was_used(state, attempt)
+    return _is_own(state, attempt)
 
 
 def _check_announce(state: LogState, record: AnnounceRecord) -> str:
-    if record.attempt in state.attempts or _was_used(state, record.attempt):
-        return f"{record.attempt} {fate(state, record.attempt)}"
+    if refused := _check_new(state, record):
+        return refused
     if not is_admitted(state, record.attempt):
         newest = f"of start {state.start}, the newest, nor spared by it"
         return f"{record.attempt} is neither {newest}" if state.begin else f"no start has begun, so {record.attempt} is of none"
     return _check_status(state, record.base, "checkpoint") if record.base else ""
 
 
+def _check_new(state: LogState, record: AnnounceRecord) -> str:
+    if record.attempt in state.attempts:
+        return f"{record.attempt} {fate(state, record.attempt)}"
+    return _used(record) if was_used(state, record) else ""
+
+
+def _used(record: Numbered) -> str:
+    return f"save {record.n} of its start was announced before {record.attempt}"
+
+
 def is_admitted(state: LogState, attempt: str) -> bool:
     """Whether the newest start lets `attempt` (`<tag>/<attempt>`) be announced."""
-    is_mirrored = state.begin is not None and bool(state.begin.origin) and _id(attempt).start < state.start
-    return _is_own(state, attempt) or is_mirrored
+    return _is_own(state, attempt) or (_is_mirror(state) and AttemptId.of(attempt).start < state.start)
+
+
+def _is_mirror(state: LogState) -> bool:
+    return state.begin is not None and bool(state.begin.origin)
 
 
 def _check_commit(state: LogState, record: CommitRecord) -> str:
     if refused := _check_status(state, record.attempt, "undecided"):
         return refused
-    base = state.attempts[record.attempt].base
-    known = state.attempts.get(base)  # it is unknown if a rebuild could not read of it
-    allowed = {base, *(() if known is None else known.holders)} if base else set[str]()
-    allowed |= _held(state)
-    foreign = next((holder for holder in record.holders if holder not in allowed), None)
-    return "" if foreign is None else f"{record.attempt} refers to {foreign}, which its base {base or '(none)'} does not hold"
+    one = state.attempts[record.attempt]
+    if one.n < 0 and was_used(state, record):
+        return _used(record)
+    pinned = pinned_by(state, one.base)
+    for holder in record.holders:
+        if holder in pinned or may_be_held(state, holder):
+            continue
+        if refused := _check_status(state, holder, "checkpoint"):
+            return f"{record.attempt} refers to objects that may be gone: {refused}"
+    return ""
+
+
+def may_be_held(state: LogState, attempt: str) -> bool:
+    """Whether the root is a mirror where nobody removes objects of `attempt`, since its log has nothing of it. So a checkpoint
+    may refer to what was copied there. The `hold` after its commit, in the same entry, lets the objects go once nobody needs
+    them.
+    """
+    known = state.attempts.get(attempt)
+    return _is_mirror(state) and (known is None or (known.status == "removed" and known.swept > 0))
 
 
 def _check_remove(state: LogState, record: RemoveRecord) -> str:
@@ -158,35 +189,54 @@ def _check_swept(state: LogState, record: SweepRecord) -> str:
 
 
 def needed_by_others(state: LogState) -> frozenset[str]:
-    """The attempts of which others need objects: a checkpoint, or an undecided attempt through its base (LOG-10). At a mirror,
-    an undecided attempt may need all that is held.
-    """
-    found = _held(state) if any(one.status == "undecided" for one in state.attempts.values()) else set[str]()
+    """The attempts of which others need objects: a checkpoint, or an undecided attempt through its base (LOG-10)."""
+    found: set[str] = set()
     for one in state.attempts.values():
         if one.status == "checkpoint":
             found.update(one.holders)
-        elif one.status == "undecided" and one.base:
-            found.add(one.base)
-            base = state.attempts.get(one.base)
-            found.update(() if base is None else base.holders)
+        elif one.status == "undecided":
+            found |= pinned_by(state, one.base)
     return frozenset(found)
+
+
+def pinned_by(state: LogState, base: str) -> frozenset[str]:
+    """The attempts to whose objects an undecided attempt with this base may refer, since they stay for it: the base, and what
+    holds objects of that (LOG-10).
+    """
+    known = state.attempts.get(base)
+    return frozenset() if known is None else frozenset((base, *known.holders))
+
+
+def base_in(state: LogState) -> str:
+    """The checkpoint (`<tag>/<attempt>`) to which a save refers that is announced now: the newest. Empty if there is none."""
+    current = (one for one in state.attempts.values() if one.status == "checkpoint" and not (one.damaged or one.left_behind))
+    newest = max(current, key=attrgetter("order"), default=None)
+    return "" if newest is None else newest.attempt
+
+
+def for_followers(state: LogState) -> LogState:
+    """What the ranks of the newest start need of `state` to follow the log from there: what they may still announce and abort,
+    and the checkpoint to which the next save refers. Without the history, so its size does not grow with that of the root.
+    """
+    spared = () if state.begin is None else state.begin.spared
+    pending = {name: one for name, one in state.attempts.items() if one.status == "undecided" or name in spared}
+    bases = {base_in(state), *(one.base for one in pending.values())}
+    kept = {name: one for name, one in state.attempts.items() if name in pending or name in bases}
+    heads = {own: head for own, head in state.heads.items() if head in kept}
+    return replace(state, begins=state.begins[-1:], heads=MappingProxyType(heads), attempts=MappingProxyType(kept))
 
 
 def _check_rollback(state: LogState, record: RollbackRecord) -> str:
     if refused := _check_status(state, record.attempt, "checkpoint"):
         return refused
-    if state.attempts[record.attempt].damaged:
+    one = state.attempts[record.attempt]
+    if one.damaged:
         return f"{record.attempt} is damaged"
+    undecided = (other.attempt for other in state.attempts.values() if other.status == "undecided" and other.order > one.order)
     spared = () if state.begin is None else state.begin.spared
-    newer = (name for name in (*state.attempts, *spared) if _id(name) > _id(record.attempt) and may_be_spared(state, name))
-    waiting = next(newer, None)
+    unannounced = (name for name in spared if name not in state.attempts and AttemptId.of(name).start >= one.id.start)
+    waiting = next(iter((*undecided, *unannounced)), None)
     return "" if waiting is None else f"{waiting} may still commit, and would be newer than {record.attempt}"
-
-
-def _held(state: LogState) -> set[str]:
-    """The attempts that a mirror holds: they were no checkpoints, so nobody has removed them."""
-    attempts = state.attempts.values()
-    return {one.attempt for one in attempts if one.status == "removed" and one.removal is None and not one.swept}
 
 
 def _check_status(state: LogState, attempt: str, *wanted: str) -> str:
@@ -201,9 +251,7 @@ def fate(state: LogState, attempt: str) -> str:
     known = state.attempts.get(attempt)
     if known is not None:
         return _FATES[known.status] + (", and nothing is left of it" if known.swept else "")
-    if (other := next((name for name in state.attempts if _id(name) == _id(attempt)), None)) is not None:
-        return f"has the number of {other}"
-    return "was decided, and is forgotten" if _was_used(state, attempt) else "is not in the log"
+    return "is not in the log"
 
 
 _FATES = {
@@ -216,30 +264,25 @@ _FATES = {
 
 def _is_own(state: LogState, attempt: str) -> bool:
     """Whether `attempt` is of the newest start, or spared by it."""
-    return state.begin is not None and (_id(attempt).start == state.start or attempt in state.begin.spared)
+    return state.begin is not None and (AttemptId.of(attempt).start == state.start or attempt in state.begin.spared)
 
 
-def _was_used(state: LogState, attempt: str) -> bool:
-    one = _id(attempt)
-    return any(first <= one.k <= last for first, last in state.used.get(one.start, ()))
-
-
-def _id(attempt: str) -> AttemptId:
-    found = AttemptId.parse(attempt.rpartition("/")[2])
-    assert found is not None  # records that name anything else are refused when they are read
-    return found
+def was_used(state: LogState, record: Numbered | LoggedAttempt) -> bool:
+    """Whether the number of this save was announced, as far back as the log tells."""
+    start = AttemptId.of(record.attempt).start
+    return any(first <= record.n <= last for first, last in state.used.get(start, ()))
 
 
 def reached(state: LogState, record: Record) -> bool:
     """Whether `state` has what `record` is put for, or has decided otherwise: then nobody needs to put it (LOG-4)."""
     match record:
         case BeginRecord():
-            return (record.start, record.nonce) in state.begins
-        case AnnounceRecord() | HoldRecord():
-            return record.attempt in state.attempts or _was_used(state, record.attempt)
+            return any((one.start, one.nonce) == (record.start, record.nonce) for one in state.begins)
+        case AnnounceRecord():
+            return record.attempt in state.attempts
         case CommitRecord() | AbortRecord():
             known = state.attempts.get(record.attempt)
-            return known.status != "undecided" if known is not None else _was_used(state, record.attempt)
+            return known is not None and known.status != "undecided"
         case RemoveRecord():
             gone = (state.attempts.get(name) for name in record.attempts)
             return all(one is None or one.status == "removed" for one in gone)
@@ -255,7 +298,11 @@ def reached(state: LogState, record: Record) -> bool:
             one = state.attempts.get(record.attempt)
             return one is not None and bool(one.passed_over)
         case RollbackRecord():
-            return False
+            is_there, after = not _check_status(state, record.attempt, "checkpoint"), apply(state, record)
+            return is_there and (after.heads, after.attempts) == (state.heads, state.attempts)
+        case HoldRecord():
+            one = state.attempts.get(record.attempt)
+            return one is not None and not one.swept
 
 
 def check_all(state: LogState, records: Iterable[Record]) -> str:
@@ -295,8 +342,7 @@ class _Change:
 
     number: int
     nonce: str
-    begin: BeginRecord | None
-    begins: tuple[tuple[int, str], ...]
+    begins: tuple[BeginRecord, ...]
     used: dict[int, Ranges]
     heads: dict[str, str]
     attempts: dict[str, LoggedAttempt]
@@ -304,13 +350,12 @@ class _Change:
     @classmethod
     def of(cls, state: LogState) -> _Change:
         used, heads, attempts = dict(state.used), dict(state.heads), dict(state.attempts)
-        return cls(state.number, state.nonce, state.begin, state.begins, used, heads, attempts)
+        return cls(state.number, state.nonce, state.begins, used, heads, attempts)
 
     def done(self) -> LogState:
         return LogState(
             self.number,
             self.nonce,
-            self.begin,
             self.begins,
             MappingProxyType(self.used),
             MappingProxyType(self.heads),
@@ -323,9 +368,11 @@ class _Change:
             case BeginRecord():
                 self._begin(record)
             case AnnounceRecord():
-                self._use(record.attempt)
-                new = LoggedAttempt(attempt=record.attempt, step=record.step, base=record.base, status="undecided")
-                self.attempts[record.attempt] = new
+                self._use(record)
+                name = record.attempt
+                self.attempts[name] = LoggedAttempt(
+                    attempt=name, n=record.n, step=record.step, base=record.base, status="undecided"
+                )
             case CommitRecord():
                 self._commit(record)
             case AbortRecord():
@@ -344,7 +391,6 @@ class _Change:
             case RollbackRecord():
                 self._roll_back(record)
             case HoldRecord():
-                self._use(record.attempt)
                 self.attempts[record.attempt] = LoggedAttempt(attempt=record.attempt, status="removed")
 
     def forget(self) -> None:
@@ -364,28 +410,33 @@ class _Change:
         self._set(attempt, status=status, **changes)
 
     def _begin(self, begin: BeginRecord) -> None:
-        words = f"start {begin.start} has begun, by process {begin.writer.pid} on {begin.writer.host} at {begin.writer.time}"
-        error = ErrorReport(code="FencedError", message=words)
+        error = fenced_by(begin)
         for name, one in self.attempts.items():
             if one.status == "undecided" and name not in begin.spared:
                 fenced = AbortRecord(attempt=name, error=error, decided_by=-1, writer=begin.writer)
                 self.attempts[name] = msgspec.structs.replace(one, status="aborted", abort=fenced)
-        self.begin, self.begins = begin, (*self.begins, (begin.start, begin.nonce))[-BEGINS_MAX:]
+        older = [msgspec.structs.replace(one, spared=()) if one.spared else one for one in self.begins]
+        self.begins = (*older, begin)[-BEGINS_MAX:]
         if not begin.origin:  # at a mirror, attempts of all starts may be announced
-            starts = {_id(name).start for name in begin.spared}
+            starts = {AttemptId.of(name).start for name in begin.spared}
             self.used = {start: used for start, used in self.used.items() if start in starts}
 
-    def _use(self, attempt: str) -> None:
-        one = _id(attempt)
-        self.used[one.start] = with_number(self.used.get(one.start, ()), one.k)
+    def _use(self, record: Numbered) -> None:
+        if record.n < 0:
+            return
+        start = AttemptId.of(record.attempt).start
+        self.used[start] = with_number(self.used.get(start, ()), record.n)
 
     def _commit(self, commit: CommitRecord) -> None:
-        self._decide(commit.attempt, "checkpoint", step=commit.step, commit=commit)
+        before = self.attempts.get(commit.attempt)
+        if before is not None and before.n < 0:
+            self._use(commit)
+        self._decide(commit.attempt, "checkpoint", n=commit.n, step=commit.step, commit=commit)
         own, one = training(commit), self.attempts[commit.attempt]
         if commit.left:
             self._leave(one, beyond=False)
         head = self.attempts.get(self.heads.get(own, ""))
-        if head is None or order_of(head) < order_of(one):
+        if head is None or head.order < one.order:
             self.heads[own] = one.attempt
         elif head.commit is not None and head.commit.left:
             self._leave(head, beyond=False)  # the commit comes late, and may be of a branch that was left since
@@ -398,7 +449,7 @@ class _Change:
             current = [one for one in self.attempts.values() if one.status == "checkpoint" and not one.left_behind]
             alike = [one for one in current if one.commit is not None and training(one.commit) == own]
             if alike:
-                self.heads[own] = max(alike, key=order_of).attempt
+                self.heads[own] = max(alike, key=attrgetter("order")).attempt
 
     def _roll_back(self, record: RollbackRecord) -> None:
         one = self.attempts.get(record.attempt)
@@ -412,6 +463,13 @@ class _Change:
             self._set(name, left_behind=True)
         for name in change.current:
             self._set(name, left_behind=False)
+
+
+def fenced_by(begin: BeginRecord, why: str = "") -> ErrorReport:
+    """The error of an attempt that a start has aborted. `why`: the words after that, with what the attempt lacked."""
+    who = begin.writer
+    words = f"start {begin.start} has begun, by process {who.pid} on {who.host} at {who.time}{why}"
+    return ErrorReport(code="FencedError", message=words)
 
 
 def with_number(ranges: Ranges, number: int) -> Ranges:

@@ -28,8 +28,9 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from checkpointd.commit.log import following
-from checkpointd.commit.log_records import (
-    LOG,
+from checkpointd.errors import CheckpointdError, FormatError
+from checkpointd.layout.keys import LOG
+from checkpointd.layout.log_records import (
     NUMBER_MAX,
     LogEntry,
     LogListing,
@@ -39,7 +40,6 @@ from checkpointd.commit.log_records import (
     mark_key,
     state_key,
 )
-from checkpointd.errors import CheckpointdError, FormatError
 
 STATE_EVERY = 64
 STATES_KEPT = 4

@@ -5,7 +5,7 @@ Invariants
   PHASE-2  A rank votes once: yes only from `persisting` or `uploading`, no only when it enters `failing` or `skipping`. If
       storing the yes vote fails, the vote may still exist. Then the rank counts as prepared, and asks for an abort. A rank that
       uploads from its spool stores the same vote again instead.
-  PHASE-3  A rank enters `committed` only when it has seen a commit outcome.
+  PHASE-3  A rank enters `committed` only when it has seen the commit in the log.
   PHASE-4  A rank that voted no, or never voted, never sees a commit. If it does, somebody forged a vote or overwrote an object,
       and `step` raises ProtocolError.
   PHASE-5  Several writers may write one rank's shard in turn. Then another writer's durable yes counts as the rank's yes. The
@@ -48,7 +48,7 @@ class Event(StrEnum):
     DEADLINE = "deadline passed"
     SAW_COMMIT = "commit seen"
     SAW_ABORT = "abort seen"
-    OUTCOME_LOST = "outcome out of reach"
+    LOG_LOST = "log out of reach"
 
 
 FINAL = frozenset({Phase.COMMITTED, Phase.ABORTED, Phase.FAILED, Phase.SKIPPED})
@@ -85,9 +85,9 @@ TABLE: dict[tuple[Phase, Event], Phase] = {
     (Phase.UPLOADING, Event.VOTED_YES): Phase.PREPARED,
     (Phase.PREPARED, Event.SAW_COMMIT): Phase.COMMITTED,
     (Phase.FAILING, Event.SAW_ABORT): Phase.FAILED,
-    (Phase.FAILING, Event.OUTCOME_LOST): Phase.FAILED,
+    (Phase.FAILING, Event.LOG_LOST): Phase.FAILED,
     (Phase.SKIPPING, Event.SAW_ABORT): Phase.SKIPPED,
-    (Phase.SKIPPING, Event.OUTCOME_LOST): Phase.SKIPPED,
+    (Phase.SKIPPING, Event.LOG_LOST): Phase.SKIPPED,
     (Phase.FAILING, Event.DEADLINE): Phase.FAILING,
     (Phase.SKIPPING, Event.DEADLINE): Phase.SKIPPING,
 }
@@ -96,7 +96,7 @@ for _phase in (*ORDER[:5], Phase.FAILING, Phase.SKIPPING):
 for _phase in ORDER[:6]:
     TABLE[(_phase, Event.SAW_ABORT)] = Phase.ABORTED
     TABLE[(_phase, Event.DEADLINE)] = _phase
-    TABLE[(_phase, Event.OUTCOME_LOST)] = Phase.FAILED
+    TABLE[(_phase, Event.LOG_LOST)] = Phase.FAILED
 
 
 def step(phase: Phase, event: Event) -> Phase:

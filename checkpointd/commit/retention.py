@@ -2,11 +2,11 @@
 
 Invariants
   RETENTION-1  A committed attempt is removed only if a newer, undamaged commit of its tag exists, or if the rules allow it.
-  RETENTION-2  Rules never remove the newest checkpoint, the newest checkpoint whose save moves `latest`, the checkpoint that
-      `latest` names, or the newest verified checkpoint. They keep each checkpoint that at least one rule names. Without rules,
-      a checkpoint is removed only if its tag was saved again.
-  RETENTION-3  A checkpoint that is recorded as damaged never counts as the newest or as verified, and no rule counts it. It
-      stays while `latest` names it. If all checkpoints are damaged, none is removed.
+  RETENTION-2  Rules never remove the newest checkpoint, the newest checkpoint whose save moves `latest`, or the newest verified
+      checkpoint. They keep each checkpoint that at least one rule names. Without rules, a checkpoint is removed only if its tag
+      was saved again.
+  RETENTION-3  A checkpoint that is recorded as damaged never counts as the newest or as verified, and no rule counts it. If
+      all checkpoints are damaged, none is removed.
   RETENTION-4  A checkpoint that a load has passed over stays until it is recorded as damaged. Meanwhile it never counts as the
       newest or as verified, no rule counts it, and no other checkpoint is removed in its favour. An older `verified` record
       does not matter, since the load found damage later.
@@ -32,7 +32,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, get_args
 
 from checkpointd import arguments
-from checkpointd.commit.facts import AttemptFacts, Dead, Order
+from checkpointd.commit.facts import Dead, Order
 from checkpointd.errors import UsageError
 
 Mode = Literal["min", "max"]
@@ -98,12 +98,11 @@ def rules_of(given: object) -> Retention:
 class CheckpointFacts:
     """The facts about a committed attempt. `age_s`: seconds since its commit, None if unknown."""
 
-    attempt: AttemptFacts
+    attempt: str
+    """`<tag>/<attempt>`."""
     order: Order
     step: int
     save_latest: bool = True
-    is_latest: bool = False
-    """Whether `latest` names it."""
     verified: bool = False
     """Whether a record says that it was read back whole."""
     damaged: bool = False
@@ -117,9 +116,13 @@ class CheckpointFacts:
     exporting: bool = False
     """Whether an export still needs it."""
     incomplete: bool = False
-    """Whether something that it needs is missing."""
+    """Whether something that it needs is missing, such as a tag that was removed by hand."""
     age_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tag(self) -> str:
+        return self.attempt.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,14 +130,12 @@ class RemovalChoice:
     """The checkpoints to remove, oldest first, and why not more."""
 
     going: tuple[Dead, ...] = ()
-    surplus: tuple[AttemptFacts, ...] = ()
+    surplus: tuple[str, ...] = ()
     """Would be removed if a newer checkpoint had been verified (RETENTION-2)."""
-    exporting: tuple[AttemptFacts, ...] = ()
+    exporting: tuple[str, ...] = ()
     """Would be removed if no export needed them (RETENTION-7)."""
     unknown_metric: str | None = None
     """Why the rules were not applied (RETENTION-5)."""
-    relied_on: tuple[AttemptFacts, ...] = ()
-    """The checkpoints in whose favour others go. If one of them cannot be loaded, the choice must be another (RETENTION-9)."""
     abandoned: tuple[Dead, ...] = ()
     """Somebody has removed the directories that showed their files, so what is left of them goes, too."""
 
@@ -151,9 +152,6 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
     if unknown_metric is None:
         reasons = _let_go(newest_first, current, rules) | reasons
     verified = next((c.order for c in sound if c.verified and not c.left_behind), None)
-    counted = _indispensable(newest_first, current) | _replacing(sound, reasons)
-    for some in _branches(current):
-        counted |= _counted(some, rules)
     unneeded = [c for c in reversed(newest_first) if c.order in reasons and _may_go(c, keeps_before)]
     may_go = [c for c in unneeded if not c.exporting]
     return RemovalChoice(
@@ -161,7 +159,6 @@ def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before
         surplus=tuple(c.attempt for c in may_go if c.order == verified),
         exporting=tuple(c.attempt for c in unneeded if c.exporting),
         unknown_metric=unknown_metric,
-        relied_on=tuple(c.attempt for c in sound if c.order in counted or c.order == verified) if may_go else (),
     )
 
 
@@ -174,7 +171,7 @@ def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[Checkpoin
     """The orders of the checkpoints that the rules do not keep, with the reason. The rules count only those in `current`."""
     if rules.keeps_all:
         return {}
-    kept = _indispensable(newest_first, current)
+    kept = _indispensable(current)
     for some in _branches(current):
         kept |= _named(some, rules)
     words = f"retention keeps {_in_words(rules)}"
@@ -189,12 +186,15 @@ def _branches(current: Sequence[CheckpointFacts]) -> tuple[list[CheckpointFacts]
 
 
 def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[CheckpointFacts]) -> dict[Order, str]:
-    """The orders of the checkpoints whose tag has a newer commit, with the reason for their removal (RETENTION-1)."""
+    """The orders of the checkpoints whose tag has a newer commit, with the reason for their removal (RETENTION-1). That which a
+    load takes stays, also if the newer commit did not ask for `latest`.
+    """
     newest: dict[str, Order] = {}
     for c in sound:
-        newest.setdefault(c.attempt.tag, c.order)
+        newest.setdefault(c.tag, c.order)
     may_go = (c for c in newest_first if c.is_shown or not c.left_behind)
-    older = (c.order for c in may_go if c.order < newest.get(c.attempt.tag, c.order))
+    asked = next((c.order for c in sound if c.save_latest and not c.left_behind and not c.is_shown), None)
+    older = (c.order for c in may_go if c.order < newest.get(c.tag, c.order) and c.order != asked)
     return dict.fromkeys(older, "the tag was saved again since")
 
 
@@ -213,16 +213,10 @@ def _measure(checkpoint: CheckpointFacts, metric: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _indispensable(newest_first: Sequence[CheckpointFacts], current: Sequence[CheckpointFacts]) -> set[Order]:
+def _indispensable(current: Sequence[CheckpointFacts]) -> set[Order]:
     """The orders of the checkpoints that no rule removes (RETENTION-2), without the newest verified checkpoint."""
-    firsts = (current[:1], [c for c in current if c.save_latest][:1], [c for c in newest_first if c.is_latest])
+    firsts = (current[:1], [c for c in current if c.save_latest][:1])
     return {c.order for some in firsts for c in some}
-
-
-def _replacing(sound: Sequence[CheckpointFacts], reasons: Mapping[Order, str]) -> set[Order]:
-    """The orders of the newest commits of the tags of which an older commit goes."""
-    tags = {c.attempt.tag for c in sound if c.order in reasons}
-    return {c.order for c in sound if c.attempt.tag in tags and c.order not in reasons}
 
 
 def _named(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Order]:

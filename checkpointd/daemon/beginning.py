@@ -34,13 +34,13 @@ async def begun(
     """
     state = WriterState(store=store, persist=persist_config(asked, ours), commit=commit_config(asked))
     unseen: CheckpointdError | None
+    message = f"this daemon, which must have the trainer's file system at {store.url}, does not see that the job began there: "
     try:
         unseen = await state.own_root.confirm(asked.start, asked.nonce)
+    except RootGoneError as error:
+        raise RootGoneError(f"{message}no root there has start {asked.start} of this job{_PUT_RIGHT}") from error
     except CheckpointdError as error:
-        message = (
-            f"this daemon, which must have the trainer's file system at {store.url}, does not see that the job began there: "
-        )
-        raise type(error)(f"{message}{error}{_PUT_RIGHT if isinstance(error, RootGoneError) else ''}") from error
+        raise type(error)(f"{message}{error}") from error
     removed: set[str] = set()
     if unseen is None:
         try:

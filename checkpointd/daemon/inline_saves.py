@@ -14,11 +14,12 @@ from checkpointd.daemon.status.model import SaveStatus
 from checkpointd.daemon.status.tally import RESULTS
 from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag
-from checkpointd.layout.manifest import ErrorReport, Inline, Outcome, Vote
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import ErrorReport, Inline, Vote
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.root.ballots import vote_of
-from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.store.base import Store
 
 WHY_MAX = 500
@@ -78,28 +79,28 @@ async def find(hub: Hub, root: str, store: Store, fresh: Iterable[AttemptView]) 
     Only commits since the daemon began count. A vote that cannot be read is left out.
     """
     for view in fresh:
-        outcome = view.outcome
-        decided_at = None if outcome is None else seconds_of(outcome.writer.time)
-        if outcome is None or outcome.outcome != "commit" or decided_at is None or decided_at < hub.started_at:
+        commit = view.commit
+        decided_at = None if commit is None else seconds_of(commit.writer.time)
+        if commit is None or decided_at is None or decided_at < hub.started_at:
             continue
         for record in hub.ranks_at(root)[:VOTES_MAX]:
             start, nonce = record.begun
             uid = os.geteuid() if record.user is None else record.user.uid
             key: JobKey = (root, nonce, uid, view.tag, str(view.attempt), record.rank)
-            if start != view.attempt.start or record.rank >= outcome.world_size or hub.is_counted(key):
+            if start != view.attempt.start or record.rank >= commit.world_size or hub.is_counted(key):
                 continue
             try:
-                vote = await vote_of(store, outcome, record.rank)
+                vote = await vote_of(store, commit, record.rank)
             except (DamagedError, NotFoundError, UnreadableError):
                 continue
             if vote.inline is not None and not hub.is_counted(key):  # its trainer may have reported it meanwhile
-                hub.inlined(key, _voted(vote, view, outcome, decided_at), held_s=vote.held_s)
+                hub.inlined(key, _voted(vote, view, commit, decided_at), held_s=vote.held_s)
 
 
-def _voted(vote: Vote, view: AttemptView, outcome: Outcome, decided_at: float) -> SaveStatus:
-    """A committed inline save, by its vote and outcome."""
+def _voted(vote: Vote, view: AttemptView, commit: CommitRecord, decided_at: float) -> SaveStatus:
+    """A committed inline save, by its vote and commit."""
     assert vote.inline is not None
-    began_at = decided_at - (outcome.cost.took_s if outcome.cost is not None else 0.0)
+    began_at = decided_at - (commit.cost.took_s if commit.cost is not None else 0.0)
     staged_at, voted_at = _times(began_at, vote.seconds, decided_at)
     return SaveStatus(
         tag=view.tag,
@@ -115,7 +116,7 @@ def _voted(vote: Vote, view: AttemptView, outcome: Outcome, decided_at: float) -
         persisting_at=staged_at,
         voted_at=voted_at or seconds_of(vote.writer.time),
         ended_at=decided_at,
-        no_progress=outcome.no_progress,
+        no_progress=commit.no_progress,
         seconds=vote.seconds,
         inline=Inline(reason=vote.inline.reason, why=escaped(vote.inline.why, WHY_MAX)),
     )

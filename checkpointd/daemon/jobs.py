@@ -81,7 +81,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Announcement:
+class SnapshotInStaging:
     """A snapshot in staging; see `SaveJob.announce`."""
 
     shard: Shard
@@ -123,7 +123,7 @@ class SaveJob:
         self.root, self.nonce, self.uid, self.info = root, nonce, uid, info
         self.times = Times()
         self.slot: SlotMemory | None = None
-        self._announced: Announcement | None = None
+        self._announced: SnapshotInStaging | None = None
         self._on_change = on_change
         self._listeners: dict[object, Callable[[SaveJob], None]] = {}
         self._staged: asyncio.Future[Shard] | None = loop.create_future()
@@ -185,7 +185,7 @@ class SaveJob:
         error, outcome = self.error, self.attempt.outcome
         if error is None:
             return ""
-        cause = outcome.error if outcome is not None and outcome.error is not None else error
+        cause = outcome.abort.error if outcome is not None and outcome.abort is not None else error
         return after_abort(cause, self.ranks or (self.info.rank,))
 
     @property
@@ -216,7 +216,7 @@ class SaveJob:
             self.slot.leave(self)
         if self._announced is not None:
             self._announced.charge.release()
-        self.slot, self._announced = slot, Announcement(shard, mark, charge, on_whole)
+        self.slot, self._announced = slot, SnapshotInStaging(shard, mark, charge, on_whole)
         slot.use(self)
 
     def held(self, seconds: float) -> float:

@@ -31,7 +31,7 @@ from checkpointd.daemon.process.process_exit import NO_ROOM
 from checkpointd.daemon.status.history import SpaceSample
 from checkpointd.daemon.users import looks_as, may_look
 from checkpointd.errors import StoreError, UsageError
-from checkpointd.layout.keys import SERVICE
+from checkpointd.layout.keys import LOG_ROOT, SERVICE
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
@@ -136,7 +136,7 @@ class ServedRoots:
             self._impatient[root] = open_store(replace(place, options={**place.options, **_AT_ONCE}).url)
         store = self._impatient[root]
         try:
-            await store.list(f"{SERVICE}/starts")
+            await store.stat(LOG_ROOT)
         except StoreError as error:
             raise type(error)(str(error).replace(store.url, root)) from error
 
@@ -149,10 +149,10 @@ class ServedRoots:
 
     async def _found_in(self, allowed: BucketUrl) -> list[str]:
         store = self._open(allowed.url, None)
-        if await store.list(f"{SERVICE}/starts"):
+        if await store.stat(LOG_ROOT) is not None:
             return [allowed.url]
         below = [entry.name for entry in await store.list("") if entry.is_prefix][:BUCKET_ROOTS_MAX]
-        return [allowed.below(name).url for name in below if await store.list(f"{name}/{SERVICE}/starts")]
+        return [allowed.below(name).url for name in below if await store.stat(f"{name}/{LOG_ROOT}") is not None]
 
     async def _ask(self, what: str, call: Callable[[], T]) -> T:
         """Run `call` on a thread. Callers that ask the same question at the same time share the answer."""
@@ -239,7 +239,7 @@ class ServedRoots:
             except OSError:
                 continue
             here = dict.fromkeys(path for place in (allowed, *below) for path in (place, f"{place}/{SERVICE}"))
-            places += [path for path in here if os.path.isdir(f"{path}/{SERVICE}/starts")]
+            places += [path for path in here if os.path.isfile(f"{path}/{LOG_ROOT}")]
         return [path for path in places if may_look(_owner_of(path), self._uids)]
 
     def requests(self, root: str) -> Requests | None:

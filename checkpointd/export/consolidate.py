@@ -38,9 +38,9 @@ from checkpointd.phrases import byte_count
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.read.plan import BoxRequest, gaps
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import named
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -149,7 +149,7 @@ async def consolidate(
             f"files can be copied only into a directory, and {os.fspath(out)} is one file: give a directory as OUT"
         )
     async with _output(out, container, request) as output:
-        checkpoint = await catalog.find(store, await named(store, request.tag))
+        checkpoint = await root_view.find(store, await named(store, request.tag))
         await check_whole(store, checkpoint, Patience(ABSENCE_S, ABSENCE_S))
         return await export_checkpoint(store, checkpoint, output, container, request, on_progress)
 
@@ -208,7 +208,7 @@ async def export_checkpoint(
     return Consolidation(
         root=store.url,
         tag=checkpoint.tag,
-        step=checkpoint.outcome.step,
+        step=checkpoint.commit.step,
         out=output.place,
         format=container.name,
         tensors=len(selection.names),
@@ -224,9 +224,9 @@ def _record(store: Store, checkpoint: Checkpoint, request: ExportRequest, nbytes
         root=store.url,
         tag=checkpoint.tag,
         attempt=str(checkpoint.attempt),
-        order=checkpoint.outcome.order,
+        order=checkpoint.commit.order,
         ballot=ballot_of(checkpoint),
-        step=checkpoint.outcome.step,
+        step=checkpoint.commit.step,
         only=request.only,
         dtype=request.dtype,
         bytes=nbytes,

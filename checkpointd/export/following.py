@@ -36,10 +36,10 @@ from checkpointd.export.target import ExportTarget, records_at
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.phrases import byte_count, byte_size, lasting
 from checkpointd.pipeline.gc.export_leases import OwnExportLease
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.limited import TokenBucket
 from checkpointd.store.patient import Patience, PatientStore
@@ -55,7 +55,7 @@ class ExportPace:
     """How often the root is looked at; seconds."""
 
     poll_s: float = 5.0
-    """Between two looks for a new record of the root's catalog."""
+    """Between two looks for a new entry of the root's log."""
     look_s: float = 60.0
     """Between two looks at root and place without news. What could not be exported is tried again then."""
     pause_max_s: float = 60.0
@@ -91,7 +91,7 @@ class Exporter:
         self._hold = ExportHold(target.store, root.url, self._sight)
         self._lease: OwnExportLease | None = None
         """The lease at the root, while this process holds the place."""
-        self._log = CatalogLog(root)
+        self._log = RootLog.of(root)
         self._there: dict[str, ExportRecord | None] = {}
         self._tried: dict[str, LeftReason] = {}
         """The attempts that could not be exported, with the reason."""
@@ -100,7 +100,7 @@ class Exporter:
         self._staying: set[str] = set()
         """The exports that cannot be removed."""
         self._at: tuple[int, str] | None = None
-        """The batch of the root's catalog up to which nothing is left to do, and its fault."""
+        """The entry of the root's log up to which nothing is left to do, and its fault."""
         self._looked_at = float("-inf")
         self._last = asyncio.Event()
 
@@ -153,7 +153,7 @@ class Exporter:
         if not await self._holds():
             return False
         now = asyncio.get_running_loop().time()
-        await self._log.refresh()
+        await self._log.look()
         if again or now - self._looked_at >= self.pace.look_s:
             await on_thread(lambda: check_beside(self._config.files))  # told before the first export is due
             self._tried = {prefix: why for prefix, why in self._tried.items() if why == "damaged"}
@@ -194,9 +194,9 @@ class Exporter:
     async def _see(self) -> ExportAgenda:
         """What is to be done now."""
         self._at = None
-        views = await catalog.scan(self._root, self._log, newest=0)
+        views = await root_view.scan(self._root)
         at = self._now
-        newest_first = catalog.checkpoints_of(views)
+        newest_first = root_view.checkpoints_of(views)
         agenda = planned(newest_first, self._there, self._config, self._root.url, self._tried)
         for one in agenda.blocked:
             self._leave(
@@ -208,7 +208,7 @@ class Exporter:
                 self._lose(one)
         self._due, self.progress.due = agenda.due, len(agenda.due)
         if self._lease is not None and self._log.state.number:  # else no job has begun, and the root may not be there
-            seen = max((one.outcome.order for one in newest_first), default=(0, 0))
+            seen = max((one.commit.order for one in newest_first), default=(0, 0))
             await self._lease.keep((one.prefix for one in agenda.due[:2]), seen)
         if not agenda.due:
             self._at = at
@@ -262,8 +262,8 @@ class Exporter:
         await self._hold.check()
 
     async def _failed(self, checkpoint: Checkpoint, error: CheckpointdError) -> None:
-        now = await catalog.view(self._root, checkpoint.tag, checkpoint.attempt)
-        if now.state != "committed":
+        now = await root_view.logged(self._root, checkpoint.tag, checkpoint.attempt)
+        if now is None or now.status != "checkpoint":
             self._lose(checkpoint)
         else:
             self._leave(checkpoint, "damaged" if isinstance(error, DamagedError) else "blocked", error)

@@ -9,7 +9,7 @@ from checkpointd.bucket_urls import is_same_root
 from checkpointd.config import ExportConfig
 from checkpointd.export.record import ExportRecord
 from checkpointd.pipeline.gc.export_leases import is_wanted
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ def planned(
     A copy of an export under another name is nobody's. Exports of commits newer than all at the root are of a root that was
     there before, or of checkpoints that were deleted by hand: they stay, and `keep_last` does not count them.
     """
-    wanted = [one for one in newest_first if is_wanted(one.outcome.step, config.every_steps) and one.read_back != "damaged"]
+    wanted = [one for one in newest_first if is_wanted(one.commit.step, config.every_steps) and one.read_back != "damaged"]
     ours = {
         name: record
         for name, record in there.items()
         if record is not None and record.tag == name and is_same_root(record.root, root)
     }
-    newest = max((one.outcome.order for one in newest_first), default=(0, 0))
+    newest = max((one.commit.order for one in newest_first), default=(0, 0))
     done = [record for record in ours.values() if record.complete and record.order <= newest]
-    orders = {one.outcome.order for one in wanted} | {record.order for record in done}
+    orders = {one.commit.order for one in wanted} | {record.order for record in done}
     kept = set(sorted(orders, reverse=True)[: config.keep_last])
     due, blocked = [], []
     for one in wanted:
         record = there.get(one.tag)
-        if one.outcome.order not in kept or (record is not None and record.complete and record.is_of(one)):
+        if one.commit.order not in kept or (record is not None and record.complete and record.is_of(one)):
             continue
         if one.tag in there and one.tag not in ours:
             blocked.append(one)

@@ -10,7 +10,7 @@ import msgspec
 from checkpointd.commit.facts import Order
 from checkpointd.errors import FormatError
 from checkpointd.layout.safetensors import INDEX
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 
 NAME = "checkpointd.json"
 CONFIG = "config.json"
@@ -48,9 +48,8 @@ class ExportRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format"
 
 
 def ballot_of(checkpoint: Checkpoint) -> str:
-    """The digest of the ballot of `checkpoint`; empty if its outcome names none."""
-    ballot = checkpoint.outcome.ballot
-    return "" if ballot is None else ballot.digest
+    """The digest of the ballot of `checkpoint`."""
+    return checkpoint.commit.ballot.digest
 
 
 def encode(record: ExportRecord) -> bytes:

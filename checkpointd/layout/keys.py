@@ -7,6 +7,7 @@ file before it reaches a store, so that no checkpoint can make a reader leave it
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,17 +16,11 @@ from checkpointd.errors import FormatError, UsageError
 LATEST = "latest"
 README = "README"
 """A text for people."""
+LOG = "log"
+"""The directory of the root's log (`commit/log_records.py`)."""
+LOG_ROOT = f"{LOG}/root"
+"""The object that tells this root from all others."""
 SERVICE = ".checkpointd"
-OUTCOME = "outcome"
-BALLOT = "ballot"
-JOINT_PLAN = "plan"
-DELETED = "deleted"
-VERIFIED = "verified"
-PASSED_OVER = "passed-over"
-LEFT_BEHIND = "left-behind"
-DAMAGED = "damaged"
-LEASE = "lease"
-"""The object beside an attempt that shows who works at it, perhaps after its trainer has ended."""
 
 _TAG_BYTES_MAX = 200
 # Each number has one spelling, so two names never mean one object.
@@ -37,10 +32,9 @@ _INDEX = re.compile(rf"{_RANK}(?:-({_HAND}))?\.index\Z", re.ASCII)
 _FILE = re.compile(rf"{_RANK}-(0|{_HAND})-(0|[1-9]\d{{0,3}})\.file\Z", re.ASCII)
 _OBJECT = re.compile(
     rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|-(?:0|{_HAND})-(?:0|[1-9]\d{{0,3}})\.file|(?:-{_HAND})?\.index|\.vote|\.readback)"
-    r"|outcome|ballot|plan|verified|damaged|passed-over|left-behind|deleted(?:-[1-9]\d{0,8})?)\Z",
+    r"|(?:ballot|plan)-[0-9a-f]{32})\Z",
     re.ASCII,
 )
-_MARK = re.compile(r"deleted(?:-([1-9]\d{0,8}))?\Z", re.ASCII)
 _START = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _GROUP = re.compile(r"[1-9]\d{0,3}\Z", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
@@ -72,6 +66,13 @@ class AttemptId:
         return f"{self.start:08d}-{self.k}"
 
     @staticmethod
+    def of(prefix: str) -> AttemptId:
+        """The attempt of `<tag>/<attempt>`, which must name one."""
+        found = AttemptId.parse(prefix.rpartition("/")[2])
+        assert found is not None, prefix
+        return found
+
+    @staticmethod
     @lru_cache(maxsize=4096)
     def parse(text: str) -> AttemptId | None:
         """The attempt that `text` names, or None if it names none."""
@@ -97,15 +98,19 @@ def check_tag(tag: str) -> str:
         why = "it starts or ends with white space"
     elif tag == LATEST:
         why = "that name is the pointer to the newest checkpoint"
+    elif tag == LOG:
+        why = "the root's log has that name"
     elif tag == README:
         why = "a text of that name explains the root"
     elif not tag.isprintable() or any(0xD800 <= ord(c) <= 0xDFFF for c in tag):
         why = "it contains a character that cannot be printed"
+    elif not unicodedata.is_normalized("NFC", tag):
+        why = "some file systems take it for another spelling of the same text (Unicode NFC), which is the one to use"
     elif len(tag.encode()) > _TAG_BYTES_MAX:
         why = f"it is longer than {_TAG_BYTES_MAX} bytes"
     if why:
-        name = tag.rstrip("/").rpartition("/")[2]
-        example = name if "/" in tag and is_tag(name) else "global_step100"
+        name = unicodedata.normalize("NFC", tag.rstrip("/").rpartition("/")[2])
+        example = name if name != tag and is_tag(name) else "global_step100"
         raise UsageError(f"tag {tag!r:.250} cannot be used: {why}; use a plain name such as {example!r}")
     return tag
 
@@ -189,10 +194,8 @@ def holds_bytes(name: str) -> bool:
 
 
 def is_bulk(name: str) -> bool:
-    """Whether the object `name` goes with the bytes of its attempt: it holds or describes them, or says who read or wrote
-    them. The ballot goes, too, since the files of the votes stay."""
-    by_name = name in (BALLOT, JOINT_PLAN, VERIFIED, DAMAGED, LEASE) or name.endswith(".index")
-    return by_name or holds_bytes(name) or read_back_rank(name) is not None
+    """Whether the object `name` is of an attempt's shards: chunks, a file, or an index."""
+    return name.endswith(".index") or holds_bytes(name)
 
 
 def index_name(rank: int, takeover: int = 0) -> str:
@@ -240,15 +243,14 @@ def object_rank(name: str) -> int | None:
     return int(match[1]) if match and match[1] else None
 
 
-def mark_name(number: int) -> str:
-    """The mark of a removed attempt: first `deleted`, then `deleted-1` and so on as fewer of its objects are needed."""
-    return f"{DELETED}-{number}" if number else DELETED
+def ballot_name(digest: str) -> str:
+    """The ballot whose table has this digest."""
+    return f"ballot-{digest}"
 
 
-def mark_number(name: str) -> int | None:
-    """The number of the mark `name`, 0 for `deleted`; None if `name` is not a mark. The greatest mark of an attempt counts."""
-    match = _MARK.match(name)
-    return int(match[1] or 0) if match else None
+def joint_plan_name(digest: str) -> str:
+    """The joint plan with this digest."""
+    return f"plan-{digest}"
 
 
 def check_holder(held_by: str) -> str:
@@ -274,15 +276,8 @@ def check_chunks_ref(name: str, writer: int) -> str:
     return name
 
 
-def start_key(start: int) -> str:
-    """The key of the record of `start`. Raises FormatError for numbers above START_MAX."""
-    if start > START_MAX:
-        raise FormatError(f"start {start} has no name; no job gets that far: remove {SERVICE}/starts/{START_MAX}")
-    return f"{SERVICE}/starts/{start:08d}"
-
-
 def start_of(name: str) -> int | None:
-    """The number of the start whose record or job lease has this `name`; None if it is neither."""
+    """The number of the start whose job lease, or whose plans, have this `name`; None if it is another one."""
     return int(name) if _START.match(name) else None
 
 
@@ -294,9 +289,12 @@ def job_lease_key(start: int) -> str:
     return f"{LEASES}/{start:08d}"
 
 
+ATTEMPT_LEASES = f"{LEASES}/attempts"
+
+
 def attempt_lease_key(prefix: str) -> str:
-    """The key of the lease of the attempt `prefix` (`<tag>/<attempt>`)."""
-    return f"{prefix}/{LEASE}"
+    """The key of the lease of the attempt `prefix` (`<tag>/<attempt>`), which shows who works at it."""
+    return f"{ATTEMPT_LEASES}/{prefix}"
 
 
 SHOWN = f"{SERVICE}/shown"

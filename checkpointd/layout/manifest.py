@@ -1,6 +1,6 @@
 """The small objects of a root as types, and their bytes. `docs/FORMAT.md` describes the same for other languages.
 
-The chain of digests: outcome -> ballot -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index and
+The chain of digests: log -> ballot -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index and
 a plan are msgpack (`indexes.py`). Each of them begins with its format and version; unknown ones are refused.
 """
 
@@ -15,10 +15,10 @@ import xxhash
 from typing_extensions import Buffer
 
 from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, FormatError, StagingError
-from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank, is_attempt, object_key, refers_to_bytes
-from checkpointd.layout.save_timings import Cost, PhaseSeconds
+from checkpointd.layout.keys import WORLD_SIZE_MAX, index_rank, object_key, refers_to_bytes
+from checkpointd.layout.save_timings import PhaseSeconds
 
-VERSION = 2
+VERSION = 3
 
 LEASE_S_MAX = 600.0
 """The longest lease, so nobody waits longer for a job that has died."""
@@ -60,28 +60,6 @@ class WriterIdentity(_Object, frozen=True, kw_only=True, gc=False):
     pid: int
     time: str
     """UTC, ISO 8601, by the clock of `host`."""
-
-
-class Start(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.start"):
-    """The job that runs a start. The other ranks compare `nonce` to check that they use the same root.
-
-    `world_size` 0: `checkpointd recover` took the start, and no ranks run in it.
-    """
-
-    version: int = VERSION
-    start: int
-    nonce: str
-    world_size: int
-    process: str = ""
-    """The unique name of the holder (see `store/writers.py`), which tells on its machine whether it still runs."""
-    surviving: tuple[str, ...] = ()
-    """Attempts of older starts, each `<tag>/<attempt>`, whose writers are still at work. While this start is the newest, these
-    attempts are not fenced, and nobody else decides them."""
-    commit_timeout_s: float = 0.0
-    """How many seconds the ranks of its attempts may take to vote; 0 if that was not recorded."""
-    job: str = ""
-    """The job's name, which identifies its next start; empty if it has none."""
-    writer: WriterIdentity
 
 
 class Lease(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.lease"):
@@ -196,7 +174,10 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     world_size: int
     step: int
     n: int
-    """The number of this rank's earlier saves in its start. For rank 0 it is the checkpoint's place in the order."""
+    """The number of this rank's earlier saves in its start. That of rank 0 is announced."""
+    root: str = ""
+    """The id of the root at which it was put first; empty if the rank did not know it. A directory that somebody has brought
+    from another root is told by it."""
     save_latest: bool
     vote: Literal["yes", "no"]
     index: IndexRef | None = None
@@ -210,7 +191,7 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     """The objects of this attempt that the index names, so that a listing shows if one is missing."""
     metrics: dict[str, float] = {}
     left: Branches = ()
-    """As in an outcome; that of rank 0 counts."""
+    """As in a commit; that of rank 0 counts."""
     trained: Trained = ""
     files: tuple[str, ...] | None = None
     """The names of this rank's files, by number; None if it stores a state."""
@@ -252,107 +233,12 @@ class JointPlanRef(_Object, frozen=True, kw_only=True, gc=False):
     size: int
 
 
-class Outcome(_Object, frozen=True, kw_only=True, gc=False, tag_field="format", tag="checkpointd.outcome"):
-    """The one object that decides an attempt. Commit: where all votes are. Abort: why, and which ranks.
-
-    Its size does not grow with the number of ranks.
-    """
-
-    version: int = VERSION
-    tag: str
-    attempt: str
-    step: int
-    world_size: int
-    outcome: Literal["commit", "abort"]
-    order: tuple[int, int]
-    save_latest: bool
-    ballot: BallotRef | None = None
-    """Set in a commit."""
-    plan: JointPlanRef | None = None
-    """In a commit of ranks that hold tensors together."""
-    holders: tuple[str, ...] = ()
-    """The older attempts (`<tag>/<attempt>`) that hold objects of the checkpoint, sorted. The votes name the objects."""
-    metrics: dict[str, float] = {}
-    """The metrics that the user passed to save() on rank 0, which retention uses."""
-    left: Branches = ()
-    """The branches that were left on the way to this checkpoint: between the two orders of each lie checkpoints from which it
-    does not descend."""
-    no_progress: bool = False
-    """Whether the step moved on since the checkpoint before, but no tensor that requires grad changed on any rank."""
-    cost: Cost | None = None
-    files: int = 0
-    """The number of files of all ranks; 0 if they store a state."""
-    shown_at: str = ""
-    unfinished: str = ""
-    leftovers: tuple[str, ...] = ()
-    beside: tuple[BesideFile, ...] = ()
-    error: ErrorReport | None = None
-    ranks: tuple[int, ...] = ()
-    """The ranks at fault in an abort, at most RANKS_AT_FAULT_MAX."""
-    decided_by: int
-    """The rank that put the outcome; -1 for recovery at a start or by the command line."""
-    writer: WriterIdentity
-
-    @property
-    def prefix(self) -> str:
-        return f"{self.tag}/{self.attempt}"
-
-
-class Deleted(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.deleted"):
-    """The mark that an attempt is being, or was, removed. With it, the attempt is never a checkpoint."""
-
-    version: int = VERSION
-    reason: str
-    kept: tuple[str, ...] = ()
-    """Chunks objects of the attempt that newer checkpoints still need. All others are condemned: nobody may refer to them."""
-    user: str = ""
-    """The name and number of the user who removed it: `alice (1000)`; empty if that was not recorded."""
-    writer: WriterIdentity
-
-
-class Verified(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.verified"):
-    """The record that all of a checkpoint was read back and found whole after it was written."""
-
-    version: int = VERSION
-    nbytes: int
-    uncached: bool = False
-    """Whether it was read from the storage itself, past the reading machine's cache. This release always does so."""
-    writer: WriterIdentity
-
-
 class ReadBack(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.readback"):
     """The record that one rank has read back its shard, past the cache, and found it whole."""
 
     version: int = VERSION
     rank: int
     nbytes: int
-    writer: WriterIdentity
-
-
-class Damaged(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.damaged"):
-    """The record that a checkpoint was read and found damaged. It counts even if `verified` is there, too."""
-
-    version: int = VERSION
-    faults: tuple[str, ...]
-    """The first faults, in words."""
-    writer: WriterIdentity
-
-
-class PassedOver(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.passed-over"):
-    """The record that load() found this checkpoint damaged and took an older one."""
-
-    version: int = VERSION
-    why: str
-    writer: WriterIdentity
-
-
-class LeftBehind(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.left-behind"):
-    """The record that training went on from an older checkpoint, so this one is of a branch that was left."""
-
-    version: int = VERSION
-    by: str
-    """The checkpoint (`<tag>/<attempt>`) that was gone back to, or the first one that was saved after going back."""
-    user: str = ""
     writer: WriterIdentity
 
 
@@ -376,25 +262,16 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
 
 
 class Mirrored(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.mirror"):
-    """The root that a mirror follows, by the starts of its jobs."""
+    """What a mirror has begun to copy. Its log knows an attempt only once all of it is there."""
 
     version: int = VERSION
-    origin: str
-    """The place of that root, for people."""
-    starts: tuple[tuple[int, str], ...]
-    """The number and the nonce of each start that was seen there, in order, at most STARTS_MAX."""
-    reached: tuple[int, int] = (0, 0)
-    """The greatest order of a commit that was mirrored."""
+    begun: tuple[str, ...]
+    """Attempts (`<tag>/<attempt>`) of which objects may be there, although the log does not know them."""
     writer: WriterIdentity
 
 
-STARTS_MAX = 256
-"""The most starts in the record of a mirror."""
-
-SmallObject = (
-    Start | Lease | Vote | Outcome | Deleted | Verified | ReadBack | Damaged | PassedOver | LeftBehind | Shown | Mirrored
-)
-_T = TypeVar("_T", Start, Lease, Vote, Outcome, Deleted, Verified, ReadBack, Damaged, PassedOver, LeftBehind, Shown, Mirrored)
+SmallObject: TypeAlias = Lease | Vote | ReadBack | Shown | Mirrored
+_T = TypeVar("_T", Lease, Vote, ReadBack, Shown, Mirrored)
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
@@ -428,30 +305,20 @@ def sealed(body: bytes) -> bytes:
 
 _OPTIONAL = (
     "refers",
-    "ballot",
-    "plan",
-    "holders",
-    "surviving",
-    "commit_timeout_s",
     "job",
     "metrics",
     "left",
-    "kept",
     "trained",
-    "no_progress",
     "shown_at",
     "unfinished",
     "leftovers",
     "beside",
     "going",
     "objects",
-    "uncached",
     "held_s",
-    "cost",
     "seconds",
     "inline",
     "content",
-    "user",
 )
 """Keys that are left out if they are empty."""
 
@@ -508,8 +375,6 @@ def _fault(obj: SmallObject) -> str | None:
     """The values in `obj` that no writer puts there and that would mislead a reader, in words."""
     if isinstance(obj, Vote):
         return _vote_fault(obj)
-    if isinstance(obj, Outcome):
-        return outcome_fault(obj)
     if isinstance(obj, Lease) and not 0 < obj.length_s <= LEASE_S_MAX:
         return f"is a lease of {obj.length_s:g} seconds, which cannot be"
     return None
@@ -523,17 +388,6 @@ def _vote_fault(vote: Vote) -> str | None:
         return f"names an index {ref.name!r} of {ref.size} bytes, which cannot be rank {vote.rank}'s"
     foreign = next((key for key in vote.refers if not refers_to_bytes(key)), None)
     return None if foreign is None else f"refers to {foreign!r}, which cannot hold bytes of a checkpoint"
-
-
-def outcome_fault(outcome: Outcome) -> str | None:
-    if not 0 <= outcome.world_size <= WORLD_SIZE_MAX:
-        return f"speaks of {outcome.world_size} ranks, which cannot be"
-    foreign = next((holder for holder in outcome.holders if not is_attempt(holder)), None)
-    if foreign is not None:
-        return f"refers to {foreign!r}, which is no attempt"
-    if outcome.outcome == "commit" and (outcome.ballot is None or not 0 < outcome.ballot.size <= BALLOT_BYTES_MAX):
-        return f"is a commit of {outcome.world_size} ranks, and does not name a ballot that can have the vote of each"
-    return None
 
 
 def check_header(header: Header, kind: type, key: str) -> None:

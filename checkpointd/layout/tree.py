@@ -179,7 +179,7 @@ class TorchName(_Node, frozen=True, array_like=True, forbid_unknown_fields=True,
 
 
 class LibraryValue(_Node, frozen=True, array_like=True, forbid_unknown_fields=True, tag="V"):
-    """A value of a class of Python's library. The kind is the name of the class; docs/FORMAT.md has the parts of each."""
+    """A value of a class of Python's library. The kind is the name of the class; docs/format/TREE.md has the parts of each."""
 
     kind: Literal[
         "PurePosixPath",

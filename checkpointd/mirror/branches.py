@@ -1,33 +1,36 @@
-"""Lets a mirror know which checkpoints were left behind at its origin, so that readers of both take the same one."""
+"""Repeats at a mirror how its origin was rolled back, so that readers of both take the same checkpoint.
+
+What a save leaves behind needs no copy, since its commit says it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from checkpointd.errors import NotFoundError
-from checkpointd.layout.keys import LEFT_BEHIND
-from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
-from checkpointd.pipeline.root.latest import move_latest_to_newest
-from checkpointd.store.base import Store
+from checkpointd.commit.branches import training
+from checkpointd.commit.log import apply, check
+from checkpointd.layout.log_records import LogState, RollbackRecord
+from checkpointd.pipeline.identity import writer
 
 
-async def follow(origin: Store, mirror: Store, theirs: Iterable[AttemptView], ours: Iterable[AttemptView]) -> None:
-    """Copy and remove the records of what was left behind, and move the mirror's `latest` if that changes the newest one."""
-    there = {view.prefix: view for view in theirs}
-    changed = [
-        view
-        for view in ours
-        if view.prefix in there and view.state == "committed" and view.left_behind != there[view.prefix].left_behind
-    ]
-    if not changed:
-        return
-    for view in changed:
-        key = f"{view.prefix}/{LEFT_BEHIND}"
-        try:
-            await (mirror.delete(key) if view.left_behind else mirror.put(key, await origin.get(key)))
-        except NotFoundError:  # it has changed again since the look: the next step follows
-            return
-    records = [record_of("current" if view.left_behind else "left-behind", view.tag, view.attempt) for view in changed]
-    await CatalogLog(mirror).append(*records)
-    await move_latest_to_newest(mirror)
+def rollbacks(theirs: LogState, ours: LogState) -> list[RollbackRecord]:
+    """The records after which no checkpoint of the mirror is left behind that is not at the origin, or the other way round, as
+    far as the mirror has the checkpoints from which training goes on.
+    """
+    found = list[RollbackRecord]()
+    for own in {training(commit) for name in _unlike(theirs, ours) if (commit := ours.attempts[name].commit) is not None}:
+        record = RollbackRecord(attempt=theirs.heads.get(own, ""), writer=writer())
+        if check(ours, record):
+            continue  # it is not there yet, or not any more
+        after = apply(ours, record)
+        if len([*_unlike(theirs, after)]) < len([*_unlike(theirs, ours)]):
+            found.append(record)
+            ours = after
+    return found
+
+
+def _unlike(theirs: LogState, ours: LogState) -> Iterator[str]:
+    for name, one in ours.attempts.items():
+        there = theirs.attempts.get(name)
+        if one.status == "checkpoint" and there is not None and there.left_behind != one.left_behind:
+            yield name

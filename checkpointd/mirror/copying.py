@@ -1,57 +1,48 @@
 """Copies one checkpoint from the origin to the mirror, object by object, in the order of docs/ORDERING.md.
 
 Invariants
-  MIRRORCOPY-1  The outcome is put last, and only if this process still holds the mirror, and everything that the checkpoint
-      needs is durable there: its own objects, and the objects of older attempts that its indexes name.
+  MIRRORCOPY-1  The mirror's log gets an attempt as a whole, in one entry: its announcement, its commit, and a `hold` for each
+      older attempt of which the log knew nothing. The entry is put only while the newest start is that of this process, and
+      once everything that the checkpoint needs is durable: its own objects, and those of older attempts that its indexes name.
   MIRRORCOPY-2  Each piece of an object that an index names was compared with its digest: when it was copied, when it was found
       at the mirror and read there, or for an earlier checkpoint of the mirror that names the same piece. Earlier ones prove
       nothing about what is healed, nor about objects of attempts that a damaged checkpoint of the mirror needs.
-  MIRRORCOPY-3  Indexes come first. So collections at the mirror keep the objects of older attempts that they name, and once all
-      objects are there, the copy checks that no earlier mark condemned one (as DEDUP-3 for a save).
-  MIRRORCOPY-4  An object at the mirror is removed to be copied again only if its attempt has no commit there, nor had one by
-      what the catalog says, no checkpoint there refers to it, its bytes are not whole, and this process holds the mirror. An
-      earlier process that mirrored cannot commit any more then: it looks for a newer start after its last object and before its
-      outcome.
-  MIRRORCOPY-5  Any other object that is not whole is replaced (TRANSFER-3), and only if the origin's has every piece whole that
-      the checkpoint needs, and every other one that an attempt at the mirror names and that may be whole there. So no
-      checkpoint at the mirror loses what it has.
+  MIRRORCOPY-3  Nobody removes an object that the checkpoint needs while it is copied. What lies in an attempt of which the log
+      knows nothing, nobody removes. Of attempts that it knows, only those objects are relied on that are of a checkpoint, or to
+      which the base refers. The log takes the entry only if these are checkpoints still (LOG-10).
+  MIRRORCOPY-4  An object that is not whole is replaced (TRANSFER-3), and only if the origin's has every piece whole that the
+      checkpoint needs, and every other one that a checkpoint at the mirror names and that may be whole there. So no checkpoint
+      at the mirror loses what it has.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeVar
 
+from checkpointd.commit.log import check_all, may_be_held
 from checkpointd.config import ABSENCE_S
-from checkpointd.errors import DamagedError, NotFoundError, RootGoneError, StoreError, UnreadableError
+from checkpointd.errors import DamagedError, NotFoundError, RootGoneError, UnreadableError
 from checkpointd.layout.ballot import BallotTable, table_bytes
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import joint_plan_ref
-from checkpointd.layout.keys import (
-    BALLOT,
-    JOINT_PLAN,
-    OUTCOME,
-    AttemptId,
-    holder_of,
-    object_key,
-    vote_name,
-)
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, ObjectRef, Outcome, Vote, decode
-from checkpointd.mirror import bare_holders
+from checkpointd.layout.keys import holder_of, object_key, vote_name
+from checkpointd.layout.log_records import AnnounceRecord, HoldRecord, LoggedAttempt, LogState, Record
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, ObjectRef, Vote
 from checkpointd.mirror.hold import Hold
 from checkpointd.mirror.named_pieces import named_pieces
 from checkpointd.mirror.pieces import StoredPiece, pieces_by_object
-from checkpointd.mirror.provenance import is_same
+from checkpointd.mirror.planning import doubted
 from checkpointd.mirror.transfer import copied, is_whole
 from checkpointd.pipeline.read.index import read_index
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.ballots import ballot_ref, put_for_commit
-from checkpointd.pipeline.root.catalog import Checkpoint
-from checkpointd.pipeline.root.catalog_log import CatalogLog, note_outcome, record_of
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_for_commit, votes_of
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.workers import run_workers, uncollected
 from checkpointd.store.base import SMALL_BYTES_MAX, Store, each
 from checkpointd.store.patient import Patience, PatientStore
@@ -69,14 +60,11 @@ has what stands in its way."""
 
 
 class LeftOut(Exception):
-    """A checkpoint is not copied now; the others are. `holder`: an attempt at the mirror that is not as its catalog says, and
-    that it needs.
-    """
+    """A checkpoint is not copied now; the others are."""
 
-    def __init__(self, why: Why, words: str, *, holder: str = "") -> None:
+    def __init__(self, why: Why, words: str) -> None:
         super().__init__(words)
         self.why: Why = why
-        self.holder = holder
 
 
 class OriginStore(PatientStore):
@@ -110,34 +98,32 @@ class Amount:
     found: int = 0
 
 
+async def nothing_begins(_: Collection[str]) -> None:
+    """Note nothing."""
+
+
 @dataclass(slots=True, eq=False)
 class CheckpointCopy:
-    """One checkpoint on its way to the mirror. `proof`: the newest checkpoint there. `outcomes`: the commits that the origin
-    knows, by attempt. `on_bytes` is called with the bytes of chunks objects that were copied or compared.
+    """One checkpoint on its way to the mirror, whose log has the state `ours`. `heals`: the mirror has the checkpoint already,
+    and something of it is damaged there.
 
-    `heals`: the mirror has the checkpoint already, and something of it is damaged there. `had`: the checkpoints of the mirror
-    as its catalog says. `coming`: those of the origin that the mirror may get, if it does not have them. `doubted`: attempts of
-    whose objects at the mirror one may be damaged.
+    `on_bytes` is called with the bytes of chunks objects that were copied or compared; `begins` with the attempts of which the
+    mirror's log knows nothing, before the first object of them is put.
     """
 
     origin: Store
     mirror: Store
     checkpoint: Checkpoint
     hold: Hold
-    proof: Checkpoint | None = None
-    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    ours: LogState
     on_bytes: Callable[[int], None] = lambda _: None
+    begins: Callable[[Collection[str]], Awaitable[None]] = nothing_begins
     heals: bool = False
-    had: Container[str] = ()
-    coming: Container[str] = ()
-    doubted: Container[str] = ()
     amount: Amount = field(default_factory=Amount)
     _needed: dict[str, set[str]] = field(default_factory=dict)
-    """The names of the objects of each holder that the checkpoint needs."""
-    _commits: dict[str, Checkpoint] = field(default_factory=dict)
-    """The holders that are checkpoints at the mirror."""
-    _bare: set[str] = field(default_factory=set)
-    """The holders whose records must name what was copied into them."""
+    """The keys of the objects of each holder that the checkpoint needs."""
+    _base: LoggedAttempt | None = None
+    """The checkpoint at the mirror that keeps what the copy finds there of older attempts."""
     _source: OriginStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,46 +148,42 @@ class CheckpointCopy:
         return self.amount
 
     async def _run(self) -> None:
-        outcome, key = self.checkpoint.outcome, f"{self.prefix}/{OUTCOME}"
-        data = await self._source.get(key)
-        if not is_same(decode(data, Outcome, key), outcome):
-            raise LeftOut("unreadable", f"{key} changed while it was looked at")
-        ballot, parts, votes = await self._ballot()
-        plan = await self._joint_plan()
-        for name in (name for vote in votes for name in vote.refers):
-            self._needed.setdefault(holder_of(name), set()).add(name.rpartition("/")[2])
+        commit = self.checkpoint.commit
+        ballot, parts, votes = await self._read_ballot()
+        plan = await self._read_joint_plan()
+        for key in (key for vote in votes for key in vote.refers):
+            self._needed.setdefault(holder_of(key), set()).add(key)
         await self.hold.check()
+        held = sorted(holder for holder in self._needed if may_be_held(self.ours, holder))
         if not self.heals:
-            await self._announce()
-        for holder in sorted(self._needed):
-            await self._ready(holder)
+            self._base = await self._chosen_base()
+            await self.begins((self.prefix, *held))
         await run_workers([partial(self._copy_rank, vote) for vote in votes], RANKS_AT_ONCE)
-        await self._check_holders()
         await self._put_votes(parts)
-        await self._put(BALLOT, ballot)
+        await self._put(ballot_key(commit), ballot)
         if plan:
-            await self._put(JOINT_PLAN, plan)
-        await self.hold.reach(outcome.order)
-        await self.hold.check()  # MIRRORCOPY-1, MIRRORCOPY-4
-        await (self._commit_again(data) if self.heals else self._commit(data))
-        for holder in sorted(self._bare):
-            tag, _, attempt = holder.rpartition("/")
-            await bare_holders.note_kept(self.mirror, tag, _attempt(attempt))
+            await self._put(joint_plan_key(commit), plan)
+        state = await self.hold.check()
+        if not self.heals:
+            await self._commit(held)
+        elif state.attempts[self.prefix].status != "checkpoint":
+            raise LeftOut("removed", f"{self.checkpoint.tag} was removed at {self.mirror.url} while it was copied again")
 
     # --- what the origin has --------------------------------------------------------------------------------------
 
     async def _check_there(self) -> None:
         """Raise LeftOut if the origin does not have the checkpoint any more, and RootGoneError if it has nothing any more."""
-        view = await catalog.view(self.origin, self.checkpoint.tag, self.checkpoint.attempt)
-        if not view.sizes and not await self.origin.list(""):
+        state = await root_view.state_of(self.origin)
+        if not state.number:
             raise RootGoneError(f"{self.origin.url} shows nothing any more: was it unmounted, or removed?")
-        if view.state == "deleted" or not view.sizes:
+        one = state.attempts.get(self.prefix)
+        if one is None or one.status != "checkpoint":
             raise LeftOut("removed", f"{self.checkpoint.tag} was removed at {self.origin.url} while it was copied")
 
-    async def _ballot(self) -> tuple[bytes, list[memoryview], list[Vote]]:
+    async def _read_ballot(self) -> tuple[bytes, list[memoryview], list[Vote]]:
         """The ballot, the bytes of its votes by rank, and the votes, all checked."""
-        outcome, key = self.checkpoint.outcome, f"{self.prefix}/{BALLOT}"
-        ref, ranks = ballot_ref(outcome), outcome.world_size
+        commit = self.checkpoint.commit
+        key, ref, ranks = ballot_key(commit), commit.ballot, commit.world_size
         data = await self._source.get(key, size_max=ref.size)
         view = memoryview(data)
         table = BallotTable.of(view[: table_bytes(ranks)], ranks, ref, key)
@@ -211,74 +193,45 @@ class CheckpointCopy:
         votes = uncollected(lambda: [table.vote(rank, part, self.prefix, key) for rank, part in enumerate(parts)])
         return data, parts, votes
 
-    async def _joint_plan(self) -> bytes:
+    async def _read_joint_plan(self) -> bytes:
         """The joint plan; empty if the checkpoint has none."""
-        ref, key = self.checkpoint.outcome.plan, f"{self.prefix}/{JOINT_PLAN}"
+        ref, key = self.checkpoint.commit.plan, joint_plan_key(self.checkpoint.commit)
         if ref is None:
             return b""
         data = await self._source.get(key, size_max=LISTING_BYTES_MAX)
         if joint_plan_ref(data) != ref:
-            raise DamagedError(f"{key} is damaged: its bytes are not those that the outcome names", key=key)
+            raise DamagedError(f"{key} is damaged: its bytes are not those that the commit names", key=key)
         return data
 
     # --- holders ----------------------------------------------------------------------------------------------------
 
-    async def _ready(self, holder: str) -> None:
-        """See to it that objects of `holder`, an older attempt, may lie at the mirror."""
-        tag, _, name = holder.rpartition("/")
-        view = await catalog.view(self.mirror, tag, _attempt(name))
-        if view.state == "committed" and view.outcome is not None:
-            self._commits[holder] = Checkpoint(tag, view.attempt, view.outcome, view.read_back)
-            return
-        is_lost = view.state == "in-doubt" and bool(view.sizes) and holder in self.had and holder in self.coming
-        if is_lost or view.state in ("damaged", "unreadable"):
-            fault = "gone" if is_lost else view.state
-            raise LeftOut("blocked", f"the outcome of {holder} at {self.mirror.url}, which it needs, is {fault}", holder=holder)
-        self._bare.add(holder)
-        if view.state == "aborted" or (
-            view.state == "deleted" and not await bare_holders.is_kept(self.mirror, holder, self._needed[holder])
-        ):
-            if self.heals:  # what is left of it may be all that the checkpoint has
-                raise LeftOut("blocked", f"objects of {holder}, which it needs, were removed at {self.mirror.url}")
-            await self._begin_again(tag, view.attempt, holder)
-        elif view.state == "deleted":
-            return
-        there = await catalog.view(self.origin, tag, view.attempt)
-        kept = await bare_holders.kept_at_origin(self.origin, there)
-        known = self.outcomes.get(holder, there.outcome)
-        await bare_holders.mark_bare(self.mirror, tag, view.attempt, {*kept, *self._needed[holder]}, known)
+    async def _chosen_base(self) -> LoggedAttempt | None:
+        """The newest checkpoint at the mirror that keeps what this one needs of attempts that are none there any more, and that
+        refers to most others which it needs (MIRRORCOPY-3); None if there is none, and none is needed.
+        """
+        known = {holder for holder in self._needed if not may_be_held(self.ours, holder)}
+        removed = {holder for holder in known if self.ours.attempts[holder].status != "checkpoint"}
+        at_hand = [a for a in self.ours.attempts.values() if a.status == "checkpoint" and removed <= _reach(a)]
+        at_hand.sort(key=lambda one: (len(known & _reach(one)), one.order), reverse=True)
+        keys = {key for holder in removed for key in self._needed[holder]}
+        for one in at_hand if known else ():
+            if not keys or keys <= await self._referred(one):
+                return one
+        if keys:
+            raise LeftOut("blocked", f"it needs {min(keys)}, which was removed at {self.mirror.url}")
+        return None
 
-    async def _begin_again(self, tag: str, attempt: AttemptId, holder: str) -> None:
-        """Forget a holder whose objects were given up at the mirror before this checkpoint needed them."""
-        if not await bare_holders.is_free(self.mirror, holder, {self.prefix, holder}):
-            raise LeftOut(
-                "blocked",
-                f"it needs objects of {holder} that were removed at {self.mirror.url}, while another checkpoint there needs "
-                "others of them",
-            )
-        log.info("%s at %s was given up there, and is needed again: it is copied anew", holder, self.mirror.url)
-        await self.hold.check()
-        await bare_holders.forget(self.mirror, tag, attempt)
-
-    async def _check_holders(self) -> None:
-        """Check that all that the indexes name at older attempts is there and will stay (MIRRORCOPY-3)."""
-        for holder, names in self._needed.items():
-            if not await bare_holders.is_kept(self.mirror, holder, names):
-                raise LeftOut("blocked", f"objects of {holder}, which it needs, were just removed at {self.mirror.url}")
-            for name in names:
-                if await self.mirror.stat(object_key(holder, name)) is None:
-                    raise LeftOut("blocked", f"{object_key(holder, name)}, which it needs, is gone at {self.mirror.url}")
+    async def _referred(self, one: LoggedAttempt) -> set[str]:
+        """The keys of older attempts' objects to which the checkpoint at the mirror refers, as far as that can be read."""
+        assert one.commit is not None
+        try:
+            votes = await votes_of(self.mirror, one.commit)
+        except (DamagedError, NotFoundError, UnreadableError) as error:
+            log.warning("%s at the mirror keeps nothing for others: %s", one.attempt, error)
+            return set()
+        return {key for vote in votes.values() if isinstance(vote, Vote) for key in vote.refers}
 
     # --- objects ----------------------------------------------------------------------------------------------------
-
-    async def _announce(self) -> None:
-        """Announce the attempt at the mirror. If a recovery there gave up an earlier copy, forget that first."""
-        tag, attempt, outcome = self.checkpoint.tag, self.checkpoint.attempt, self.checkpoint.outcome
-        view = await catalog.view(self.mirror, tag, attempt)
-        if view.state == "aborted":
-            await bare_holders.forget(self.mirror, tag, attempt)
-        intent = record_of("intent", tag, attempt, n=outcome.order[1], step=outcome.step)
-        await CatalogLog(self.mirror).append(intent)
 
     async def _copy_rank(self, vote: Vote) -> None:
         """Copy the index of one rank, and the objects that it names."""
@@ -287,8 +240,8 @@ class CheckpointCopy:
             raise DamagedError(f"{self.prefix}/{vote_name(vote.rank)} names no index")
         key = object_key(self.prefix, ref.name)
         data = await self._source.get(key, size_max=ref.size)
-        index = uncollected(lambda: catalog.index_in(data, self.prefix, vote, ref))
-        await self._put(key.removeprefix(f"{self.prefix}/"), data)
+        index = uncollected(lambda: root_view.index_in(data, self.prefix, vote, ref))
+        await self._put(key, data)
         proved = _Proved(self, vote.rank)
         for named, pieces in zip(index.objects, pieces_by_object(index), strict=True):
             await self._copy_object(named, pieces, proved)
@@ -301,28 +254,18 @@ class CheckpointCopy:
             self.on_bytes(needed)
             self.amount.found += needed
             return
-        replaces = False
-        if size is not None:
-            if size == named.size and await self._settled_whole(key, pieces):
-                self.amount.found += needed
-                return
-            replaces = self.heals or named.held_by in self._commits or (not named.held_by and self.prefix in self.had)
-            replaces = replaces or await bare_holders.is_needed(self.mirror, key)
-            await self.hold.check()
-            if replaces:
-                await self._replace(key, named.size, pieces)
-            else:
-                await self.mirror.delete(key)
-        if not replaces:
-            await self.hold.check()
-            await self._transfer(key, named.size, pieces)
+        if size == named.size and await self._settled_whole(key, pieces):
+            self.amount.found += needed
+            return
+        await self.hold.check()
+        await (self._transfer(key, named.size, pieces) if size is None else self._replace(key, named.size, pieces))
         self.amount.copied += named.size
 
     async def _replace(self, key: str, size: int, pieces: Sequence[StoredPiece]) -> None:
-        """Let a whole object take the place of a damaged one that a checkpoint at the mirror needs (MIRRORCOPY-5)."""
+        """Let a whole object take the place of one that is not (MIRRORCOPY-4)."""
         blocked = f"it needs {key}, which is damaged at {self.mirror.url}, and "
         try:
-            others = {*await named_pieces(self.mirror, key, self._source)}.difference(pieces)
+            others = {*await named_pieces(self.mirror, self.ours, key, self._source)}.difference(pieces)
         except (DamagedError, NotFoundError) as error:
             raise LeftOut("blocked", f"{blocked}which parts of it others need there cannot be told: {error}") from error
         log.warning("%s is damaged at %s: it is copied again", key, self.mirror.url)
@@ -364,8 +307,6 @@ class CheckpointCopy:
 
         async def check() -> None:
             await self.hold.check()
-            if replaces and not await bare_holders.is_kept(self.mirror, holder_of(key), {key.rpartition("/")[2]}):
-                raise LeftOut("blocked", f"{key}, which it needs, was just removed at {self.mirror.url}")
 
         async def transfer(source: Store) -> None:
             passed = 0
@@ -387,12 +328,11 @@ class CheckpointCopy:
             log.warning("%s is read again from the storage itself: %s", key, error)
             await transfer(self._source.uncached)
 
-    async def _put(self, name: str, data: bytes) -> None:
-        """Make the small object `name` durable, which the outcome names, or a vote that it counts."""
+    async def _put(self, key: str, data: bytes) -> None:
+        """Make the small object `key` durable, which the commit names, or a vote that it counts."""
         if not self.heals:
-            await put_for_commit(self.mirror, self.prefix, name, data)
+            await put_for_commit(self.mirror, key, data)
             return
-        key = f"{self.prefix}/{name}"
         with suppress(DamagedError, NotFoundError, UnreadableError):
             if await self.mirror.uncached.get(key, size_max=len(data)) == data:
                 return
@@ -411,32 +351,25 @@ class CheckpointCopy:
 
         await each(put, range(len(parts)))
 
-    async def _commit_again(self, data: bytes) -> None:
-        """Put the outcome if the one at the mirror is damaged, or cannot be read."""
-        view = await catalog.view(self.mirror, self.checkpoint.tag, self.checkpoint.attempt)
-        if view.state in ("damaged", "unreadable"):
-            await self.mirror.put(f"{self.prefix}/{OUTCOME}", data)
-        elif view.state != "committed":
-            raise LeftOut("removed", f"{self.checkpoint.tag} was removed at {self.mirror.url} while it was copied again")
+    async def _commit(self, held: Sequence[str]) -> None:
+        """Put the entry that makes it a checkpoint (MIRRORCOPY-1). `held`: the older attempts of which the log knew nothing."""
+        commit, base = self.checkpoint.commit, self._base.attempt if self._base is not None else ""
+        announced = AnnounceRecord(attempt=self.prefix, n=commit.n, step=commit.step, base=base)
+        records: list[Record] = [announced, commit, *(HoldRecord(attempt=holder) for holder in held)]
 
-    async def _commit(self, data: bytes) -> None:
-        """Put the outcome, and tell the catalog."""
-        outcome, tag, attempt = self.checkpoint.outcome, self.checkpoint.tag, self.checkpoint.attempt
-        if not await self.mirror.put_if_absent(f"{self.prefix}/{OUTCOME}", data):
-            outcome = await catalog.read_outcome(self.mirror, tag, attempt)
-            if not is_same(outcome, self.checkpoint.outcome):
-                raise LeftOut("blocked", f"{self.prefix} was decided otherwise at {self.mirror.url}: {outcome.outcome}")
-        first = self.checkpoint.outcome
-        if first.world_size and (await catalog.view(self.mirror, tag, attempt)).state != "committed":
-            raise StoreError(f"{self.prefix} was removed at {self.mirror.url} while it was copied")
-        await note_outcome(self.mirror, outcome)
+        def wanted(state: LogState) -> list[Record]:
+            return records if self.hold.holds(state) and self.prefix not in state.attempts else []
+
+        state = await RootLog.of(self.mirror).append(wanted)
+        one = state.attempts.get(self.prefix)
+        if one is None or one.status != "checkpoint":
+            await self.hold.check()
+            raise LeftOut("blocked", f"the log of {self.mirror.url} does not take it: {check_all(state, records)}")
 
 
-def _attempt(text: str) -> AttemptId:
-    found = AttemptId.parse(text)
-    if found is None:
-        raise DamagedError(f"{text!r} is not an attempt")
-    return found
+def _reach(one: LoggedAttempt) -> set[str]:
+    """The checkpoint `one`, and the attempts to which it refers."""
+    return {one.attempt, *one.holders}
 
 
 class _Proved:
@@ -444,6 +377,7 @@ class _Proved:
 
     def __init__(self, copy: CheckpointCopy, rank: int) -> None:
         self._copy, self._rank = copy, rank
+        self._doubted = doubted(copy.ours)
         self._known: dict[str, set[StoredPiece]] = {}
         self._read: set[str] = set()
 
@@ -451,18 +385,18 @@ class _Proved:
         """Whether all `pieces` of the object `key` of `holder` were compared before. That proves nothing while an object of the
         holder may be damaged: what was whole then may be wrong now.
         """
-        if holder in self._copy.doubted:
+        if holder in self._doubted:
             return False
-        for checkpoint in filter(None, (self._copy.proof, self._copy._commits.get(holder))):
-            if checkpoint.prefix not in self._read:
-                self._read.add(checkpoint.prefix)
-                await self._learn(checkpoint)
+        for one in filter(None, (self._copy._base, self._copy.ours.attempts.get(holder))):
+            if one.status == "checkpoint" and one.attempt not in self._read:
+                self._read.add(one.attempt)
+                await self._learn(root_view.checkpoint_of(one))
             if self._known.get(key, set()).issuperset(pieces):
                 return True
         return False
 
     async def _learn(self, checkpoint: Checkpoint) -> None:
-        if self._rank >= checkpoint.outcome.world_size:
+        if self._rank >= checkpoint.commit.world_size:
             return
         try:
             index: Index = await read_index(self._copy.mirror, checkpoint, self._rank)

@@ -13,8 +13,8 @@ from checkpointd.errors import CheckpointdError, FencedError, RootInUseError, St
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.news import CheckpointNews, MirrorProgress, News
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -25,14 +25,11 @@ class FollowPace:
     """How often a mirror looks; seconds."""
 
     poll_s: float = 5.0
-    """Between two looks for a new record of the origin's catalog."""
+    """Between two looks for a new entry of the origin's log."""
     look_s: float = 60.0
-    """Between two looks at both roots without news, since a catalog may lag behind. Checkpoints that could not be read are
-    tried again then."""
-    whole_s: float = 3600.0
-    """Between two looks at the objects of the newest checkpoints of the mirror, too, in case its catalog is wrong about one.
-    Such a look follows each failure as well.
-    """
+    """Between two looks at both roots without news. Checkpoints that could not be read are tried again then."""
+    again_s: float = 3600.0
+    """Between two tries to heal what could not be healed."""
     pause_max_s: float = 60.0
     """The longest pause after failures."""
 
@@ -62,7 +59,7 @@ class Follower:
         self._mirroring = Mirroring(origin, mirror, config, tell=self._tell, on_bytes=self._count, on_copy=self._copying)
         self._begun = False
         self._looked_at = float("-inf")
-        self._whole_at = float("-inf")
+        self._again_at = float("-inf")
 
     async def run(self) -> None:
         """Follow until cancelled. Raises FencedError or UsageError if the mirror cannot go on."""
@@ -89,29 +86,29 @@ class Follower:
     async def _round(self, *, again: bool) -> None:
         now = asyncio.get_running_loop().time()
         if not self._begun:
-            await self._mirroring.begin()
-            self._begun, self._whole_at = True, now
+            self._begun = await self._mirroring.begin()
+            if not self._begun:  # perhaps the path of the origin is wrong
+                self.progress.state, self.progress.problem = "beginning", None
+                return
+            self._again_at = now
         if now - self._looked_at >= self.pace.look_s or again:
-            self._mirroring.try_again()
+            everything = now - self._again_at >= self.pace.again_s
+            self._mirroring.try_again(everything=everything)
+            self._again_at = now if everything else self._again_at
         elif not await self._mirroring.has_news():
             return
-        is_whole = again or now - self._whole_at >= self.pace.whole_s  # what failed may have had its effect
-        await self._mirroring.step(whole=is_whole)
+        await self._mirroring.step()
         self._looked_at = now
-        self._whole_at = now if is_whole else self._whole_at
         self._in_step()
 
     def _in_step(self) -> None:
         seen = self._mirroring.seen
-        newest = next(iter(catalog.commits_of(seen.ours)), None)
+        newest = next(iter(root_view.commits_of(root_view.views_of(seen.ours))), None)
         shown = self.progress
         shown.newest_tag = newest.tag if newest is not None else None
-        shown.newest_step = newest.outcome.step if newest is not None else None
+        shown.newest_step = newest.commit.step if newest is not None else None
         shown.problem, shown.behind = None, len(seen.agenda.due) + len(self._mirroring.left)
         shown.tag, shown.done_bytes, shown.total_bytes = "", 0, 0
-        if not (self._mirroring.has_origin_begun or seen.theirs):  # perhaps its path is wrong
-            shown.state = "beginning"
-            return
         shown.state = "copying" if seen.agenda.due else "in step"  # those that are due came meanwhile
         if not seen.agenda.due and {"unreadable", "blocked"}.isdisjoint(self._mirroring.left.values()):
             shown.in_step_at = time.time()

@@ -2,26 +2,28 @@
 
 A job that begins at the mirror, or another process that mirrors, is refused while this one lives. If it begins all the same, it
 takes the next start, and this fences the one before it, as it fences a job.
+
+The start of a mirror is newer than all starts of its origin, whose attempts are then announced as those of older starts. When
+the origin has a newer start, the mirror begins again.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-
-import msgspec
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from checkpointd.commands import command
-from checkpointd.commit.facts import Order
 from checkpointd.config import JOB_CHARACTERS_MAX
-from checkpointd.errors import DamagedError, FencedError, NotFoundError
-from checkpointd.layout.keys import MIRROR, MIRRORS
-from checkpointd.layout.manifest import Mirrored, Start, encode
-from checkpointd.pipeline.identity import writer
-from checkpointd.pipeline.root import leases, starts
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.errors import FencedError, UnreadableError
+from checkpointd.layout.keys import MIRRORS
+from checkpointd.layout.log_records import BeginRecord, LogState
+from checkpointd.mirror.provenance import Side
+from checkpointd.pipeline.outcome.starting import begin
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
-from checkpointd.pipeline.root.own_root import OwnRoot
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.starts import is_taken
+from checkpointd.pipeline.root_id import OwnId
 from checkpointd.store.base import Store
 from checkpointd.store.conditions import check_conditions_of
 
@@ -31,64 +33,69 @@ NO_RANKS = 0
 """The world size of a start in which no job runs."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Hold:
     """A start of this process at the mirror."""
 
     store: Store
-    start: Start
+    start: BeginRecord
     lease: HeldLease
-    root: OwnRoot
-    record: Mirrored
+    root: OwnId = field(init=False)
 
-    async def check(self) -> None:
-        """Raise FencedError if there is a newer start, and RootGoneError if the path leads to another directory."""
-        await self.root.check(self.start.start)
-        newest = await starts.newest(self.store)
-        if newest > self.start.start:
-            raise FencedError(
-                f"{self.store.url} has another holder: start {newest}, of {await self._who(newest)}. "
-                "This process copies nothing more there"
-            )
+    def __post_init__(self) -> None:
+        self.root = OwnId(self.store)
+        RootLog.of(self.store).belongs_to(self._is_here)
 
-    async def _who(self, number: int) -> str:
-        try:
-            found = (await starts.read(self.store, number)).writer
-        except (NotFoundError, DamagedError) as error:
-            return f"a process whose record cannot be read ({error})"
-        return f"process {found.pid} on {found.host} at {found.time}"
+    async def _is_here(self) -> bool:
+        await self.root.check()
+        return True
 
-    async def follow(self, record: Mirrored) -> None:
-        """Record durably which root the mirror follows."""
-        self.record = msgspec.structs.replace(record, writer=writer())
-        await self.store.put(MIRROR, encode(self.record))
+    async def check(self) -> LogState:
+        """The state of the mirror. Raises FencedError if there is a newer start, RootGoneError if the path leads to another
+        root, and UnreadableError if the log cannot be read to its end.
+        """
+        await self.root.check()
+        root_log = RootLog.of(self.store)
+        state = await root_log.look()
+        if root_log.fault:
+            raise UnreadableError(root_log.unreadable)
+        if self.holds(state):
+            return state
+        if state.begin is None or not is_taken(state, self.start.start, self.start.nonce):
+            raise self.root.gone("its log does not have the start of this process")
+        who = state.begin.writer
+        raise FencedError(
+            f"{self.store.url} has another holder: start {state.start}, of process {who.pid} on {who.host} at {who.time}. "
+            "This process copies nothing more there"
+        )
 
-    async def reach(self, order: Order) -> None:
-        """Record durably that a commit of `order` is about to be mirrored."""
-        if order > self.record.reached:
-            await self.follow(msgspec.structs.replace(self.record, reached=order))
+    def holds(self, state: LogState) -> bool:
+        """Whether the newest start in `state` is that of this process."""
+        return state.begin is not None and state.begin.nonce == self.start.nonce
 
     async def release(self) -> None:
         """Let others begin there without a wait. Raises nothing."""
+        RootLog.of(self.store).belongs_to(None)
         await self.lease.release()
 
 
-async def hold(store: Store, record: Mirrored, known: CatalogLog | None = None) -> Hold:
-    """Start at the mirror `store`. `known`: its catalog's log as this process has read it already.
+async def hold(store: Store, origin: Side, admits: Callable[[LogState], None]) -> Hold:
+    """Start at the mirror `store` of `origin`, unless `admits` raises for the state before.
 
     Raises RootInUseError if a job, or another process that mirrors, is alive there, and ConditionsIgnoredError.
     """
     beginner = Beginner(
         world_size=NO_RANKS,
-        job=f"{MIRRORS}{record.origin}"[:JOB_CHARACTERS_MAX],
+        job=f"{MIRRORS}{origin.url}"[:JOB_CHARACTERS_MAX],
         alone=True,
+        origin=origin.id,
+        after=origin.state.start,
+        admits=admits,
         instead=(
             "If it mirrors, too, let one of the two go on. If it is a job, mirror to another root; "
             f"{command('status', store.url)} shows what runs there"
         ),
     )
     await check_conditions_of(store, new=False)
-    start, lease = await leases.begin(store, beginner, known)
-    root = OwnRoot(store)
-    await root.begun(start.start, start.nonce)
-    return Hold(store, start, lease, root, record)
+    taken = await begin(store, beginner)
+    return Hold(store, taken.start, taken.lease)

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 
 Kind = Literal["mirrored", "left-out", "removed", "damaged", "unreadable", "blocked", "damaged-here", "healed"]
 """`left-out`: the rules of the mirror would remove it again. `removed`: it was removed at the origin while it was copied.
@@ -50,7 +50,7 @@ def news_of(
         kind=kind,
         tag=checkpoint.tag,
         attempt=str(checkpoint.attempt),
-        step=checkpoint.outcome.step,
+        step=checkpoint.commit.step,
         copied_bytes=copied,
         found_bytes=found,
         verified=verified,

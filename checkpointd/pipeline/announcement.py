@@ -1,10 +1,4 @@
-"""The announcement of one attempt in the catalog: one rank puts it, the others wait until they see it.
-
-Invariant
-  ANNOUNCE-1  A coordinator's writer that may have been replaced votes only while the catalog shows the attempt, and shows no
-      outcome of it. Otherwise the attempt was decided without this writer, and may have been forgotten since. Its late vote
-      could make a checkpoint of an attempt that all others know to be aborted. A newer start fences all other late writers.
-"""
+"""The announcement of one attempt in the root's log: one rank makes it, the others wait until they see it."""
 
 from __future__ import annotations
 
@@ -13,11 +7,15 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from checkpointd.commit.log import check, is_admitted
 from checkpointd.config import CommitConfig
-from checkpointd.errors import CheckpointdError, StoreError
+from checkpointd.errors import CheckpointdError, RootGoneError, StoreError
+from checkpointd.layout.log_records import AnnounceRecord, LoggedAttempt, LogState, Record
 from checkpointd.pipeline.pauses import pauses
-from checkpointd.pipeline.root.catalog_log import AnnouncementWatch, CatalogLog, record_of
+from checkpointd.pipeline.root import starts
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
+from checkpointd.system_errors import lasts
 
 log = logging.getLogger("checkpointd")
 
@@ -25,69 +23,84 @@ ANNOUNCED_S = 1.0
 """How long rank 1 waits for the coordinator to announce an attempt. Rank 20 waits twice as long."""
 
 
-class DecidedBefore(StoreError):
-    """The attempt was decided without this writer, and nothing more may be put into it."""
-
-
 @dataclass(slots=True, eq=False)
-class CatalogAnnouncement:
+class Announcement:
     """The announcement of the attempt `info`, as this rank makes it or sees it. `check_root` raises if the root is not the
-    job's own.
+    job's own. `base`: the checkpoint (`<tag>/<attempt>`) in a state to which the attempt may refer; empty for none.
     """
 
     info: AttemptInfo
-    known: CatalogLog
-    watch: AnnouncementWatch
+    log: RootLog
     commit: CommitConfig
     check_root: Callable[[], Awaitable[None]]
+    base: Callable[[LogState], str] = lambda _: ""
     stands_in: bool = False
     """Whether this rank has made it in place of the coordinator."""
     _stands: bool = False
+    """Whether the log has shown it, proved and durable."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def seen(self) -> LoggedAttempt | None:
+        """The attempt, as of the last look at the log."""
+        return self.log.state.attempts.get(self.info.prefix)
+
     async def make_early(self) -> None:
-        """On the coordinator, make it while the snapshot is taken, so that no rank waits for it later."""
-        if self.info.rank != COORDINATOR:
-            return
+        """Make it while the snapshot is taken, so that no rank waits for it later."""
         try:
             await self.make()
         except Exception as error:  # ATTEMPT-1; it is tried again before the first object is put
             log.info("%s: it is not announced yet: %s", self.info.prefix, error)
 
     async def make(self) -> None:
-        """Make it, unless this process has done so, or has seen that another one has (ATTEMPT-8)."""
+        """Make it, unless it stands. Raises FencedError if a newer start does not admit the attempt, StoreError if the log does
+        not take it for another reason.
+        """
         async with self._turn:
-            if not self._stands:
-                await self.check_root()
-                info = self.info
-                await self.known.append(record_of("intent", info.tag, info.attempt, n=info.n, step=info.step))
-                self._stands, self.stands_in = True, info.rank != COORDINATOR
+            if self._stands:
+                return
+            await self.check_root()
+            await self.log.look(whole=False)  # so that no entry follows a gap, if somebody has put back an older log (LOG-12)
+            state = await self.log.append(self._wanted)
+            if self.seen is None:
+                starts.refuse_fenced(self.log.store, state, self.info.attempt.start, self.info.prefix)
+                raise StoreError(f"{self.info.prefix} cannot be announced: {check(state, self._record(state))}")
+            self._stands = True
 
-    def stood_before(self) -> None:
-        """Note that an earlier process has made it."""
-        self._stands = True
+    def _wanted(self, state: LogState) -> list[Record]:
+        is_new = self.info.prefix not in state.attempts and is_admitted(state, self.info.prefix)
+        self.stands_in = is_new and self.info.rank != COORDINATOR
+        return [self._record(state)] if is_new else []
+
+    def _record(self, state: LogState) -> AnnounceRecord:
+        n = self.info.n if self.info.rank == COORDINATOR else -1  # others may have begun other saves than the coordinator
+        return AnnounceRecord(attempt=self.info.prefix, n=n, step=self.info.step, base=self.base(state))
 
     async def awaited(self, deadline: float) -> None:
         """Return when it stands. A rank that is not the coordinator waits first, longer the greater its rank, so that not all
-        ranks make it at once, and at most halfway to `deadline`.
+        ranks make it at once, and at most halfway to `deadline`. Raises as `make`.
         """
-        loop = asyncio.get_running_loop()
+        loop, said = asyncio.get_running_loop(), ""
         until = min((loop.time() + deadline) / 2, loop.time() + ANNOUNCED_S + self.info.rank * ANNOUNCED_S / 20)
-        delays = pauses(self.commit, self.known.store.capabilities, self.info.world_size)
+        delays = pauses(self.commit, self.log.store.capabilities, self.info.world_size)
         while self.info.rank != COORDINATOR and not self._stands and loop.time() < until:
             try:
-                self._stands = await self.watch.has_announced(self.info.prefix)
+                if await self.log.follow(self._can_be_told):
+                    self._stands = self.seen is not None
+                    break
             except CheckpointdError as error:
-                log.warning("%s: whether it is announced cannot be told: %s", self.info.prefix, error)
-            if not self._stands:
-                await asyncio.sleep(next(delays))
-        await self.make()
+                if str(error) != said:
+                    log.warning("%s: whether it is announced cannot be told: %s", self.info.prefix, error)
+                said = str(error)
+            await asyncio.sleep(next(delays))
+        while True:
+            try:
+                return await self.make()
+            except StoreError as error:
+                if loop.time() >= until or isinstance(error, RootGoneError) or lasts(error):
+                    raise
+                log.warning("%s: it cannot be announced: %s; trying again", self.info.prefix, error)
+            await asyncio.sleep(next(delays))
 
-    async def check_undecided(self) -> None:
-        """Raise DecidedBefore if the catalog shows that this writer comes too late (ANNOUNCE-1)."""
-        if self.info.rank != COORDINATOR or not self.info.may_be_taken_over:
-            return
-        await self.known.refresh()
-        entry = self.known.state.entries.get(self.info.prefix)
-        if not self.known.fault and (entry is None or not entry.is_open):
-            raise DecidedBefore(f"{self.info.prefix} was decided before this writer voted")
+    def _can_be_told(self, state: LogState) -> bool:
+        return self.info.prefix in state.attempts or not is_admitted(state, self.info.prefix)

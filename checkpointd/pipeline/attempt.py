@@ -2,20 +2,19 @@
 
 Invariants
   ATTEMPT-1  `run` always returns with a final phase, and never raises because of the storage.
-  ATTEMPT-2  The phase `committed` is reported only after a commit outcome was read back or put durably.
+  ATTEMPT-2  The phase `committed` is reported only after the log has shown the commit, proved and durable.
   ATTEMPT-3  The attempt does not use the snapshot's memory after it has called `on_free`, once, before `run` returns.
   ATTEMPT-4  A rank that has voted no waits NO_S for the coordinator's abort, which names all failed ranks. Then it puts the
       abort itself, since the coordinator may have died. It tries that until the deadline if there are other ranks to tell.
   ATTEMPT-5  If an attempt may have other writers (`AttemptInfo.may_be_taken_over`), a yes of any writer counts as this rank's.
       Losing the race for the vote is not an error, and a commit that counts another writer's vote ends this attempt as
       committed.
-  ATTEMPT-6  If a rank finds a newer start in which the attempt does not survive, it writes nothing of its shard and puts the
-      abort at once.
-  ATTEMPT-7  A rank puts no vote, no outcome and no record of the catalog if the root is not the one in which the job began
-      (OWNROOT-1 in `own_root.py`).
-  ATTEMPT-8  A rank puts the first object of an attempt only after a record announces the attempt (CATALOG-1 in
-      `catalog_log.py`). The coordinator announces it while the snapshot is taken. Another rank does so if it sees no
-      announcement for some time.
+  ATTEMPT-6  If a rank finds a newer start that does not spare the attempt, it writes nothing of its shard.
+  ATTEMPT-7  A rank puts no vote and appends nothing if the root is not the one in which the job began (OWNROOT-1 in
+      `own_root.py`).
+  ATTEMPT-8  A rank puts the first object of an attempt only after the log has announced it (LOG-8). The coordinator announces
+      it when there is room for it, if possible while the snapshot is taken (TIDY-3 in `tidying.py`). Another rank does so if it
+      sees no announcement for some time.
   ATTEMPT-9  With a spool, the snapshot is free and the phase `spooled` is reported as soon as the shard is durable in it
       (SPOOL-1 in `spool/shards.py`). From then on, and after its vote, a rank waits as long as the spool's time-out says.
   ATTEMPT-10  Without a spool, a rank does not wait for the storage when no wait can help (`system_errors.lasts`), as on a full
@@ -33,28 +32,29 @@ from functools import partial
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
+from checkpointd.commit.log import base_in, is_admitted, pinned_by
 from checkpointd.commit.machine import FINAL, IN_SPOOL, Event, Phase, step
+from checkpointd.config import PersistConfig
 from checkpointd.errors import CheckpointdError, FencedError, SkippedError, StoreError, StoreFullError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.manifest import ErrorReport, Outcome
-from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
+from checkpointd.layout.log_records import LoggedAttempt, LogState
+from checkpointd.layout.manifest import ErrorReport
+from checkpointd.pipeline.announcement import Announcement
 from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_error
 from checkpointd.pipeline.awaited import Awaited, stirred
-from checkpointd.pipeline.outcome.after_commit import follow_commit, show_files
-from checkpointd.pipeline.outcome.publish import Ballot, draft_of, missing_ranks, put_outcome, seen_outcome
+from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
+from checkpointd.pipeline.outcome.publish import Ballot, append, draft_of, missing_ranks
 from checkpointd.pipeline.pauses import pauses, spooled_pause_s
-from checkpointd.pipeline.read.readback import checkpoint_of
-from checkpointd.pipeline.root import catalog, reserve, starts
+from checkpointd.pipeline.root import reserve, root_view, starts
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.side import SpoolHooks, SpoolSide
 from checkpointd.pipeline.workers import Stopped, answered, unless
-from checkpointd.pipeline.write.dedup import base_in_time
+from checkpointd.pipeline.write.dedup import Base, base_in_time
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import persist
 from checkpointd.pipeline.write.vote import (
     VoteUncertain,
-    check_own_vote,
     drop_shard,
     drop_unfinished,
     drop_unless_named,
@@ -67,8 +67,6 @@ from checkpointd.system_errors import lasts
 
 log = logging.getLogger("checkpointd")
 
-FENCE_GRACE_S = 5.0
-"""How long a fenced coordinator leaves the decision to the newer start's recovery before it gives up."""
 GIVE_UP_TRIES = 3
 NO_S = 10.0
 """How long a rank that has voted no leaves the abort to the coordinator."""
@@ -105,31 +103,30 @@ class Attempt:
             info = replace(info, may_be_taken_over=True)  # another process may go on with what is in the spool
         self.info, self.phase = info, Phase.STAGING if spooled is None else Phase.SPOOLED
         self.error: CheckpointdError | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: LoggedAttempt | None = None
+        """The attempt once it is decided."""
         self.progress = progress or ShardProgress()
         self.progress.spent.begin()
-        self._state, self._store = state, state.store
+        self._state, self._store, self._log = state, state.store, state.log
         self._began, self._deadline = asyncio.get_running_loop().time(), deadline
         self._on_phase, self._on_root, self._on_free, self._may_commit = on_phase, on_root, on_free, may_commit
         self._check_root = partial(state.own_root.check, info.attempt.start)
         self._ballot = Ballot(state.store, info.tag, info.attempt)
         self.own_error: BaseException | None = None
-        self._fenced: FencedError | None = None
         self._given_up: Decision | None = None
         self._hopeless: Exception | None = None
-        self._late: DecidedBefore | None = None
         self._doubted: Decision | None = None
         """The abort that this rank asks for at every look, since its yes vote may exist or not."""
         self._no: tuple[Decision, float] | None = None
         """The abort that follows from this rank's no, and the time at which this rank puts it itself (ATTEMPT-4)."""
         self._own_vote_stands, self._bases_forgotten = False, 0
-        self._stands: Outcome | None = None  # as this rank's put has found it; others may forget an abort before the next look
+        self._stands: LoggedAttempt | None = None  # as this rank's append has found it
         self._unseen = ""  # the error of the last look that failed
         self._index: Index | None = None  # the durable index of this rank's shard
         self._missing, self._stirred = Awaited(info, self.progress), asyncio.Event()
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
-        self._announcement = CatalogAnnouncement(info, state.tidier.known, state.announcements, state.commit, self._check_root)
+        self._announcement = Announcement(info, state.log, state.commit, self._check_root, partial(_base, state.persist))
         self.spool: SpoolSide | None = None
         if state.spool is not None:
             hooks = SpoolHooks(self._check_root, self._ends_fenced, self._check_stop, self._over, self._announcement)
@@ -166,10 +163,12 @@ class Attempt:
                 self._over.set()  # if this is cancelled, the upload ends by itself
                 self.spool.leave()
         if self.phase is Phase.COMMITTED and self.outcome is not None and self._state.commit.read_back:
-            self._state.reader.committed(checkpoint_of(self.outcome), self.info.rank)
+            self._state.reader.committed(root_view.checkpoint_of(self.outcome), self.info.rank)
 
     async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
-        """Run the attempt, and then have dead attempts removed (COLLECT-5), which this does not wait for (TIDY-1)."""
+        """Run the attempt, and then have dead attempts and old entries of the log removed, which this does not wait for
+        (TIDY-1).
+        """
         tidier, showing = self._state.tidier, self._state.showing
         if self.spool is None:
             tidier.expect(self.info)
@@ -180,9 +179,7 @@ class Attempt:
             showing.end(self.info)
             tidier.end(self.info)
         if self.info.rank == COORDINATOR and self.outcome is not None:
-            await tidier.known.decided(self.outcome, self._check_root)
-            if not (self.phase is Phase.COMMITTED and tidier.committed_alone(self.info)):
-                tidier.ask(self.info)
+            tidier.ask(self.info)
 
     async def _run(self, staged: Awaitable[Shard]) -> None:
         work = asyncio.ensure_future(self._work(staged))
@@ -193,18 +190,20 @@ class Attempt:
             self._state.showing.end(self.info)  # so that later saves do not wait for a storage that may hang
             self._over.set()
             await work
+            if self.spool is not None and isinstance(error, FencedError):
+                await self.spool.ended(committed=False)
             return
         self._over.set()
-        if outcome.outcome == "commit":
+        if outcome.commit is not None:
             await self._voted(work, outcome)
         self.outcome = outcome
-        await show_files(self._state.showing, self.info, outcome)
-        if self.info.rank == COORDINATOR:
-            await follow_commit(self._store, outcome, self._state.left)
+        await show_files(self._state.showing, self.info, outcome.commit)
+        if self.info.rank == COORDINATOR and outcome.commit is not None:
+            await point_latest(self._log, outcome.commit)
         self._conclude(outcome)
         await work
         await self._state.own_plans.decided(self._store, self.info.prefix)
-        if outcome.outcome == "abort":
+        if outcome.commit is None:
             await tried(drop_shard, self._store, self.info)
             if self.info.rank == COORDINATOR:
                 await tried(drop_unfinished, self._store, self.info)
@@ -212,7 +211,7 @@ class Attempt:
         elif self.info.may_be_taken_over and not self._own_vote_stands:
             await tried(drop_unless_named, self._store, self.info)
         if self.spool is not None:
-            await self.spool.ended(committed=outcome.outcome == "commit")
+            await self.spool.ended(committed=outcome.commit is not None)
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
@@ -221,7 +220,8 @@ class Attempt:
             await self._ended_well(self._upload(self.spool))
             return
         # With a spool, the root need not be there until the upload, and many snapshots may come before that.
-        early = asyncio.ensure_future(self._announcement.make_early()) if self.spool is None else None
+        is_early = self.spool is None and self._state.tidier.begins_early(self.info)
+        early = asyncio.ensure_future(self._announcement.make_early()) if is_early else None
         try:
             await self._ended_well(self._persist(staged))
         finally:
@@ -242,8 +242,6 @@ class Attempt:
             return
         except VoteUncertain as error:
             await self._doubt(error)
-        except DecidedBefore as error:
-            await self._come_too_late(error)
         except Exception as error:  # ATTEMPT-1: an unforeseen error becomes this rank's no, too
             await self._fail(error, self._event_of(error))
 
@@ -272,8 +270,6 @@ class Attempt:
 
     async def _persist_at_root(self, shard: Shard) -> None:
         self._on_root()
-        if await unless(self._over, self._ends_fenced()):
-            return
         await unless(self._over, self._check_root())
         tidier = self._state.tidier
         if self.spool is not None:
@@ -297,17 +293,12 @@ class Attempt:
         self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
 
     async def _ends_fenced(self) -> bool:
-        """Whether there is a newer start in which this attempt does not survive. If so, this puts the abort (ATTEMPT-6).
-
-        If the store does not answer, or does not show the record of the newer start, the save goes on: the coordinator looks
-        again before it commits.
+        """Whether there is a newer start that does not spare this attempt (ATTEMPT-6). That start has aborted it, if it was
+        announced. If the store does not answer, the save goes on: nothing commits without the log.
         """
         try:
-            await starts.check_fence(self._store, self.info.attempt.start, self.info.prefix, proved=True)
-        except FencedError as error:
-            self.own_error = error
-            refused = await self._put_abort(ErrorReport.of(error, str(self.phase)))
-            self._hopeless = None if self.info.may_be_taken_over else refused  # another writer may have voted yes
+            await starts.check_fence(self._store, self.info.attempt.start, self.info.prefix)
+        except FencedError:
             return True
         except CheckpointdError as error:
             log.warning("%s: cannot look for a newer start: %s", self.info.prefix, error)
@@ -327,10 +318,16 @@ class Attempt:
             plans=state.own_plans,
             progress=self.progress,
             stopped=self._is_decided,
-            base=await unless(self._over, base_in_time(state.bases, self.info, seconds)) if compares else None,
+            base=await self._known_base(seconds) if compares else None,
             on_stored=self._keep,
             before_vote=self._check_vote,
         )
+
+    async def _known_base(self, seconds: float | None) -> Base | None:
+        """This rank's part of the checkpoint before, as far as the save may refer to it."""
+        base = await unless(self._over, base_in_time(self._state.bases, self.info, seconds))
+        state, seen = self._log.state, self._announcement.seen
+        return base and base.within(pinned_by(state, _base(self._state.persist, state) if seen is None else seen.base))
 
     def _is_decided(self) -> bool:
         return self.outcome is not None or self._over.is_set()
@@ -341,7 +338,6 @@ class Attempt:
 
     async def _check_vote(self) -> None:
         await self._check_root()
-        await self._announcement.check_undecided()
 
     def _keep(self, index: Index) -> None:
         self._index = index
@@ -379,6 +375,8 @@ class Attempt:
             else:
                 self.own_error = None
                 self._fire(Event.OTHER_WRITER_VOTED)
+        except FencedError as fenced:
+            self._hopeless = fenced
         except Exception as why:  # ATTEMPT-1
             if phase in IN_SPOOL and isinstance(why, StoreError) and not is_out_of_reach(why):
                 log.warning("%s: rank %d cannot store its no: %s; trying again", self.info.prefix, self.info.rank, why)
@@ -389,12 +387,6 @@ class Attempt:
                 # Without this rank's yes there can be no commit, so its save has failed even if no other rank hears of it.
                 self._hopeless = refused
         return True
-
-    async def _come_too_late(self, error: DecidedBefore) -> None:
-        """From here on, this writer puts neither a vote nor an outcome (ANNOUNCE-1). It reports the outcome if it sees one."""
-        self._late = error
-        self.own_error = self._hopeless = StoreError(str(error))
-        await tried(drop_shard, self._store, self.info)
 
     async def _doubt(self, error: VoteUncertain) -> None:
         """The yes vote may exist or not, so nothing may be removed before there is an outcome."""
@@ -412,7 +404,7 @@ class Attempt:
             return error
         return None
 
-    async def _voted(self, work: asyncio.Future[None], commit: Outcome) -> None:
+    async def _voted(self, work: asyncio.Future[None], commit: LoggedAttempt) -> None:
         """Return when this rank has entered `prepared`, since `commit` counts its vote."""
         if not self.info.may_be_taken_over:
             await work  # the vote is this writer's, and its put is about to return
@@ -425,7 +417,7 @@ class Attempt:
 
     # --- the outcome -----------------------------------------------------------------------------------------
 
-    async def _follow(self) -> Outcome:
+    async def _follow(self) -> LoggedAttempt:
         """Wait for the outcome. The coordinator puts it when the votes are in; any rank puts an abort after the deadline."""
         loop = asyncio.get_running_loop()
         delays = self._delays()
@@ -450,7 +442,7 @@ class Attempt:
         now = asyncio.get_running_loop().time()
         return max(0.0, min(max(pause_s, spooled_pause_s(self.phase, now - self._entered_at)), self._deadline - now))
 
-    async def _look_in_time(self) -> Outcome | None:
+    async def _look_in_time(self) -> LoggedAttempt | None:
         """One look, which ends at the deadline even if the store does not answer."""
         left_s = max(self._deadline - asyncio.get_running_loop().time(), self._state.commit.poll_min_s)
         try:
@@ -460,7 +452,7 @@ class Attempt:
                 log.error("%s: %s", self.info.prefix, error)
             return None
 
-    async def _look(self) -> Outcome | None:
+    async def _look(self) -> LoggedAttempt | None:
         no = self._no if self._no is not None and asyncio.get_running_loop().time() >= self._no[1] else None
         try:
             if self._doubted is not None:
@@ -470,6 +462,10 @@ class Attempt:
             if self.info.rank == COORDINATOR:
                 return await self._coordinate()
             return await self._seen()
+        except FencedError as error:
+            self.own_error = self.own_error or error
+            self._hopeless = error
+            return None
         except CheckpointdError as error:
             if (cause := str(error)) != self._unseen:  # else the look before has logged it
                 log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
@@ -486,10 +482,19 @@ class Attempt:
         report = ErrorReport.of(error, str(self.phase), decisions.shortened(str(error)))
         self._end_now(decisions.refused({self.info.rank: report}))
 
-    async def _seen(self) -> Outcome | None:
-        return await seen_outcome(self._store, self.info, voted=self._own_vote_stands)
+    async def _seen(self) -> LoggedAttempt | None:
+        if not await self._log.follow(self._is_told_by):
+            return None
+        if self._announcement.seen is None:
+            await starts.check_fence(self._store, self.info.attempt.start, self.info.prefix)
+        return self._announcement.seen
 
-    async def _coordinate(self) -> Outcome | None:
+    def _is_told_by(self, state: LogState) -> bool:
+        """Whether the attempt is decided, or can be none any more, since a start has begun before it was announced."""
+        seen = state.attempts.get(self.info.prefix)
+        return not is_admitted(state, self.info.prefix) if seen is None else seen.status != "undecided"
+
+    async def _coordinate(self) -> LoggedAttempt | None:
         outcome = await self._seen()
         if outcome is not None:
             return outcome
@@ -498,30 +503,12 @@ class Attempt:
         if decision is None or (decision.commit and not self._may_commit()):
             return None
         if decision.commit and (fault := await self._state.plans.fault(self._ballot.votes)) is not None:
-            if await self._is_fenced():  # a newer start removes plans (PLAN-3)
-                return None
             decision = fault
         if decision.commit and self._state.commit.on_no_progress == "abort" and decisions.has_no_progress(self._ballot.votes):
             decision = decisions.no_progress(self.info.step)
-        if decision.commit and await self._is_fenced():
-            return None
         return await self._put(decision)
 
-    async def _is_fenced(self) -> bool:
-        """Whether there is a newer start in which this attempt does not survive. Then that start's recovery decides, and this
-        coordinator waits at most FENCE_GRACE_S for the outcome.
-        """
-        try:
-            await starts.check_fence(self._store, self.info.attempt.start, self.info.prefix)
-        except FencedError as error:
-            if self._fenced is None:
-                self._fenced = error
-                self._deadline = min(self._deadline, asyncio.get_running_loop().time() + FENCE_GRACE_S)
-                log.error("%s: %s", self.info.prefix, error)
-            return True
-        return False
-
-    async def _give_up(self) -> Outcome:
+    async def _give_up(self) -> LoggedAttempt:
         """Put the abort after the deadline. Returns the outcome that counts. Raises if the store does not answer."""
         self._fire(Event.DEADLINE)
         for tries in range(1, GIVE_UP_TRIES + 1):
@@ -534,41 +521,41 @@ class Attempt:
                 await asyncio.sleep(self._state.commit.poll_max_s * tries)
         raise AssertionError("unreachable")
 
-    async def _abort_late(self) -> Outcome:
-        if self.phase is Phase.PREPARED and self._doubted is None:
-            await check_own_vote(self._store, self.info)
+    async def _abort_late(self) -> LoggedAttempt:
         return await self._put(await self._too_late())
 
     async def _too_late(self) -> Decision:
-        if self._fenced is not None:
-            return decisions.abort("FencedError", str(self._fenced), (self.info.rank,))
         if self._given_up is not None:
             return self._given_up
         silent = {COORDINATOR: "coordinator: all ranks have voted, but it put no outcome"}
-        missing = missing_ranks(await catalog.objects_of(self._store, self.info.prefix), self.info.world_size) or silent
+        missing = missing_ranks(await root_view.objects_of(self._store, self.info.prefix), self.info.world_size) or silent
         return decisions.deadline(missing, timeout_s=self._timeout_s)
 
-    async def _put(self, decision: Decision) -> Outcome:
+    async def _put(self, decision: Decision) -> LoggedAttempt:
         await self._check_root()
-        await self._announcement.make()
-        if self._late is not None:
-            raise self._late
+        try:
+            await self._announcement.make()
+        except StoreFullError:
+            if decision.commit:
+                raise
+            await reserve.drop(self._store)
+            await self._announcement.make()
         took_s = asyncio.get_running_loop().time() - self._began
         plan = self._state.plans.joint(self._ballot.votes) if decision.commit else b""
         draft = draft_of(self.info, decision, self._ballot, decided_by=self.info.rank, plan=plan, took_s=took_s)
-        self._stands = await put_outcome(self._store, draft)
+        self._stands = await append(self._log, draft)
         return self._stands
 
     # --- the end ---------------------------------------------------------------------------------------------
 
-    def _conclude(self, outcome: Outcome) -> None:
-        if outcome.outcome == "commit":
+    def _conclude(self, outcome: LoggedAttempt) -> None:
+        if (commit := outcome.commit) is not None:
             if self._index is not None and self._own_vote_stands:
-                self._state.bases.saw(self._index, outcome.order, self._bases_forgotten)
-            if outcome.no_progress and self._state.commit.on_no_progress != "ignore":
+                self._state.bases.saw(self._index, commit.order, self._bases_forgotten)
+            if commit.no_progress and self._state.commit.on_no_progress != "ignore":
                 self.progress.no_progress = True
                 if self.info.rank == COORDINATOR:
-                    log.warning("%s: %s", self.info.prefix, decisions.no_progress_words(outcome.step))
+                    log.warning("%s: %s", self.info.prefix, decisions.no_progress_words(commit.step))
             self._fire(Event.SAW_COMMIT)
             return
         self.error = error_of(self.info, outcome, self.own_error)
@@ -578,7 +565,7 @@ class Attempt:
         if not isinstance(error, CheckpointdError):
             log.error("%s: unforeseen, please report it", self.info.prefix, exc_info=error)
         self.error = lost_error(self.info, self.own_error, error)
-        self._fire(Event.OUTCOME_LOST)
+        self._fire(Event.LOG_LOST)
 
     def _fire(self, event: Event) -> None:
         if self.phase not in FINAL and (phase := step(self.phase, event)) is not self.phase:
@@ -598,3 +585,10 @@ class Attempt:
             self._state.reader.resume(self)  # what waits for an upload keeps nobody from reading back
         self.progress.spent.entered(phase)
         self._on_phase(phase)
+
+
+def _base(persist: PersistConfig, state: LogState) -> str:
+    """The checkpoint in `state` to which a save may refer (LOG-10). No method: the announcement would keep the attempt alive,
+    and with it the snapshot.
+    """
+    return base_in(state) if persist.dedup or persist.full_every is not None else ""

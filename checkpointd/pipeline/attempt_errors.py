@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from checkpointd.errors import AbortedError, CheckpointdError, LinkError, RootGoneError
-from checkpointd.layout.manifest import NO_REASON, ErrorReport, Outcome
+from checkpointd.layout.log_records import LoggedAttempt
+from checkpointd.layout.manifest import NO_REASON, ErrorReport
 from checkpointd.pipeline.shard import AttemptInfo
 
 
-def error_of(info: AttemptInfo, outcome: Outcome, own: BaseException | None) -> CheckpointdError:
+def error_of(info: AttemptInfo, outcome: LoggedAttempt, own: BaseException | None) -> CheckpointdError:
     """The error to raise for an abort, of the class that the failed rank had; `own`, this rank's failure, is in its context."""
-    report = outcome.error or NO_REASON
+    report = outcome.abort.error if outcome.abort is not None else NO_REASON
     message = f"{info.tag} (attempt {info.attempt}) was not committed: {report.message}"
-    error = report.error(message, ranks=outcome.ranks, unknown=AbortedError)
+    error = report.error(message, ranks=outcome.abort.ranks if outcome.abort is not None else (), unknown=AbortedError)
     (error.__context__ or error).__context__, error.__suppress_context__ = own, True
     return error
 

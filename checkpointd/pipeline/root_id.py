@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from checkpointd.commit.log_records import LOG_ROOT
-from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, RootGoneError, UnreadableError
+from checkpointd.layout.keys import LOG_ROOT
 from checkpointd.layout.manifest import VERSION, WriterIdentity, decode_sealed, is_of_another_version, sealed
 from checkpointd.pipeline.identity import writer
 from checkpointd.store.base import Store
 from checkpointd.store.identity import Identity, forget_synced, identity_of
 from checkpointd.store.patient import Patience, PatientStore
+from checkpointd.waits import ABSENCE_S
 
 log = logging.getLogger("checkpointd")
 
@@ -67,6 +67,18 @@ class OwnId:
     _is_gone: bool = field(default=False, init=False)
     """Whether the last look proved that it is gone. Then the next look needs no proof to say so again."""
 
+    async def replaced(self) -> OwnId | None:
+        """The root that lies there now, by one look; None if it is this one. Raises NotFoundError or DamagedError if it has no
+        id that can be read.
+        """
+        identity = await identity_of(self.store, LOG_ROOT)
+        if identity is not None and identity == self._identity:
+            return None
+        found = OwnId(self.store, await read_id(self.store))
+        is_same = identity is None or self._identity is None or identity.is_same_root(self._identity)
+        found._identity = identity
+        return None if found.own == self.own and is_same else found
+
     async def check(self) -> None:
         """Raise RootGoneError if the path leads to another root now, StoreError if the storage cannot tell."""
         identity = await self._identity_now()
@@ -79,18 +91,18 @@ class OwnId:
             found = await read_id(patient)
         except NotFoundError:
             self._is_gone = True
-            raise self._gone(f"{LOG_ROOT} is not there") from None
+            raise self.gone(f"{LOG_ROOT} is not there") from None
         except DamagedError as error:
             if identity is None or self._identity is None:
                 why = f"nothing tells whether {self.store.url} is still the root of this job"
                 raise UnreadableError(f"{error}; so {why}. Put it back from a copy, or start the job again") from error
             found = self.own  # it was damaged since; the directory's identity decides
         if self.own not in ("", found):
-            raise self._gone("another root lies there")
+            raise self.gone("another root lies there")
         if identity is None:
             identity = await self._identity_now()  # it was out of sight for a moment
         if identity is not None and self._identity is not None and not identity.is_same_root(self._identity):
-            raise self._gone("a copy of it lies in its place")
+            raise self.gone("a copy of it lies in its place")
         self.own, self._identity, self._is_gone = found, identity or self._identity, False
 
     async def _identity_now(self) -> Identity | None:
@@ -99,7 +111,8 @@ class OwnId:
         except NotFoundError:
             return None
 
-    def _gone(self, why: str) -> RootGoneError:
+    def gone(self, why: str) -> RootGoneError:
+        """The error that the path leads to another root."""
         return RootGoneError(
             f"{self.store.url} is no longer the directory in which this job began: {why}. Was it unmounted, renamed, or "
             "another file system mounted over it? Nothing was written there; put it back, and the next save goes on by itself"

@@ -59,7 +59,7 @@ class AttemptInfo:
     metrics: tuple[tuple[str, float], ...] = ()
     """The metrics that the user passed to save(): finite numbers by name, which retention uses."""
     left: Branches = ()
-    """The branches that were left on the way to this save (`Outcome.left`)."""
+    """The branches that were left on the way to this save (`CommitRecord.left`)."""
     takeover: int = 0
     may_be_taken_over: bool = False
     inline: Inline | None = None

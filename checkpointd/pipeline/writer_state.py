@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.outcome.outlived import outlived
 from checkpointd.pipeline.outcome.publish import PlanCheck
 from checkpointd.pipeline.read.readback import BackgroundReadBack
-from checkpointd.pipeline.root.catalog_log import AnnouncementWatch
 from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.root.tag_directories import Queue
@@ -34,8 +33,7 @@ class WriterState:
     spool: OwnSpool | None = None
     outlast_s: float = 0.0
     """How long a rank without a spool waits after its vote, since other ranks may still upload from theirs."""
-    left: set[Branches] = field(default_factory=set)
-    """The branches that commits have left, whose checkpoints have their records."""
+    log: RootLog = field(init=False)
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
     tidier: Tidier = field(init=False)
@@ -43,16 +41,16 @@ class WriterState:
     reader: BackgroundReadBack = field(init=False)
     own_root: OwnRoot = field(init=False)
     own_plans: OwnPlans = field(default_factory=OwnPlans)
-    announcements: AnnouncementWatch = field(init=False)
 
     def __post_init__(self) -> None:
+        self.log = RootLog.of(self.store)
         self.own_root = OwnRoot(self.store)
+        self.log.belongs_to(self.own_root.is_begun)
         self.tidier = Tidier(self.store, self.commit, self.own_root.check, self._decide_older)
         self.showing = Queue(self.store)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)
         self.reader = BackgroundReadBack(self.store, self.bases.forget)
-        self.announcements = AnnouncementWatch(self.store)
 
     async def _decide_older(self, prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
         spooled = () if self.spool is None else await self.spool.led_here(prefixes)

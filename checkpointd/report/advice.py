@@ -42,13 +42,10 @@ _BY_CODE = {
     "WaitTimeoutError": "{Who} waited too long; the message names the reason.",
 }
 _NO_CLASS = "Read the message, and the log of {who} around it."
-UNREADABLE = (
-    "Repair the cause that the reason names. Until then nobody knows whether this is a checkpoint: load() tries to read it "
-    "until its deadline, and does not fall back to an older one."
-)
 FENCED = (
-    "A newer job runs at this root, so all later saves of this job fail, too. Stop one of the two jobs and start the other one "
-    "again, or give each job its own root. Scripts that only read call open_checkpoint(root), which does not disturb a job."
+    "A newer start has begun at this root, so this save and all later ones of its job cannot commit. If that job had ended, "
+    "nothing is to be done. If it still runs, stop one of the two jobs and start the other one again, or give each job its own "
+    "root. Scripts that only read call open_checkpoint(root), which does not disturb a job."
 )
 _AFTER_END = "The job ended in the middle of this save, so the save was not whole."
 
@@ -79,7 +76,7 @@ def _remedy(code: str, who: str) -> str:
 
 
 def in_doubt(holder: Holder | None, start: int, root: str, *, would_commit: bool) -> str:
-    """Advice for an attempt of `start` without an outcome; `holder` has the newest start."""
+    """Advice for an undecided attempt of `start`; `holder` has the newest start."""
     fate = "keep it as a checkpoint" if would_commit else "abort it"
     recover = f"the next start of the job, or {command('recover', root)}, would {fate}"
     if holder is not None and (holder.start > start or holder.life == "ended"):
@@ -88,11 +85,3 @@ def in_doubt(holder: Holder | None, start: int, root: str, *, would_commit: bool
         return f"Wait: the save is in flight, and its job ({holder}) is alive and will decide it."
     who = f" ({holder})" if holder else ""
     return f"If its job{who} still runs, wait for it; if it has ended, {recover}."
-
-
-def after_damage(key: str, root: str) -> str:
-    """Advice for an attempt whose outcome, the object `key`, is damaged."""
-    return (
-        f"Jobs load the newest whole checkpoint instead ({command('verify', root)} tells which ones are whole). Bring {key} "
-        "back from a copy if you have one, and find out which program changed the file: checkpointd never changes an object."
-    )

@@ -11,7 +11,9 @@ from checkpointd.report.status import Flight, Standing
 
 def changes(before: Standing | None, after: Standing) -> Iterator[str]:
     """One line for each difference of `after` from `before`; if `before` is None, a line for everything in `after`."""
-    if before is None or (before.holder, before.holder_problem) != (after.holder, after.holder_problem):
+    if after.log_damage and (before is None or before.log_damage != after.log_damage):
+        yield f"log: {after.log_damage}"
+    if before is None or before.holder != after.holder:
         yield _job(after)
     if before is None:
         yield f"checkpoints: {after.checkpoints}"
@@ -19,7 +21,7 @@ def changes(before: Standing | None, after: Standing) -> Iterator[str]:
     yield from _committed(before, after)
     yield from _incomplete(before, after)
     if before is None or before.latest != after.latest:
-        yield f"latest: {after.latest.problem or after.latest.tag or 'none'}"
+        yield f"latest: {after.latest.note or after.latest.tag or 'none'}"
     known = before.flights if before else ()
     for flight in after.flights:
         if flight not in known:
@@ -29,7 +31,7 @@ def changes(before: Standing | None, after: Standing) -> Iterator[str]:
 def _job(found: Standing) -> str:
     holder = found.holder
     if holder is None:
-        return f"job: {found.holder_problem or 'none ever ran here'}"
+        return "job: none ever ran here"
     return f"job: start {holder.start}, {holder.world_size} ranks, {holder}, {holder.life}"
 
 

@@ -1,11 +1,11 @@
-"""The job of the newest start, and whether its process is still alive, as far as this machine can tell."""
+"""The job of a start, and whether its process is still alive, as far as this machine can tell."""
 
 from __future__ import annotations
 
 import msgspec
 
 from checkpointd.layout.keys import MIRRORS, job_lease_key
-from checkpointd.pipeline.root import starts
+from checkpointd.layout.log_records import BeginRecord, LogState
 from checkpointd.store.base import Store
 from checkpointd.store.writers import Life, life_of
 
@@ -37,18 +37,21 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
         return f"process {self.pid} on {self.host}"
 
 
-async def newest_holder(store: Store) -> Holder | None:
-    """The newest start's holder; None if no job ever ran at the root. DamagedError if its record is damaged."""
-    number = await starts.newest(store)
-    return await holder_at(store, number) if number else None
+async def newest_holder(store: Store, state: LogState) -> Holder | None:
+    """The newest start's holder; None if no job ever ran at the root."""
+    return None if state.begin is None else await _holder(store, state.begin)
 
 
-async def holder_at(store: Store, number: int) -> Holder:
-    """The holder of start `number`. NotFoundError if the store has no record of it, DamagedError if the record is damaged."""
-    start = await starts.read(store, number)
-    who, life = start.writer, life_of(start.process)
-    if life == "unknown" and await store.stat(job_lease_key(number)) is None:
+async def holder_at(store: Store, state: LogState, number: int) -> Holder | None:
+    """The holder of start `number`; None if the log does not tell of it any more."""
+    begin = next((one for one in state.begins if one.start == number), None)
+    return None if begin is None else await _holder(store, begin)
+
+
+async def _holder(store: Store, begin: BeginRecord) -> Holder:
+    who, life = begin.writer, life_of(begin.process)
+    if life == "unknown" and await store.stat(job_lease_key(begin.start)) is None:
         life = "ended"  # a job that was not closed leaves its lease behind
     return Holder(
-        start=start.start, world_size=start.world_size, host=who.host, pid=who.pid, since=who.time, life=life, job=start.job
+        start=begin.start, world_size=begin.world_size, host=who.host, pid=who.pid, since=who.time, life=life, job=begin.job
     )

@@ -13,15 +13,14 @@ from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.indexes import Alias, Chunk, Index, Scope, TensorEntry
-from checkpointd.layout.keys import DAMAGED, VERIFIED
-from checkpointd.layout.manifest import Damaged, ObjectRef, Verified, WriterIdentity, decode
+from checkpointd.layout.manifest import ObjectRef
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import Damage
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint, ReadBackState
-from checkpointd.pipeline.root.wholeness import Lost, Wholeness
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.root_view import Checkpoint, ReadBackState
+from checkpointd.pipeline.root.wholeness import Lost, seen_lost
+from checkpointd.report.log import look
 from checkpointd.report.values import Value, values_of
-from checkpointd.report.votes import votes_of
 from checkpointd.store.base import Store
 
 Totals: TypeAlias = tuple["CodecTotal", ...]
@@ -87,14 +86,6 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     damage: Damage | None = None
 
 
-class ReadBackReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the checkpoint was read back, the process that did it and when, and the first faults if it is damaged."""
-
-    state: ReadBackState = "no"
-    writer: WriterIdentity | None = None
-    faults: tuple[str, ...] = ()
-
-
 class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and totals count only the ranks and tensors that were asked for, by default the whole checkpoint.
 
@@ -113,12 +104,17 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int
     referred_bytes: int
     metrics: dict[str, float]
-    read_back: ReadBackReport
+    read_back: ReadBackState
+    """Whether it was read back since it was written, and the result."""
+    damaged: str = ""
+    """What is wrong, if it is recorded as damaged."""
     codecs: Totals
     tensors: tuple[GlobalReport, ...]
     ranks: tuple[RankReport, ...]
     lost: tuple[Lost, ...] = ()
     """Objects of the checkpoint that are gone."""
+    log_damage: str = ""
+    """Why the log could not be read to its end, so that the tag may have a newer checkpoint; empty if it could."""
 
     @property
     def damage(self) -> list[Damage]:
@@ -132,49 +128,37 @@ async def inspection(
 
     Raises NotFoundError if there is no such checkpoint or tensor, and UsageError if there is no such rank.
     """
-    checkpoint = await catalog.find(store, tag)
+    _, log_damage = await look(store)
+    checkpoint = await root_view.find(store, tag)
     reports = [await _rank(store, checkpoint, r, tensors, values) for r in _ranks(checkpoint, rank)]
     shown = [tensor for report in reports for tensor in report.tensors]
     if tensors != "*" and not shown and not any(report.damage for report in reports):
         raise NotFoundError(f"no tensor of {tag} matches {tensors!r}; leave --tensors out to see all of them")
-    outcome, view = checkpoint.outcome, await catalog.view(store, tag, checkpoint.attempt)
-    lost = await Wholeness(store, [view]).lost(view, await votes_of(store, view)) if view.state == "committed" else ()
+    commit, one = checkpoint.commit, await root_view.logged(store, tag, checkpoint.attempt)
     return Inspection(
         root=store.url,
         tag=tag,
         attempt=str(checkpoint.attempt),
-        step=outcome.step,
-        world_size=outcome.world_size,
-        time=outcome.writer.time,
+        step=commit.step,
+        world_size=commit.world_size,
+        time=commit.writer.time,
         raw_bytes=sum(t.raw_bytes for t in shown),
         stored_bytes=sum(t.stored_bytes for t in shown),
         written_bytes=sum(t.stored_bytes - t.referred_bytes for t in shown),
         referred_bytes=sum(t.referred_bytes for t in shown),
-        metrics=outcome.metrics,
-        read_back=await _read_back(store, view),
+        metrics=commit.metrics,
+        read_back=checkpoint.read_back,
+        damaged="" if one is None else one.damaged,
         codecs=_merged(total for tensor in shown for total in tensor.codecs),
         tensors=tuple(_together(reports)),
         ranks=tuple(reports),
-        lost=lost,
+        lost=() if one is None else await seen_lost(store, one),
+        log_damage=log_damage,
     )
 
 
-async def _read_back(store: Store, view: AttemptView) -> ReadBackReport:
-    if view.read_back == "no":
-        return ReadBackReport()
-    try:
-        if view.read_back == "whole":
-            key = f"{view.prefix}/{VERIFIED}"
-            return ReadBackReport(state="whole", writer=decode(await store.get(key), Verified, key).writer)
-        key = f"{view.prefix}/{DAMAGED}"
-        record = decode(await store.get(key), Damaged, key)
-        return ReadBackReport(state="damaged", writer=record.writer, faults=record.faults)
-    except (DamagedError, NotFoundError):
-        return ReadBackReport(state=view.read_back)
-
-
 def _ranks(checkpoint: Checkpoint, rank: int | None) -> list[int]:
-    size = checkpoint.outcome.world_size
+    size = checkpoint.commit.world_size
     if rank is None:
         return list(range(size))
     if not 0 <= rank < size:

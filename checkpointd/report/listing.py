@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from checkpointd.commit.facts import State
-from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
-from checkpointd.layout.keys import DELETED, PASSED_OVER
-from checkpointd.layout.manifest import Deleted, Outcome, PassedOver, decode
 from checkpointd.layout.save_timings import Cost
 from checkpointd.phrases import rank_runs
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import AttemptView, ReadBackState
-from checkpointd.pipeline.root.wholeness import Lost, Votes, Wholeness, directory_of, lost_state, lost_text
-from checkpointd.pipeline.workers import run_workers
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.root_view import AttemptView, ReadBackState
+from checkpointd.pipeline.root.wholeness import Lost, lost_state, lost_text, seen_at_a_glance
 from checkpointd.report.latest import Pointer, pointer
-from checkpointd.report.votes import votes_of, words_of
-from checkpointd.store.base import Store
+from checkpointd.report.log import look
+from checkpointd.report.votes import rank_words
+from checkpointd.store.base import Store, each
 
-RowState: TypeAlias = State | Literal["superseded", "incomplete", "removed", "copied", "left-behind"]
+RowState: TypeAlias = State | Literal["superseded", "incomplete", "removed", "left-behind"]
 """`superseded`: the attempt was committed, but the tag was committed again later, so a collection will remove it.
-`incomplete`: the attempt was committed, but objects that it needs are gone. `removed`: it was committed, and its directory was
-removed by hand. `copied`: it is a copy of another tag's directory, or that directory under another name. `left-behind`: it is a
-checkpoint of a branch that was left: training went on from an older one."""
+`incomplete`: the attempt was committed, but objects that it needs are gone. `removed`: it was committed, and the directory that
+showed its files was removed by hand. `left-behind`: it is a checkpoint of a branch that was left: training went on from an
+older one."""
 
 LEFT_BEHIND_WORDS = "training went on from an older checkpoint, so no load takes it unless it is named"
 _NO_COST = Cost()
-ROWS = 8
-"""Attempts whose votes are read at once."""
 
 
 class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt. Sizes in bytes: `raw_bytes` and `stored_bytes` of the tensors, `object_bytes` of all its objects."""
+    """One attempt. Sizes in bytes: `raw_bytes` and `stored_bytes` of the tensors, `object_bytes` of all its objects if it is
+    undecided, else of the chunks objects that it wrote.
+    """
 
     tag: str
     attempt: str
@@ -46,13 +42,12 @@ class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
     raw_bytes: int | None
     stored_bytes: int | None
     object_bytes: int
-    """For an attempt that only the catalog told of: of the chunks objects that it wrote."""
     time: str | None
     """When it was decided, by the clock of the machine that decided."""
     read_back: ReadBackState = "no"
     """Whether it was read back since it was written, and the result."""
     why: str = ""
-    """Why it is not a checkpoint, or left behind; empty if it is one that a load may take."""
+    """Why it is not a checkpoint, or left behind, or damaged; empty if it is one that a load may take."""
     brief: str = ""
     """For an aborted attempt, the same in brief: the class of the error and the ranks at fault."""
     metrics: dict[str, float]
@@ -60,6 +55,10 @@ class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
     """What is missing, if the state is `incomplete` or `removed`."""
     passed_over: str = ""
     """Why load() took an older checkpoint instead; empty if it never did."""
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.tag}/{self.attempt}"
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,163 +68,105 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     latest: Pointer
     rows: tuple[AttemptRow, ...]
     left_out: int = 0
+    log_damage: str = ""
+    """Why the log could not be read to its end, so that newer attempts may be missing here; empty if it could."""
 
 
 async def listing(store: Store, *, everything: bool = False, limit: int | None = None) -> Listing:
-    """The checkpoints of `store`, also those that were removed by hand, and attempts whose outcome is damaged or unreadable.
-    With `everything`, all others as well.
+    """The checkpoints of `store`, or with `everything` all attempts; with `limit`, only the newest `limit` rows.
 
-    With `limit`, only the newest `limit` rows. Objects and votes are looked at only for the newest attempts, and for those that
-    are not decided (`catalog.scan`); the catalog tells the rest.
+    The log tells nearly all. The root is listed once, to see the tags that are gone, and the objects of undecided attempts.
     """
-    attempts = [attempt for attempt in await catalog.scan(store) if attempt.has_objects]
-    checkpoints = catalog.checkpoints_of(attempts)
-    current = {c.tag: c.attempt for c in checkpoints}
-    wholeness, vanished = Wholeness(store, attempts), await catalog.vanished(store)
-    removed = await wholeness.seen_abandoned()
-    found = [
-        a
-        for a in attempts
-        if everything or current.get(a.tag) == a.attempt or a.is_left_checkpoint or a.state in ("damaged", "unreadable")
-    ]
-    gone = await catalog.vanished(store, removed=True) if everything else []
-    found += vanished + gone
-    shown = sorted(found, key=newest_last, reverse=True)[:limit]
-    named = await pointer(store, checkpoints, wholeness)
-    rows: dict[int, AttemptRow] = {}
-
-    async def add(place: int, attempt: AttemptView, is_current: bool) -> None:
-        votes = await votes_of(store, attempt) if attempt.entry is None else {}
-        lost = await wholeness.lost(attempt, votes) if is_current or attempt.is_left_checkpoint else ()
-        row = _row(attempt, votes, lost, is_current, is_current and attempt.tag == named.tag)
-        if attempt.state == "deleted":
-            row = msgspec.structs.replace(row, why=await _removed_because(store, attempt))
-        rows[place] = msgspec.structs.replace(row, passed_over=await passed_over(store, attempt))
-
-    works = []
-    for place, attempt in enumerate(shown):
-        is_current = current.get(attempt.tag) == attempt.attempt
-        if attempt in gone and attempt.entry is not None:
-            row = _row(attempt, {}, (), is_current=False, is_latest=False)
-            rows[place] = msgspec.structs.replace(row, why=attempt.entry.removed)
-        elif attempt in vanished:
-            rows[place] = _row(attempt, {}, (directory_of(attempt.tag),), is_current=True, is_latest=False)
-        elif _is_told(attempt) and attempt.prefix not in removed:
-            rows[place] = _row(attempt, {}, (), is_current, is_current and attempt.tag == named.tag)
-        else:
-            works.append(partial(add, place, attempt, is_current))
-    await run_workers(works, ROWS)
-    ordered = tuple(rows[place] for place in range(len(shown)))
-    return Listing(root=store.url, latest=named, rows=ordered, left_out=len(found) - len(shown))
+    state, damage = await look(store)
+    views = root_view.views_of(state)
+    current = {c.prefix for c in root_view.checkpoints_of(views)}
+    found = [view for view in views if everything or view.prefix in current or view.is_left_checkpoint]
+    found.sort(key=lambda view: view.order, reverse=True)
+    shown = found[:limit]
+    missing = await seen_at_a_glance(store, root_view.commits_of(shown))
+    undecided = [view for view in shown if view.state == "in-doubt"]
+    rows = {row.prefix: row for row in await each(partial(_undecided, store), undecided)}
+    named = await pointer(store, state, damage)
+    for view in shown:
+        if view.prefix not in rows:
+            is_current = view.prefix in current
+            lost = missing.get(view.prefix, ()) if is_current or view.is_left_checkpoint else ()
+            rows[view.prefix] = _row(view, _state_of(view, lost, is_current), lost, named.tag)
+    ordered = tuple(rows[view.prefix] for view in shown)
+    return Listing(root=store.url, latest=named, rows=ordered, left_out=len(found) - len(shown), log_damage=damage)
 
 
-def _is_told(attempt: AttemptView) -> bool:
-    """Whether the catalog tells the whole row, so that nothing is read for it."""
-    outcome = attempt.outcome
-    refers_to_none = outcome is not None and not outcome.holders
-    return attempt.entry is not None and refers_to_none and attempt.state != "deleted" and not attempt.passed_over
-
-
-def newest_last(attempt: AttemptView) -> tuple[int, float, int]:
-    """Sorts attempts by their order; an undecided attempt counts as the newest of its start, and a copy as older than all."""
-    if attempt.is_copy:
-        return (-1, 0, 0)
-    outcome = attempt.outcome
-    n = outcome.order[1] if outcome else math.inf
-    return (attempt.attempt.start, n, attempt.attempt.k)
-
-
-def _row(attempt: AttemptView, votes: Votes, lost: tuple[Lost, ...], is_current: bool, is_latest: bool) -> AttemptRow:
-    words = _Words.of(attempt, votes)
-    state: RowState = "copied" if attempt.is_copy else attempt.state
-    if attempt.state == "committed":
-        standing: RowState = "committed" if is_current else "superseded"
-        state = lost_state(lost) if lost else "left-behind" if attempt.left_behind else standing
+async def _undecided(store: Store, view: AttemptView) -> AttemptRow:
+    seen = await root_view.with_objects(store, view)
+    words = await rank_words(store, seen)
+    missing = words.missing()
+    why = f"undecided; no vote of {rank_runs(missing)}" if missing else "undecided, although every vote is there"
+    if words.world_size is None:
+        why = "undecided; no rank has voted"
     return AttemptRow(
-        tag=attempt.tag,
-        attempt=str(attempt.attempt),
-        state=state,
-        latest=is_latest,
+        tag=view.tag,
+        attempt=str(view.attempt),
+        state="in-doubt",
+        latest=False,
         step=words.step,
         world_size=words.world_size,
-        raw_bytes=words.raw_bytes,
-        stored_bytes=words.stored_bytes,
-        object_bytes=attempt.nbytes,
-        time=attempt.outcome.writer.time if attempt.outcome else None,
-        read_back=attempt.read_back,
-        why=lost_text(lost) or _why(attempt, state, words.missing),
-        brief=_brief(attempt.outcome),
-        metrics=attempt.outcome.metrics if attempt.outcome else {},
-        lost=lost,
+        raw_bytes=words.raw_bytes(),
+        stored_bytes=words.stored_bytes(),
+        object_bytes=seen.nbytes,
+        time=None,
+        why=why,
+        metrics={},
     )
 
 
-class _Words(NamedTuple):
-    """What the votes say, or the outcome of an attempt at whose objects nobody looked."""
-
-    step: int | None
-    world_size: int | None
-    raw_bytes: int | None
-    stored_bytes: int | None
-    missing: list[int]
-
-    @classmethod
-    def of(cls, attempt: AttemptView, votes: Votes) -> _Words:
-        outcome = attempt.outcome
-        if attempt.entry is not None and outcome is not None:
-            cost, step = outcome.cost or _NO_COST, outcome.step if outcome.step >= 0 else None
-            return cls(step, outcome.world_size or None, cost.raw_bytes or None, cost.stored_bytes or None, [])
-        words = words_of(attempt, votes)
-        return cls(words.step, words.world_size, words.raw_bytes(), words.stored_bytes(), words.missing())
+def _state_of(view: AttemptView, lost: tuple[Lost, ...], is_current: bool) -> RowState:
+    if view.state != "committed":
+        return view.state
+    if lost:
+        return lost_state(lost)
+    return "left-behind" if view.left_behind else "committed" if is_current else "superseded"
 
 
-async def _removed_because(store: Store, attempt: AttemptView) -> str:
-    if attempt.entry is not None:
-        return attempt.entry.removed
-    mark = await removal(store, attempt)
-    return f"removed; the reason cannot be read: {mark}" if isinstance(mark, str) else mark.reason
+def _row(view: AttemptView, state: RowState, lost: tuple[Lost, ...], latest: str | None) -> AttemptRow:
+    one, commit = view.logged, view.commit
+    cost = (commit and commit.cost) or _NO_COST
+    decided = commit or one.abort
+    return AttemptRow(
+        tag=view.tag,
+        attempt=str(view.attempt),
+        state=state,
+        latest=view.tag == latest and state in ("committed", "incomplete", "removed"),
+        step=one.step if one.step >= 0 else None,
+        world_size=commit.world_size if commit else None,
+        raw_bytes=cost.raw_bytes or None,
+        stored_bytes=cost.stored_bytes or None,
+        object_bytes=view.nbytes,
+        time=decided.writer.time if decided else None,
+        read_back=view.read_back,
+        why=lost_text(lost) or _why(view, state),
+        brief=_brief(view),
+        metrics=commit.metrics if commit else {},
+        lost=lost,
+        passed_over=one.passed_over,
+    )
 
 
-async def passed_over(store: Store, attempt: AttemptView) -> str:
-    """Why a load took an older checkpoint, by the record that the load left; empty if there is no record."""
-    if not attempt.passed_over:
-        return ""
-    key = f"{attempt.prefix}/{PASSED_OVER}"
-    try:
-        return decode(await store.get(key), PassedOver, key).why
-    except (DamagedError, NotFoundError, UnreadableError) as error:
-        return f"the record that says why cannot be read: {error}"
-
-
-async def removal(store: Store, attempt: AttemptView) -> Deleted | str:
-    """The mark of an attempt that was removed, or the reason for which it cannot be read."""
-    key = f"{attempt.prefix}/{DELETED}"
-    try:
-        return decode(await store.get(key), Deleted, key)
-    except (DamagedError, NotFoundError, UnreadableError) as error:
-        return str(error)
-
-
-def _why(attempt: AttemptView, state: RowState, missing: list[int]) -> str:
-    error = attempt.outcome.error if attempt.outcome else None
+def _why(view: AttemptView, state: RowState) -> str:
+    one = view.logged
     match state:
-        case "committed" | "incomplete" | "removed" | "deleted":
-            return ""
         case "left-behind":
             return LEFT_BEHIND_WORDS
         case "superseded":
             return "the tag was saved again since"
-        case "aborted":
-            return error.message if error else "no reason was recorded"
-        case "damaged" | "copied":
-            return attempt.damage or ""
-        case "unreadable":
-            return f"its outcome cannot be read now: {attempt.unreadable}"
-        case "in-doubt":
-            return f"no outcome; no vote of {rank_runs(missing)}" if missing else "no outcome, although every vote is there"
+        case "aborted" if one.abort is not None:
+            return one.abort.error.message
+        case "deleted" if one.removal is not None:
+            return one.removal.reason
+    return one.damaged
 
 
-def _brief(outcome: Outcome | None) -> str:
-    if outcome is None or outcome.error is None:
+def _brief(view: AttemptView) -> str:
+    abort = view.logged.abort
+    if abort is None:
         return ""
-    return f"{outcome.error.code}, {rank_runs(outcome.ranks)}" if outcome.ranks else outcome.error.code
+    return f"{abort.error.code}, {rank_runs(abort.ranks)}" if abort.ranks else abort.error.code

@@ -10,8 +10,9 @@ from difflib import SequenceMatcher
 
 from checkpointd.bucket_urls import directory_of, is_bucket_url, parse
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.keys import SERVICE
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.layout.keys import LOG_ROOT, SERVICE
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store, each
 from checkpointd.store.opening import open_store
 
@@ -22,7 +23,8 @@ LOOK_S = 10.0
 
 async def is_new(store: Store) -> bool:
     """Whether no job ever saved at `store`."""
-    return not await starts.newest(store) and not await catalog.tags(store)
+    root_log = RootLog.of(store)
+    return not (await root_log.look()).start and not root_log.fault and not await root_view.tags(store)
 
 
 async def neighbours(url: str) -> list[str]:
@@ -68,7 +70,7 @@ def _place(url: str) -> tuple[str, str, str]:
 async def _neighbours(store: Store, name: str, inside: str) -> list[str]:
     async def found(other: str) -> str | None:
         with suppress(CheckpointdError):  # a link, or a directory that this user may not read
-            if await store.list(f"{other}{inside}/{SERVICE}".lstrip("/")):
+            if await store.stat(f"{other}{inside}/{LOG_ROOT}".lstrip("/")) is not None:
                 return f"{store.url}/{other}{inside}" if other else f"{store.url}{inside}"
         return None
 

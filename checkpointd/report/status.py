@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from checkpointd.errors import DamagedError
-from checkpointd.pipeline.root import catalog, leases
-from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root import leases, root_view
 from checkpointd.pipeline.root.leases import Sight
-from checkpointd.pipeline.root.wholeness import Lost, Wholeness, directory_of
+from checkpointd.pipeline.root.root_view import AttemptView
+from checkpointd.pipeline.root.wholeness import Lost, is_removed, seen_at_a_glance
 from checkpointd.report.holder import Holder, newest_holder
 from checkpointd.report.latest import Pointer, pointer
-from checkpointd.report.listing import newest_last
+from checkpointd.report.log import look
 from checkpointd.report.votes import RankWord, rank_words
 from checkpointd.store.base import Store
 
@@ -22,7 +21,7 @@ RECENT = 5
 
 
 class Flight(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt without an outcome. `orphaned`: as far as this machine knows, its job has ended and no daemon works at it."""
+    """An undecided attempt. `orphaned`: as far as this machine knows, its job has ended and no daemon works at it."""
 
     tag: str
     attempt: str
@@ -70,71 +69,49 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
     root: str
     holder: Holder | None
-    holder_problem: str = ""
     latest: Pointer
     checkpoints: int
     left_behind: tuple[str, ...] = ()
     """The tags of those of them that are of branches that were left."""
     commits: tuple[Commit, ...]
     damaged: tuple[str, ...]
-    """Attempts with a damaged outcome."""
-    copies: tuple[str, ...] = ()
-    """Copies of tags' directories, each in words."""
-    unreadable: tuple[str, ...]
-    """Attempts with an outcome that cannot be read now."""
+    """Checkpoints that are recorded as damaged."""
     incomplete: tuple[Incomplete, ...]
     flights: tuple[Flight, ...]
     failures: tuple[AbortedAttempt, ...]
+    log_damage: str = ""
+    """Why the log could not be read to its end, so that newer attempts may be missing here; empty if it could."""
 
 
 async def standing(store: Store) -> Standing:
     """The status of `store` now."""
-    attempts = [attempt for attempt in await catalog.scan(store) if attempt.has_objects]
-    checkpoints = catalog.checkpoints_of(attempts)
-    wholeness = Wholeness(store, attempts)
-    removed = await wholeness.seen_abandoned()
-    left = [checkpoint for checkpoint in checkpoints if checkpoint.prefix not in removed]
-    named = await pointer(store, checkpoints, wholeness)
-    holder, problem = await _holder(store)
-    undecided = sorted((a for a in attempts if a.state == "in-doubt"), key=newest_last, reverse=True)
+    state, damage = await look(store)
+    views = root_view.views_of(state)
+    checkpoints = root_view.checkpoints_of(views)
+    missing = await seen_at_a_glance(store, checkpoints)
+    left = [checkpoint for checkpoint in checkpoints if not is_removed(missing.get(checkpoint.prefix, ()))]
+    holder = await newest_holder(store, state)
+    undecided = sorted((v for v in views if v.state == "in-doubt"), key=lambda view: view.order, reverse=True)
     return Standing(
         root=store.url,
         holder=holder,
-        holder_problem=problem,
-        latest=named,
+        latest=await pointer(store, state, damage),
         checkpoints=len(left),
         left_behind=tuple(c.tag for c in left if c.left_behind),
         commits=tuple(
-            Commit(tag=c.tag, attempt=str(c.attempt), step=c.outcome.step, order=c.outcome.order, time=c.outcome.writer.time)
+            Commit(tag=c.tag, attempt=str(c.attempt), step=c.commit.step, order=c.commit.order, time=c.commit.writer.time)
             for c in left[:RECENT]
         ),
-        damaged=tuple(attempt.prefix for attempt in attempts if attempt.state == "damaged" and not attempt.is_copy),
-        copies=tuple(attempt.damage or "" for attempt in attempts if attempt.is_copy),
-        unreadable=tuple(attempt.prefix for attempt in attempts if attempt.state == "unreadable"),
-        incomplete=await _incomplete(wholeness, attempts, checkpoints, await catalog.vanished(store)),
-        flights=tuple([await _flight(store, attempt, holder) for attempt in undecided]),
-        failures=_failures(attempts),
+        damaged=tuple(c.prefix for c in left if c.read_back == "damaged"),
+        incomplete=tuple(
+            Incomplete(tag=one.tag, attempt=str(one.attempt), lost=missing[one.prefix])
+            for one in checkpoints
+            if one.prefix in missing
+        ),
+        flights=tuple([await _flight(store, await root_view.with_objects(store, view), holder) for view in undecided]),
+        failures=_failures(views),
+        log_damage=damage,
     )
-
-
-async def _incomplete(
-    wholeness: Wholeness,
-    attempts: Sequence[AttemptView],
-    checkpoints: Sequence[Checkpoint],
-    vanished: Sequence[AttemptView],
-) -> tuple[Incomplete, ...]:
-    """The checkpoints that have lost objects or are gone, as far as listings and outcomes show: no vote is read."""
-    views = {attempt.prefix: attempt for attempt in attempts}
-    found = [(c.tag, c.attempt, await wholeness.lost(views[c.prefix])) for c in checkpoints]
-    found += [(v.tag, v.attempt, (directory_of(v.tag),)) for v in vanished]
-    return tuple(Incomplete(tag=tag, attempt=str(attempt), lost=lost) for tag, attempt, lost in found if lost)
-
-
-async def _holder(store: Store) -> tuple[Holder | None, str]:
-    try:
-        return await newest_holder(store), ""
-    except DamagedError as error:
-        return None, str(error)
 
 
 async def _flight(store: Store, attempt: AttemptView, holder: Holder | None) -> Flight:
@@ -147,22 +124,22 @@ async def _flight(store: Store, attempt: AttemptView, holder: Holder | None) -> 
         and (not (is_newest or holder.mirrors) or holder.life == "ended")
         and await leases.worker_of(store, attempt.prefix, Sight()) is None,
         world_size=words.world_size,
-        object_bytes=sum(attempt.sizes.values()),
+        object_bytes=attempt.nbytes,
         ranks=words.ranks,
     )
 
 
-def _failures(attempts: list[AttemptView]) -> tuple[AbortedAttempt, ...]:
-    aborted = sorted((a for a in attempts if a.state == "aborted"), key=newest_last, reverse=True)
+def _failures(views: Sequence[AttemptView]) -> tuple[AbortedAttempt, ...]:
+    aborted = sorted((view for view in views if view.state == "aborted"), key=lambda view: view.order, reverse=True)
     return tuple(
         AbortedAttempt(
-            tag=attempt.tag,
-            attempt=str(attempt.attempt),
-            time=attempt.outcome.writer.time,
-            code=attempt.outcome.error.code if attempt.outcome.error else "AbortedError",
-            message=attempt.outcome.error.message if attempt.outcome.error else "no reason was recorded",
-            ranks=attempt.outcome.ranks,
+            tag=view.tag,
+            attempt=str(view.attempt),
+            time=abort.writer.time,
+            code=abort.error.code,
+            message=abort.error.message,
+            ranks=abort.ranks,
         )
-        for attempt in aborted[:RECENT]
-        if attempt.outcome is not None
+        for view in aborted[:RECENT]
+        if (abort := view.logged.abort) is not None
     )

@@ -10,11 +10,11 @@ import msgspec
 
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import object_key, object_rank, vote_name
-from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, Inline, Vote, WriterIdentity
+from checkpointd.layout.manifest import ErrorReport, Inline, Vote, WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.identity import seconds_of
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.root.wholeness import counted_votes
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
@@ -41,15 +41,14 @@ class RankWord(msgspec.Struct, frozen=True, kw_only=True):
     inline: Inline | None = None
     """Why the trainer persisted this part itself although it uses a sidecar; None if it did not."""
     problem: str = ""
-    """Why the vote cannot be read, or why there was none to wait for."""
+    """Why the vote cannot be read."""
 
 
 class RankWords(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks of an attempt; `world_size`, `step` and `save_latest` are None if neither the outcome nor a vote tells them."""
+    """All ranks of an attempt; `world_size` and `step` are None if neither the log nor a vote tells them."""
 
     world_size: int | None
     step: int | None
-    save_latest: bool | None
     ranks: tuple[RankWord, ...]
 
     def missing(self) -> list[int]:
@@ -69,14 +68,14 @@ def _total(parts: list[int | None]) -> int | None:
 
 
 async def rank_words(store: Store, attempt: AttemptView, world_size: int | None = None) -> RankWords:
-    """Read the votes of `attempt`. `world_size`, from the record of the start, is used if the attempt has none."""
+    """Read the votes of `attempt`. `world_size`, that of its start, is used if the attempt has none."""
     return words_of(attempt, await votes_of(store, attempt), world_size)
 
 
 async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
     """The votes of `attempt` by rank; in place of an unreadable vote, the reason. Of a commit, the votes that it counted."""
-    if attempt.outcome is not None and attempt.state == "committed":
-        return await counted_votes(store, attempt.outcome)
+    if attempt.commit is not None and attempt.state == "committed":
+        return await counted_votes(store, attempt.commit)
     votes: dict[int, Vote | str] = {}
 
     async def read(rank: int) -> None:
@@ -88,32 +87,23 @@ async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
 
 def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: int | None = None) -> RankWords:
     """As `rank_words`, with `votes` that were read before."""
-    first = next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
-    told = attempt.outcome or first
+    told = attempt.commit or next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
     size = (told.world_size if told else 0) or world_size or None
+    step = told.step if told else attempt.logged.step
     nbytes = _bytes_by_rank(attempt)
     ranks = sorted({*range(size or 0), *votes, *nbytes})
     return RankWords(
         world_size=size,
-        step=told.step if told and told.step >= 0 else None,
-        save_latest=told.save_latest if told else None,
+        step=step if step >= 0 else None,
         ranks=tuple(_word(attempt, rank, votes.get(rank), nbytes.get(rank, 0)) for rank in ranks),
     )
 
 
 async def _vote(store: Store, key: str) -> Vote | str:
     try:
-        return await catalog.read_vote(store, key)
+        return await root_view.read_vote(store, key)
     except (DamagedError, NotFoundError, UnreadableError) as error:
         return str(error)
-
-
-def _no_vote(attempt: AttemptView, rank: int) -> str:
-    """Why a rank without a vote has none: after an abort because of other ranks, it stops before it votes."""
-    outcome = attempt.outcome
-    if outcome is None or outcome.outcome != "abort" or not 0 < len(outcome.ranks) < RANKS_AT_FAULT_MAX:
-        return ""
-    return "" if rank in outcome.ranks else "the abort came before its vote"
 
 
 def _bytes_by_rank(attempt: AttemptView) -> dict[int, int]:
@@ -128,7 +118,7 @@ def _bytes_by_rank(attempt: AttemptView) -> dict[int, int]:
 
 def _word(attempt: AttemptView, rank: int, vote: Vote | str | None, nbytes: int) -> RankWord:
     if vote is None:
-        return RankWord(rank=rank, vote="missing", object_bytes=nbytes, problem=_no_vote(attempt, rank))
+        return RankWord(rank=rank, vote="missing", object_bytes=nbytes)
     if isinstance(vote, str):
         return RankWord(rank=rank, vote="unreadable", object_bytes=nbytes, problem=vote)
     is_yes = vote.vote == "yes"
@@ -147,10 +137,11 @@ def _word(attempt: AttemptView, rank: int, vote: Vote | str | None, nbytes: int)
 
 
 def _seconds(attempt: AttemptView, vote: Vote) -> PhaseSeconds:
-    """The seconds in the vote, and the time from the vote to the outcome, by the clocks of the machines that wrote them."""
-    if vote.seconds == PhaseSeconds() or attempt.outcome is None:
+    """The seconds in the vote, and the time from the vote to the decision, by the clocks of the machines that wrote them."""
+    decided = attempt.commit or attempt.logged.abort
+    if vote.seconds == PhaseSeconds() or decided is None:
         return vote.seconds
-    voted, ended = seconds_of(vote.writer.time), seconds_of(attempt.outcome.writer.time)
+    voted, ended = seconds_of(vote.writer.time), seconds_of(decided.writer.time)
     if voted is None or ended is None:
         return vote.seconds
     return msgspec.structs.replace(vote.seconds, waiting=max(0.0, round(ended - voted, 3)))

@@ -69,6 +69,8 @@ class Capabilities:
     """Seconds between two looks for what others write. Where each look is charged or limited, it is greater than 0."""
     can_be_full: bool = True
     """Whether the room is limited, as on a disk, so that a job should keep some in reserve."""
+    can_lose: bool = True
+    """Whether a power cut may take away what is visible and was not settled (STORE-4), as on a disk."""
     piece_bytes: int | None = None
     """The store cuts larger writes into pieces of this many bytes and pauses between them; None: it does not cut them."""
 
@@ -204,7 +206,7 @@ class Store(Protocol):
     async def list(self, prefix: str) -> list[Entry]:
         """The children of `prefix` (`""` for the root), sorted by name; empty if there are none.
 
-        A prefix may be listed although no object lies under it.
+        A prefix may be listed although no object lies under it. The sizes of a log's objects may be missing (0).
         """
         ...
 

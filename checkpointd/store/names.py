@@ -8,6 +8,7 @@ from typing import Final
 from checkpointd.errors import UsageError
 
 SERVICE = ".checkpointd"
+LOG = "log"
 TEMPORARY = f"{SERVICE}/tmp"
 UNFINISHED = f"{SERVICE}/unfinished"
 LOCK = f"{SERVICE}/lock"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -106,19 +105,3 @@ class PassingStore(Store):
 
     async def close(self) -> None:
         await self._store.close()
-
-
-class InTurn(PassingStore):
-    """A store for one look, which makes one call at a time: a file system has few threads, and a call that hangs keeps one."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._turn = asyncio.Lock()
-
-    async def list(self, prefix: str) -> list[Entry]:
-        async with self._turn:
-            return await super().list(prefix)
-
-    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
-        async with self._turn:
-            return await super().get(key, size_max=size_max)

@@ -148,9 +148,9 @@ class ProcessDisk:
     async def unlink(self, path: str) -> None:
         await self.effect("unlink", path, lambda: self._fs.unlink(path))
 
-    async def children(self, path: str, *, links: bool = False) -> list[Child]:
+    async def children(self, path: str, *, links: bool = False, sizes: bool = True) -> list[Child]:
         """Symbolic links are not modelled."""
-        del links
+        del links, sizes
         found = await self.look(lambda: _children(self._fs.directory(path)))
         self.disk.rng.shuffle(found)
         return found

@@ -218,11 +218,11 @@ class Checkpointer:
         )
 
     def latest(self) -> str | None:
-        """The tag that `latest` names in the store now, or None."""
+        """The tag of the newest checkpoint, which a load would try first, or None."""
         return self._core.latest()
 
     def latest_step(self) -> int | None:
-        """The step of the checkpoint that `latest` names in the store now, or None."""
+        """The step of the newest checkpoint, which a load would try first, or None."""
         return self._core.latest_step()
 
     def delete(self, tag: str, *, force: bool = False) -> None:

@@ -31,10 +31,10 @@ from checkpointd.layout.files import WHOLE, training_of
 from checkpointd.layout.keys import LATEST, AttemptId, check_tag
 from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.candidates import listed, named, note_tag_passed_over
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import starts
+from checkpointd.pipeline.root.candidates import listed, named, newest, note_passed_over
 from checkpointd.pipeline.root.leases import Beginner
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store import open_store
@@ -332,11 +332,11 @@ class Core:
 
     def go_on_from(self, checkpoint: Checkpoint) -> None:
         """Act as after a load of `checkpoint`, whose files the caller has loaded. Call it on every rank."""
-        self._go_on(checkpoint.outcome.step, checkpoint)
+        self._go_on(checkpoint.commit.step, checkpoint)
 
     def _go_on(self, step: int | None, taken: Candidate | Checkpoint | None) -> None:
         left: tuple[str, Branches] = "", ()
-        if taken is not None and self._ranks.rank == COORDINATOR:  # which decides the outcomes
+        if taken is not None and self._ranks.rank == COORDINATOR:  # which decides
             look = partial(call_patiently, self._writer, self._options.load)
             left = left_after(self._store, taken.tag, taken.attempt, (self._start.number, self._saver.begun), look)
         self._saver.loaded(step, *left)
@@ -383,19 +383,18 @@ class Core:
         )
 
     def latest(self) -> str | None:
-        """The tag that `latest` names in the store now, or None."""
-        self._check_open("latest")
-        return self._writer.call(self._at_own_root(catalog.latest(self._store)), self._options.commit_timeout_s)
+        """The tag of the checkpoint that a load would try first, or None."""
+        found = self._newest("latest")
+        return None if found is None else found.tag
 
     def latest_step(self) -> int | None:
-        """The step of the checkpoint that `latest` names in the store now, or None."""
-        self._check_open("latest_step")
+        """The step of the checkpoint that a load would try first, or None."""
+        found = self._newest("latest_step")
+        return None if found is None else found.commit.step
 
-        async def look() -> int | None:
-            tag = await catalog.latest(self._store)
-            return None if tag is None else (await catalog.find(self._store, tag)).outcome.step
-
-        return self._writer.call(self._at_own_root(look()), self._options.commit_timeout_s)
+    def _newest(self, asked: str) -> Checkpoint | None:
+        self._check_open(asked)
+        return self._writer.call(self._at_own_root(newest(self._store)), self._options.commit_timeout_s)
 
     def delete(self, tag: str, *, force: bool) -> None:
         """Remove the checkpoint `tag`. Raises as Checkpointer.delete()."""
@@ -407,8 +406,8 @@ class Core:
             await starts.check_fence(self._store, self._start.number)
             meant = await named(self._store, tag)
             await delete_once(self._store, meant, force=force)
-            if self._saver.latest == meant:
-                self._saver.deleted(meant, await catalog.latest(self._store))
+            left = await newest(self._store)
+            self._saver.deleted(meant, None if left is None else left.tag)
 
         self._writer.call(self._at_own_root(delete()), LOOK_S)
 
@@ -436,12 +435,11 @@ class Core:
         finally:
             await self._own_root.check(self._start.number)
 
-    def pass_over(self, tag: str, why: str) -> None:
-        """On rank 0, record that `tag` is damaged and was passed over."""
+    def pass_over(self, prefix: str, why: str) -> None:
+        """On rank 0, record that the checkpoint `prefix` (`<tag>/<attempt>`) is damaged and was passed over."""
         self._check_open("pass_over")
         if self._ranks.rank == COORDINATOR:
-            recorded = leave_record(self._writer, note_tag_passed_over(self._store, tag, why), tag)
-            self._saver.is_recorded &= recorded
+            self._saver.is_recorded &= leave_record(self._writer, note_passed_over(self._store, prefix, why), prefix)
 
     def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
         """Read all files that `ranks` stored and list the damage, and files that are not shown; empty if all are whole. `taker`

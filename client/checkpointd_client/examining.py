@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.manifest import Outcome
+from checkpointd.layout.log_records import CommitRecord
 from checkpointd.pipeline.read.stored_files import FileChunkRun, StoredFile, read_runs, stored_files
 from checkpointd.pipeline.read.verify import checked_index, verify_ranks
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import unseen_of
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -65,15 +65,15 @@ class Examination:
     config: LoadConfig
     timeout_s: float
     checkpoint: Checkpoint
-    unseen: Callable[[Store, Outcome], Coroutine[Any, Any, str | None]] = unseen_of
+    unseen: Callable[[Store, CommitRecord], Coroutine[Any, Any, str | None]] = unseen_of
 
     def damage(self, ranks: Iterable[int], taker: Taker) -> tuple[str, ...]:
         """The damage to the files that `ranks` stored or `taker` loads, and files that are not shown. Raises UnreadableError if
         a read fails for now.
         """
-        outcome, taken = self.checkpoint.outcome, list[StoredFile]()
+        commit, taken = self.checkpoint.commit, list[StoredFile]()
         unseen = call_patiently(
-            self.writer, self.config, lambda patience: self.unseen(PatientStore(self.store, patience), outcome)
+            self.writer, self.config, lambda patience: self.unseen(PatientStore(self.store, patience), commit)
         )
         if unseen is not None:
             return (unseen,)

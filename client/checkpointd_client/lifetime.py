@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.errors import UsageError
-from checkpointd.layout.keys import OUTCOME, SERVICE, AttemptId, is_tag
+from checkpointd.layout.keys import SERVICE, AttemptId, is_tag, vote_name
+from checkpointd.other_formats import is_root
 
 _claimed: set[str] = set()
 _lock = threading.Lock()
@@ -40,12 +41,12 @@ def check_no_tag(path: str) -> None:
 
     The directory of a tag that was copied alone has no root around it.
     """
-    if _was_begun(path):
+    if is_root(path):
         return
     below = given = os.path.abspath(path)
     root, name = os.path.split(below)
     while root != below:
-        if is_tag(name) and (_has_attempts(below) if _was_begun(root) else below == given and _has_decided(below)):
+        if is_tag(name) and (_has_attempts(below) if is_root(root) else below == given and _has_votes(below)):
             where = "is" if below == given else "lies in"
             raise UsageError(
                 f"{path} {where} the directory of the tag {name!r}; its root is {root}. Give the root, and name the "
@@ -63,29 +64,25 @@ def _has_attempts(directory: str) -> bool:
         return False
 
 
-def _has_decided(directory: str) -> bool:
-    """Whether there is an attempt with an outcome. In a root, a tag may be called like an attempt, but it has no outcome."""
+def _has_votes(directory: str) -> bool:
+    """Whether there is an attempt with a vote. In a root, a tag may be called like an attempt, but it holds no votes."""
     try:
         found = [name for name in os.listdir(directory) if AttemptId.parse(name)]
     except OSError:
         return False
-    return any(os.path.isfile(os.path.join(directory, name, OUTCOME)) for name in found)
-
-
-def _was_begun(root: str) -> bool:
-    return os.path.isdir(os.path.join(root, SERVICE, "starts"))
+    return any(os.path.isfile(os.path.join(directory, name, vote_name(0))) for name in found)
 
 
 def check_apart(root: str) -> None:
     """UsageError if the directory `root` and another root would share tags or `latest`, or if it is a tag's directory."""
     check_no_tag(root)
     beside, name = os.path.split(os.path.abspath(root))
-    if name == SERVICE and os.path.isdir(os.path.join(root, "starts")):
+    if name == SERVICE and is_root(beside):
         raise UsageError(
             f"{beside} is a root of checkpoints in this project's own format (layout='checkpointd'): no files can be shown "
             "in it, since both would move the same `latest`. Load them with that layout, and save files in another directory"
         )
-    if os.path.isdir(os.path.join(root, SERVICE, SERVICE, "starts")):
+    if is_root(os.path.join(root, SERVICE)):
         raise UsageError(
             f"{root} shows the files of checkpoints whose root is {os.path.join(root, SERVICE)} (layout='deepspeed'): it "
             "cannot be a root as well, since both would move the same `latest`. Save in another directory"

@@ -56,8 +56,8 @@ def left_after(
     begins: Order,
     look: Callable[[Callable[[Patience], Coroutine[Any, Any, tuple[str, Branches]]]], tuple[str, Branches]],
 ) -> tuple[str, Branches]:
-    """The training of this checkpoint, and the branches that were left by saves that go on from it (`Outcome.left`). `begins`:
-    the order of the first of them. `look` runs a look at the root patiently.
+    """The training of this checkpoint, and the branches that were left by saves that go on from it (`CommitRecord.left`).
+    `begins`: the order of the first of them. `look` runs a look at the root patiently.
     """
     try:
         return look(lambda patience: branches.after(store, patience, tag, attempt, begins))

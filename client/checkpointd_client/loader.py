@@ -14,6 +14,8 @@ Invariants
   LOAD-7  load() returns only when every byte in the objects was verified. If bytes prove damaged when they are in the objects
       already, an older checkpoint must fill all memory that was filled so far, on every rank.
   LOAD-8  Before every rank has verified all its bytes, a load changes nothing but the elements of tensors.
+  LOAD-9  A checkpoint that was removed while it was loaded is not damaged: the next one is loaded in its place, or if it was
+      named, the load fails with a NotFoundError.
 """
 
 from __future__ import annotations
@@ -45,16 +47,16 @@ from checkpointd.errors import (
     UnreadableError,
 )
 from checkpointd.layout.keys import AttemptId, attempt_prefix
+from checkpointd.layout.log_records import LogState
 from checkpointd.phrases import listed
 from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
-from checkpointd.store.patient import Patience, PatientStore
+from checkpointd.store.patient import Patience
 from checkpointd.waits import Waiting
 from checkpointd_client.capture import state_dicts
 from checkpointd_client.capture.aliasing import MemoryRegion
@@ -120,8 +122,6 @@ class Loader:
     """Whether something that a checkpoint needs is not there."""
     _looked: bool = False
     """Whether rank 0 has looked at the store, and logged the damage that it found there."""
-    _skipped: list[tuple[str, str]] = field(default_factory=list)
-    """On rank 0: attempts that are too damaged to be candidates, each with the damage in words."""
     taken: Candidate | None = None
     """What was loaded."""
     _answers: HandedOutStates = field(default_factory=HandedOutStates)
@@ -172,6 +172,9 @@ class Loader:
             if candidate.near and isinstance(verdict, SidecarError | DamagedError):
                 log.error("%s cannot be read near: %s. Reading all of it at the root", candidate.tag, verdict)
                 continue  # NEAR-2
+            if isinstance(verdict, NotFoundError) and tag is None:
+                log.warning("%s. Loading the newest checkpoint that is left", verdict)
+                continue
             self._failures.append(str(verdict))
             if not fallback or tag is not None or not isinstance(verdict, DamagedError):
                 raise verdict
@@ -201,18 +204,13 @@ class Loader:
         self._is_missing |= choice.is_missing
         if choice.problem is not None:
             raise self.load_round.agree("nothing", None) or choice.problem.error()
-        for damage in choice.passed_over:
-            if not fallback:
-                raise self.load_round.agree("nothing", None) or damage.error()
-            log.error("%s. Trying the checkpoint before it", damage.message)
-            self._failures.append(damage.message)
-        while self._skipped:
-            self._note_passed_over(*self._skipped.pop())
         if choice.tag is None:
             return None
         attempt = AttemptId.parse(choice.attempt)
         assert attempt is not None
-        return Candidate(choice.tag, attempt, choice.in_memory, choice.in_spool, choice.near, choice.share_reads)
+        return Candidate(
+            choice.tag, attempt, choice.in_memory, choice.in_spool, choice.near, choice.share_reads, choice.commit, choice.nonce
+        )
 
     def _choose(self, number: int, tag: str | None) -> CandidateChoice:
         try:
@@ -220,8 +218,8 @@ class Loader:
             spooled = self._spooled_by_all() if tag is None else None
             if held is None and spooled is None and not self._looked:
                 self._wait_for_flights()
-            chosen, passed_over = self.look(lambda patience: self._chosen(tag, patience))
-            newest = (-1, -1) if chosen is None else chosen.outcome.order
+            chosen = self.look(lambda patience: self._chosen(tag, patience))
+            newest = (-1, -1) if chosen is None else chosen.commit.order
             if held is not None and held.order >= max(newest, (-1, -1) if spooled is None else spooled.order):
                 return CandidateChoice(in_memory=True, tag=held.tag, attempt=held.attempt)
             if spooled is not None and spooled.order > newest:
@@ -234,26 +232,27 @@ class Loader:
                 (self._nearby if near else self._tried).add(chosen.prefix)
         except CheckpointdError as error:
             return CandidateChoice(problem=Problem.of(self._root_gone() or error))
-        damage = tuple(map(Problem.of, passed_over))
         if chosen is None:
-            return CandidateChoice(passed_over=damage, is_missing=self._is_missing)
-        shares = self.options.share_reads and self.ranks.world_size > 1
-        return CandidateChoice(tag=chosen.tag, attempt=str(chosen.attempt), passed_over=damage, near=near, share_reads=shares)
+            return CandidateChoice(is_missing=self._is_missing)
+        return CandidateChoice(
+            tag=chosen.tag,
+            attempt=str(chosen.attempt),
+            commit=chosen.commit,
+            nonce=choices.nonce_of(self.store, chosen),
+            near=near,
+            share_reads=self.options.share_reads and self.ranks.world_size > 1,
+        )
 
-    async def _chosen(self, tag: str | None, patience: Patience) -> tuple[Checkpoint | None, tuple[DamagedError, ...]]:
+    async def _chosen(self, tag: str | None, patience: Patience) -> Checkpoint | None:
         if tag is not None:
-            return await choices.find(self.store, tag, patience), ()
-        found = await choices.candidates(self.store, patience, self._tried)
+            return await choices.find(self.store, tag, patience)
+        found = await choices.candidates(self.store, patience)
         # By name, not by position: new checkpoints may have come since the last look.
-        chosen = next((c for c in found.checkpoints if c.prefix not in self._tried), None)
-        if self._looked:
-            return chosen, ()
-        for damage in found.other:
-            log.error("%s. What is loaded does not need it", damage)
-        for copy in found.copies:
-            log.warning("%s", copy)
-        self._skipped = [(passed.prefix, str(passed.error)) for passed in found.passed_over if passed.prefix is not None]
-        return chosen, tuple(passed.error for passed in found.passed_over)
+        return next((c for c in found if c.prefix not in self._tried), None)
+
+    def _state(self) -> LogState:
+        """The state of the root's log now."""
+        return self.look(lambda patience: choices.known_state(self.store, patience))
 
     def look(self, work: Callable[[Patience], Coroutine[Any, Any, T]]) -> T:
         return call_patiently(self.writer, self.config, work, self._tries_again)
@@ -295,7 +294,7 @@ class Loader:
         """On rank 0: the newest undecided attempt that every rank has in the spool of its node, if it was not tried yet."""
         for offered in in_every_spool(self._offers, self.ranks):
             is_new = f"{offered.tag}/{offered.attempt}" not in self._nearby
-            if is_new and self.look(lambda p, one=offered: may_commit(PatientStore(self.store, p), one, self.surviving)):  # type: ignore[misc]
+            if is_new and may_commit(self._state(), offered):
                 return offered
         return None
 
@@ -305,7 +304,7 @@ class Loader:
         held = common({rank: note.held for rank, note in self._offers.items()}, self.ranks)
         if held is None:
             return None
-        return held if self.look(lambda patience: counts(PatientStore(self.store, patience), held)) else None
+        return held if counts(self._state(), held) else None
 
     def _wait_for_flights(self) -> None:
         """Wait until the attempts that daemons still persist for an earlier start are decided: one may be the newest
@@ -387,8 +386,21 @@ class Loader:
     def _tried_on(self, candidate: Candidate, work: Callable[[], T]) -> tuple[T | None, CheckpointdError | None]:
         found, problem = self._worked(candidate, work)
         if isinstance(problem, StoreError | DamagedError):
-            problem = self._root_gone() or problem
+            problem = self._root_gone() or self._removed(candidate) or problem
         return found, problem
+
+    def _removed(self, candidate: Candidate) -> NotFoundError | None:
+        """The error if somebody has removed the checkpoint meanwhile, which explains that objects are missing (LOAD-9)."""
+        if candidate.is_not_of_root:
+            return None
+        try:
+            one = self._state().attempts.get(attempt_prefix(candidate.tag, candidate.attempt))
+        except CheckpointdError:
+            return None
+        if one is not None and one.status == "checkpoint":
+            return None
+        why = "" if one is None or one.removal is None else f": {one.removal.reason}"
+        return NotFoundError(f"{candidate.tag} was removed while it was loaded{why}")
 
     def _worked(self, candidate: Candidate, work: Callable[[], T]) -> tuple[T | None, CheckpointdError | None]:
         try:
@@ -439,9 +451,9 @@ class Loader:
 
     async def _check_whole(self, candidate: Candidate, patience: Patience) -> None:
         """Raise DamagedError if something is missing that any rank needs."""
-        outcome = await catalog.read_outcome(PatientStore(self.store, patience), candidate.tag, candidate.attempt)
+        assert candidate.commit is not None
         try:
-            await check_whole(self.store, Checkpoint(candidate.tag, candidate.attempt, outcome), patience)
+            await check_whole(self.store, Checkpoint(candidate.tag, candidate.attempt, candidate.commit), patience)
         except DamagedError:
             self._is_missing = True
             raise
@@ -457,9 +469,7 @@ class Loader:
     def _holds(self, candidate: Candidate) -> bool:
         """Whether this rank's sidecar retains the snapshot of `candidate`, which is at the root."""
         held = self._held.get((candidate.tag, str(candidate.attempt)))
-        if held is None or held.world_size != self.ranks.world_size:
-            return False
-        return self.look(lambda patience: counts(PatientStore(self.store, patience), held))
+        return held is not None and (held.world_size, held.nonce) == (self.ranks.world_size, candidate.nonce)
 
     def _held_source(self, candidate: Candidate) -> MemorySource:
         """Fetch the snapshot. Any problem with it counts as damage, so the ranks load from the store instead."""
@@ -475,11 +485,8 @@ class Loader:
         )
 
     def _stored_source(self, candidate: Candidate) -> StoredSource:
-        # Rank 0 has just read this outcome. If this rank does not see it, its view of the storage lags: try again.
-        store = PatientStore(self.store, Patience(self.config.retry_s, None, self._tries_again))
-        read = catalog.read_outcome(store, candidate.tag, candidate.attempt)
-        outcome = self.writer.call(read, self.timeout_s + self.config.retry_s)
-        checkpoint = Checkpoint(candidate.tag, candidate.attempt, outcome)
+        assert candidate.commit is not None
+        checkpoint = Checkpoint(candidate.tag, candidate.attempt, candidate.commit)
         sharing = RankSharing(self.load_round, f"reads/{checkpoint.prefix}") if candidate.share_reads else None
         near = self.near is not None and candidate.near and checkpoint.prefix in self.near.prefixes
         return StoredSource(

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Self
 
 from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfig
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import listed
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import unlike, without_directory
 from checkpointd.store import open_store
 from checkpointd_client.examining import Examination, Nobody, Taker
@@ -81,9 +81,9 @@ class Onlooker:
     def go_on_from(self, checkpoint: Checkpoint) -> None:
         """Do nothing: this job does not save here."""
 
-    def pass_over(self, tag: str, why: str) -> None:
+    def pass_over(self, prefix: str, why: str) -> None:
         """Only write a line to the log: an Onlooker puts no record at the root."""
-        log.info("no record is put at %s that %s was passed over: %s", self._store.url, tag, why)
+        log.info("no record is put at %s that %s was passed over: %s", self._store.url, prefix, why)
 
     def removed(self) -> frozenset[str]:
         """The checkpoints (`<tag>/<attempt>`) whose tag directory is not there, so their files cannot be loaded."""
@@ -100,8 +100,8 @@ class Onlooker:
         return damage
 
     def _is_gone(self, checkpoint: Checkpoint) -> bool:
-        look = catalog.view(self._store, checkpoint.tag, checkpoint.attempt)
-        return self._writer.call(look, LOOK_S).state in ("deleted", "in-doubt")
+        one = self._writer.call(root_view.logged(self._store, checkpoint.tag, checkpoint.attempt), LOOK_S)
+        return one is None or one.status != "checkpoint"
 
     def close(self) -> None:
         """Release threads and memory."""

@@ -43,7 +43,7 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import BoxRequest
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store import open_store
 from checkpointd.system_errors import in_words
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
@@ -82,7 +82,8 @@ def open_checkpoint(
     It writes nothing and needs no process group; in one, each rank opens it on its own. Use it in a `with`, or close it. If the
     newest checkpoint is damaged, the log says so and the newest whole one is opened; a named one raises DamagedError.
 
-    `tag`: which checkpoint; "latest" means the one that the file `latest` names. `step`: the newest checkpoint of this step.
+    `tag`: which checkpoint; "latest" means the newest, and no older one if it is damaged.
+    `step`: the newest checkpoint of this step.
     `attempt`: which save of that tag, if it was saved more than once.
     `timeout_s`: how long to try again if the storage does not answer or fails.
     `absence_s`: how long to look for a file that must be there before it counts as lost.
@@ -165,11 +166,11 @@ class OpenCheckpoint:
 
     def _begun(self) -> CheckpointView:
         world = self._call(self._reading.begin())
-        outcome = world.checkpoint.outcome
-        if outcome.files:
+        commit = world.checkpoint.commit
+        if commit.files:
             raise UsageError(
                 f"{world.checkpoint.tag} at {self._store.url} holds files of another program, and no state: load the directory "
-                f"{outcome.shown_at!r} beside the root with that program"
+                f"{commit.shown_at!r} beside the root with that program"
             )
         return world
 
@@ -193,24 +194,24 @@ class OpenCheckpoint:
     @property
     def step(self) -> int:
         """The step that save() was given."""
-        return self._checkpoint.outcome.step
+        return self._checkpoint.commit.step
 
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics that save() was given on rank 0."""
-        return dict(self._checkpoint.outcome.metrics)
+        return dict(self._checkpoint.commit.metrics)
 
     @property
     def world_size(self) -> int:
         """The number of ranks that saved it."""
-        return self._checkpoint.outcome.world_size
+        return self._checkpoint.commit.world_size
 
     @property
     def committed_at(self) -> float | None:
         """When it was committed, in seconds since 1970, by the clock of the machine that committed it; None if that was not
         recorded.
         """
-        return seconds_of(self._checkpoint.outcome.writer.time)
+        return seconds_of(self._checkpoint.commit.writer.time)
 
     @property
     def client_state(self) -> dict[str, Any]:
@@ -243,7 +244,7 @@ class OpenCheckpoint:
 
     def __repr__(self) -> str:
         checkpoint = self._world.checkpoint
-        return f"<OpenCheckpoint of {checkpoint.prefix}, step {checkpoint.outcome.step}, at {self.root}>"
+        return f"<OpenCheckpoint of {checkpoint.prefix}, step {checkpoint.commit.step}, at {self.root}>"
 
     # --- its tensors -----------------------------------------------------------------------------------------
 

@@ -56,7 +56,6 @@ def list_checkpoints(root: str | os.PathLike[str], *, best_by: str | None = None
 
 def _described(row: AttemptRow) -> CheckpointInfo:
     assert row.step is not None  # list_checkpoints looked
-    damage = "it was read back, and is damaged" if row.read_back == "damaged" else ""
     return CheckpointInfo(
         tag=row.tag,
         step=row.step,
@@ -64,7 +63,7 @@ def _described(row: AttemptRow) -> CheckpointInfo:
         nbytes=row.raw_bytes,
         metrics=dict(row.metrics),
         read_back=row.read_back,
-        problem=row.why or row.passed_over or damage,
+        problem=row.why or row.passed_over,
     )
 
 

@@ -231,7 +231,7 @@ class Saver:
         return self._endings.latest
 
     def deleted(self, tag: str, latest: str | None) -> None:
-        """Note that `tag` was deleted, and that `latest` is the tag that the store's `latest` names now."""
+        """Note that `tag` was deleted, and that `latest` is the tag that a load would try first now."""
         if self._endings.latest == tag:
             self._endings.latest = latest
 
@@ -571,12 +571,12 @@ class Saver:
             self._hurried.set()
             self._prewarming.join(left_s())
         began = time.monotonic()
-        # Handles end at the outcome. After it, the writer may still end the attempt, and remove what may go.
+        # Handles end at the decision. After it, the writer may still end the attempt, and remove what may go.
         while (busy := self._busy()) and time.monotonic() - began < left_s():
             wait(busy, min(SLICE_S, left_s()))
         try:
             self._writer.call(
-                self._state.tidier.finish(is_alone=self._ranks.world_size == 1),
+                self._state.tidier.finish(),
                 left_s(),
                 lambda: "older checkpoints are being removed",
             )

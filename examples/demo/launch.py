@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -156,6 +156,11 @@ def kill_during_save(job: Job, place: Place, tags: Sequence[str], *, rank: int, 
     return None
 
 
+def has_ballot(objects: Iterable[str]) -> bool:
+    """Whether every rank has voted yes: the coordinator puts the ballot just before the commit."""
+    return any(name.startswith("ballot-") for name in objects)
+
+
 class SaveInFlight:
     """One rank's save of `tag` at `place`: begun when it has a chunks object, or its upload; over when it has voted."""
 
@@ -166,7 +171,7 @@ class SaveInFlight:
         """The undecided attempt that the rank is writing, if it is, and the objects in it."""
         for attempt, objects in self.place.attempts(self.tag).items():
             ours = any(self.is_ours(name) for name in objects)
-            if ours and f"{self.rank:05d}.vote" not in objects and "outcome" not in objects:
+            if ours and f"{self.rank:05d}.vote" not in objects and not has_ballot(objects):
                 return attempt, objects
         return None
 
@@ -181,7 +186,7 @@ class SaveInFlight:
                 pid = job.pids().get(self.rank) if written >= part * self.expected() else None
                 if pid is not None:
                     return pid
-            elif seen or any("outcome" in objects for objects in self.place.attempts(self.tag).values()):
+            elif seen or any(map(has_ballot, self.place.attempts(self.tag).values())):
                 return None
             time.sleep(self.place.poll_s)
         return None
@@ -196,7 +201,7 @@ class SaveInFlight:
         """What the rank's chunks took in the checkpoint that `latest` names, in bytes; 0 where there is none."""
         latest = self.place.latest()
         attempts = self.place.attempts(latest).values() if latest else ()
-        return max((self.written(objects) for objects in attempts if "outcome" in objects), default=0)
+        return max((self.written(objects) for objects in attempts if has_ballot(objects)), default=0)
 
     def struck(self, pid: int) -> Strike | None:
         """What the killed rank left of its attempt; None where it had voted."""

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from checkpointd_client import Checkpointer, Retention
+from checkpointd_client import Checkpointer, Retention, list_checkpoints
 from checkpointd_client.checkpointer import core_of
+from tests.logged_roots import log_state
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "RUNBOOKS.md").read_text()
 needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
@@ -81,19 +82,36 @@ def test_a_copy_of_a_living_root_is_whole(files: bool, tmp_path: Path) -> None:
     root, copy = tmp_path / "job" / ".checkpointd", tmp_path / "copy" / ".checkpointd"
     steps = list[int]()
     with saving(root, files=files):
-        # The second run brings the same copy up to date. On a busy machine the job may remove all that is newer meanwhile: then
-        # the page says to run it again.
-        while len(steps) < 2 or (steps[-1] <= steps[0] and len(steps) < 6):
-            said = run("Back up a root while a job saves", root, copy)
-            assert "whole" in said
-            latest = (copy / "latest").read_text().strip()
-            steps.append(int(latest.removeprefix("global_step")))
-            if files:
-                shown = torch.load(copy.parent / latest / "model.pt")
-                assert torch.equal(shown["weight"], torch.full((1 << 16,), float(steps[-1])))
+        # The second run brings the same copy up to date. On a busy machine the job may remove all that the copied log names
+        # before it is copied: then `verify` fails, and the page says to run it again.
+        while len(steps) < 2:
+            said = backed_up(root, copy)
+            assert said.splitlines()[1].split()[2] == "whole"
+            steps.append(int(said.splitlines()[1].split()[0].removeprefix("global_step")))
+            known = {one.tag for one in log_state(copy).attempts.values()}
+            newer = {path.name for path in copy.glob("global_step*")} - known
+            assert all(int(tag.removeprefix("global_step")) > steps[-1] for tag in newer), "nothing stays that the job removed"
     assert 0 < steps[0] < steps[-1]
-    if not files:
-        assert_newest(copy, steps[-1])
+    restored = list_checkpoints(copy)[0]
+    assert restored.step == steps[-1]
+    if files:
+        Checkpointer(copy).close()  # a start shows the files
+        tag = (copy / "latest").read_text().strip()
+        shown = torch.load(copy.parent / tag / "model.pt")
+        assert torch.equal(shown["weight"], torch.full((1 << 16,), float(tag.removeprefix("global_step"))))
+    else:
+        step, weight = newest(copy)
+        assert step is not None
+        assert step >= steps[-1]
+        assert torch.equal(weight, torch.full((1 << 16,), float(step)))
+
+
+def backed_up(root: Path, copy: Path) -> str:
+    """What the runbook prints once its last command finds the copy whole."""
+    for _ in range(6):
+        with suppress(AssertionError):
+            return run("Back up a root while a job saves", root, copy)
+    return run("Back up a root while a job saves", root, copy)
 
 
 @needs_rsync

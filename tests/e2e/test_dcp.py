@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from checkpointd.config import LoadConfig
 from checkpointd.layout.boxes import tiling_fault
 from checkpointd.pipeline.read.checkpoint_view import read_view
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.dcp import CheckpointdReader
 from tests.e2e.dcp_ranks import PROCESSES, plain_state
@@ -69,15 +69,15 @@ def test_one_rank_loads_what_two_have_saved(root: Path, tag: str) -> None:
 
 async def test_a_rank_that_failed_has_kept_all_from_committing(root: Path) -> None:
     async with PosixStore(root) as store:
-        (failed,) = [attempt for attempt in await catalog.scan(store) if attempt.tag == "failed"]
-        committed = {checkpoint.tag for checkpoint in await catalog.checkpoints(store)}
+        (failed,) = [attempt for attempt in await root_view.scan(store) if attempt.tag == "failed"]
+        committed = {checkpoint.tag for checkpoint in await root_view.checkpoints(store)}
     assert failed.state == "aborted"
     assert committed == {"one", "two", "after", "global_step7"}
 
 
 async def test_both_ranks_have_written_and_each_element_once(root: Path) -> None:
     async with PosixStore(root) as store:
-        world = await read_view(store, await catalog.find(store, "one"), LoadConfig())
+        world = await read_view(store, await root_view.find(store, "one"), LoadConfig())
     parts = [part for tensor in world.tensors.values() for part in tensor.parts if part.entry.chunks]
     assert {part.rank for part in parts} == set(range(PROCESSES))
     for tensor in world.tensors.values():

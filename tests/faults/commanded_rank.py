@@ -25,7 +25,7 @@ import torch.distributed as dist
 from checkpointd import waits
 from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd.pipeline.attempt import Attempt
-from checkpointd.pipeline.gc import tidying
+from checkpointd.pipeline.gc import room
 from checkpointd.pipeline.root import leases
 from checkpointd.store.posix import osfile
 from checkpointd.store.posix.osdisk import OsDisk
@@ -173,7 +173,7 @@ class Rank:
 
         `small_max`: how many small attempts may lie beside the checkpoints that stay (TIDY-2).
         """
-        tidying.SMALL_MAX = small_max
+        room.SMALL_MAX = small_max
         weights = torch.zeros(64 * 1024)
         state = {"weights": weights}
         ckpt = Checkpointer(root, retention=None if tag else Retention(keep_last=3), sidecar=sidecar)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,10 +22,6 @@ class Traced:
     returncode: int
     output: str
     calls: tuple[str, ...]
-
-    @property
-    def was_killed(self) -> bool:
-        return self.returncode == -signal.SIGKILL
 
     @property
     def failed_calls(self) -> int:

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import pytest
 
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store import open_store
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Torchrun, wait_until
@@ -65,7 +65,7 @@ class BucketRounds(SidecarRounds):
 
     async def committed(self) -> set[int]:
         async with open_store(self.direct, read_only=True) as store:
-            return {checkpoint.outcome.step for checkpoint in await catalog.checkpoints(store)}
+            return {checkpoint.commit.step for checkpoint in await root_view.checkpoints(store)}
 
     def was_used(self) -> bool:
         return True

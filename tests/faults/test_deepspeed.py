@@ -15,6 +15,7 @@ from tests.faults import mounts
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Job, RankError, wait_until
 from tests.faults.rank_forker import RankForker
+from tests.logged_roots import attempts
 
 pytestmark = [
     pytest.mark.nightly,
@@ -84,7 +85,7 @@ def is_checkpoint(root: Path, tag: str, layout: str) -> bool:
     """Whether the tag is one that a job would find."""
     if layout == "deepspeed":
         return (root / tag).exists()
-    return any(b'"outcome":"commit"' in path.read_bytes() for path in (root / tag).glob("*/outcome"))
+    return tag in {one.tag for one in attempts(root, "checkpoint")}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

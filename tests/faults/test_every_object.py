@@ -28,7 +28,7 @@ ABSENCE_S = 0.05
 FOR_LATEST = [tag for tag in STEPS if tag != "best"]
 """The checkpoints that a load without a tag may take, oldest first."""
 CHUNKS = ("raw chunks", "encoded chunks", "chunks of a takeover")
-READ = (*CHUNKS, "index", "index of a takeover", "ballot", "joint plan", "outcome")
+READ = (*CHUNKS, "index", "index of a takeover", "ballot", "joint plan")
 """The kinds whose damage costs their checkpoint: `verify` finds it."""
 DAMAGED_CODE = 5
 
@@ -81,8 +81,8 @@ DAMAGE: tuple[Callable[[Path, Path], None], ...] = (missing, empty, truncated, z
 CHANGING = ("latest", "lease of an attempt", "lease of a job")
 
 
-OF_SAVES = ("index", "vote", "ballot", "joint plan", "outcome")
-SEVERAL = (*OF_SAVES, *CHUNKS[:2], "mark", "verified", "start", "plan", "records of the catalog", "summary")
+OF_SAVES = ("index", "vote", "ballot", "joint plan")
+SEVERAL = (*OF_SAVES, *CHUNKS[:2], "plan", "entry", "state")
 """The kinds of which the root has more than one object."""
 
 
@@ -111,7 +111,7 @@ def twin(root: Path, kind: str, path: Path) -> Path:
     """Another object of this kind with other bytes, of another attempt if there is one; otherwise an object of another kind."""
     others = [root / key for key in keys_of(root, kind) if (root / key).read_bytes() != path.read_bytes()]
     others.sort(key=lambda other: other.parent == path.parent)
-    return [*others, root / keys_of(root, "outcome")[0]][0]
+    return [*others, root / keys_of(root, "ballot")[0]][0]
 
 
 # --- the roots ------------------------------------------------------------------------------------------------------------
@@ -136,15 +136,11 @@ class Effect:
 
 def effect(root: Path, kind: str, damage: str, path: Path) -> Effect:
     """What the damage costs, from the root before it."""
-    holder, key = path.relative_to(root).parts[0], path.relative_to(root).as_posix()
+    key = path.relative_to(root).as_posix()
     own = {tag for tag, folder in checkpoints(root).items() if kind in READ and path.parent == folder}
     others = {tag for tag, folder in checkpoints(root).items() if any(key in refers(vote) for vote in folder.glob("*.vote"))}
-    if kind == "mark":
-        return Effect(set(), {holder}, set())
     if kind == "joint plan":
         return Effect(own, own, set())
-    if (kind, damage) == ("outcome", "missing"):
-        return Effect(set(), own, set())  # the next start decides it again, as the votes say
     return Effect(own, own | others, own | others)
 
 
@@ -223,7 +219,6 @@ def test_damage(
     costs = effect(root, kind, name, path)
     next(damage for damage in DAMAGE if damage.__name__ == name)(path, twin(root, kind, path))
     look(commands, root, costs)
-    rebuild(commands, Path(shutil.copytree(root, tmp_path / "rebuilt")), costs)
     go_on(commands, root, costs, caplog)
 
 
@@ -235,15 +230,6 @@ def look(commands: Commands, root: Path, costs: Effect) -> None:
     verdicts = commands(root, "verify")["checkpoints"]
     assert costs.found <= {verdict["tag"] for verdict in verdicts if verdict["state"] != "whole"} <= costs.suspected
     assert contents(root) == before
-
-
-def rebuild(commands: Commands, root: Path, costs: Effect) -> None:
-    """`rebuild-catalog` touches nothing but the catalog."""
-    before = contents(root)
-    commands(root, "rebuild-catalog")
-    assert set(STEPS) - costs.suspected <= listed(commands, root) <= set(STEPS)
-    now = contents(root)
-    assert {key for key in before.keys() | now if before.get(key) != now.get(key) and "/catalog/" not in key} == set()
 
 
 def go_on(commands: Commands, root: Path, costs: Effect, caplog: pytest.LogCaptureFixture) -> None:

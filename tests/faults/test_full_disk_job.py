@@ -36,7 +36,7 @@ def failed_at_once(job: Job, step: int, words: str) -> list[End]:
 
 
 def left_lying(root: Path, step: int) -> list[str]:
-    """What the save of `step` still occupies, beside its record: votes and outcome."""
+    """What the save of `step` still occupies, beside its record and the votes."""
     bulk = [path for suffix in (".chunks", ".index") for path in objects(root / f"global_step{step}", suffix)]
     return [str(path.relative_to(root)) for path in bulk + list((root / ".checkpointd" / "tmp").glob("*"))]
 
@@ -144,7 +144,7 @@ def test_space_that_is_promised_and_not_there(pair: Job, direct: bool, words: st
         pair.must_commit(1)
         ballast = memory / "ballast"
         mounts.fill(ballast)
-        os.truncate(ballast, ballast.stat().st_size - MIB)  # the catalog's record of the save finds a place, its chunks do not
+        os.truncate(ballast, ballast.stat().st_size - MIB)  # the announcement finds a place, its chunks do not
         for end in failed_at_once(pair, 2, "[ENOSPC] No space left on device"):
             assert words in end.message
         pair.must_load(1)

@@ -6,7 +6,6 @@ No round may lose a checkpoint that was committed before the kill, as a handle o
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from collections import Counter
@@ -16,12 +15,13 @@ from typing import ClassVar
 
 import pytest
 
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store import open_store
 from tests.builders import load_arrays
 from tests.faults.jobs import Torchrun, kill, wait_until
 from tests.faults.predictable_training import expected
 from tests.faults.training_journals import Event, JournalReader, committed_steps
+from tests.logged_roots import attempts
 
 NBYTES = 4 << 20
 TARGETS = ("rank 0", "rank 1", "all")
@@ -69,8 +69,7 @@ class Rounds:
 
     def at_store(self) -> set[int]:
         """The steps whose attempts have a commit at the store."""
-        outcomes = [json.loads(path.read_text()) for path in Path(self.root).glob("*/*/outcome")]
-        return {outcome["step"] for outcome in outcomes if outcome["outcome"] == "commit"} | {-1}
+        return {one.step for one in attempts(Path(self.root), "checkpoint")} | {-1}
 
     def pids(self) -> set[int]:
         return {event["pid"] for rank in self.ranks for event in rank.look()}
@@ -155,7 +154,7 @@ async def test_no_kill_loses_a_committed_checkpoint(tmp_path: Path, pytestconfig
 async def check_all(root: str | Path, seed: int, *, at_least: set[int], nbytes: int = NBYTES) -> None:
     """All that was ever committed is there, and a random choice of it right in every bit."""
     async with open_store(root) as store:
-        steps = {c.outcome.step for c in await catalog.checkpoints(store)}
+        steps = {c.commit.step for c in await root_view.checkpoints(store)}
         assert at_least <= steps
         for step in random.Random(seed).sample(sorted(steps), min(CHECKED, len(steps))):
             for rank in range(2):

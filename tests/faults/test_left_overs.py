@@ -13,24 +13,27 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd.commit import garbage
+from checkpointd.commit import log as table
+from checkpointd.commit import log_access
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import StagingError
-from checkpointd.pipeline.outcome import recover
-from checkpointd.pipeline.root import catalog, catalog_log, leases, starts
+from checkpointd.pipeline.outcome import starting
+from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.pipeline.root import leases, root_view
 from checkpointd.store import open_store
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import leave_in_doubt, plan_save, save_checkpoint
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Job, wait_until
+from tests.logged_roots import log_state
 
 pytestmark = [pytest.mark.nightly, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SPARE, LIVES, SAVES = 3, 3, 10
 SERVING = """
 import runpy, sys
-from checkpointd.pipeline.gc import tidying
-tidying.SMALL_MAX, sys.argv = int(sys.argv[1]), sys.argv[4:]
+from checkpointd.pipeline.gc import room
+room.SMALL_MAX, sys.argv = int(sys.argv[1]), sys.argv[4:]
 runpy.run_module("checkpointd", run_name="__main__", alter_sys=True)
 """
 """A sidecar with another SMALL_MAX. Its arguments: the number, and the command line of a sidecar."""
@@ -96,19 +99,19 @@ async def test_tidy_2_a_job_that_is_killed_now_and_then(
                 counter.wait_for(SAVES)
     assert counter.most <= (1 if tag else 3) + max(SPARE, small_max)
     async with open_store(root) as store:
-        assert await catalog.checkpoints(store)
+        assert await root_view.checkpoints(store)
 
 
 # --- a long history -------------------------------------------------------------------------------------------------------
 
 ROUNDS = 8
 LITTLE_STAYS = [
-    *((garbage, name, 2) for name in ("RECORDS_KEPT", "ROOT_RECORDS_KEPT", "ABORTED_KEPT")),
-    (starts, "KEPT", 2),
-    (catalog_log, "SUMMARY_EVERY", 8),
-    (recover, "COMPACT_EVERY", 8),
+    (log_access, "STATE_EVERY", 8),
+    (table, "FORGET_EVERY", 8),
+    (table, "FORGET_AFTER", 16),
+    (table, "BEGINS_MAX", 4),
 ]
-"""The numbers of records that stay, made small, so that a short history shows whether they bound a long one."""
+"""The numbers of what stays, made small, so that a short history shows whether they bound a long one."""
 NUMBERS = ((r"global_step\d+", "<tag>"), (r"\d{12}", "<number>"), (r"\d{8}-\d+", "<attempt>"), (r"\d{8}", "<start>"))
 DIGEST = re.compile(r"[0-9a-f]{32}|\.gone\S*")
 
@@ -125,10 +128,10 @@ def kinds_of(root: Path) -> Counts[str]:
 
 
 async def begin_job(store: PosixStore) -> int:
-    start, held = await leases.begin(store, leases.Beginner(world_size=1, job="job"))
-    await recover.recover(store, start.start, start.surviving)
-    held._over.set()  # it is killed, so its lease stays
-    return start.start
+    taken = await starting.begin(store, leases.Beginner(world_size=1, job="job"))
+    await recover(store, taken.before)
+    taken.lease._over.set()  # it is killed, so its lease stays
+    return taken.start.start
 
 
 async def one_round(root: Path, number: int) -> None:
@@ -152,6 +155,7 @@ async def one_round(root: Path, number: int) -> None:
             )
         await leave_in_doubt(store, tag=f"global_step{10 * number + 2}", voting=(0,), world_size=2, start=start)
         cut_short = await plan_save(store, tag=f"global_step{10 * number + 3}", world_size=1, start=start)
+        await cut_short.announce()
         await store.open_writer(cut_short.info(0).key("00000-0.chunks"))
 
 
@@ -166,13 +170,11 @@ async def test_no_kind_of_object_grows_with_the_history(tmp_path: Path, monkeypa
         if number in (ROUNDS, 4 * ROUNDS):
             seen.append(kinds_of(root))
     early, late = seen
-    logs = {kind for kind in late if kind.startswith(".checkpointd/catalog/<")}
-    assert all(late[kind] <= 4 * catalog_log.SUMMARY_EVERY for kind in logs)
+    logs = {kind for kind in late if kind.startswith("log/")}
+    assert all(late[kind] <= 2 * log_access.STATES_KEPT * log_access.STATE_EVERY for kind in logs)
     assert {kind: count for kind, count in late.items() if kind not in logs} == {
         kind: count for kind, count in early.items() if kind not in logs
     }
-    assert late[".checkpointd/starts/<start>"] == starts.KEPT
-    async with open_store(root) as store:
-        known = catalog_log.CatalogLog(store)
-        await known.refresh()
-        assert len(known.state.entries) <= 12
+    state = log_state(root)
+    assert len(state.begins) <= table.BEGINS_MAX
+    assert len(state.attempts) <= 24

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store import open_store
 from tests.builders import load_arrays
 from tests.faults import mounts
@@ -124,7 +124,7 @@ async def test_what_a_handle_called_committed_survives(disk: mounts.Ext4, tmp_pa
 async def all_are_whole(root: Path, seed: int, *, at_least: set[int]) -> None:
     """Every checkpoint at the root, bit for bit; among them those of the steps `at_least`."""
     async with open_store(root) as store:
-        steps = {c.outcome.step for c in await catalog.checkpoints(store)}
+        steps = {c.commit.step for c in await root_view.checkpoints(store)}
         assert at_least <= steps
         for step in steps:
             for rank in range(2):

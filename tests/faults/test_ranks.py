@@ -6,7 +6,6 @@ let the deadline pass, once the ranks were as far as they could come.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,11 +15,13 @@ import pytest
 import torch
 
 from checkpointd.errors import MismatchError
+from checkpointd.layout.log_records import entry_key
 from checkpointd_client import Checkpointer
 from tests.builders import objects
 from tests.faults import strace_faults
 from tests.faults.jobs import NEVER_S, End, Job, Rank, RankError, wait_until
 from tests.faults.predictable_training import Training
+from tests.logged_roots import attempts, log_state
 
 pytestmark = pytest.mark.e2e
 
@@ -229,13 +230,13 @@ def test_a_dead_coordinator_leaves_the_others_with_an_answer(pair: Job, root: Pa
 def test_a_coordinator_that_dies_at_the_commit_is_named_and_the_next_start_agrees(
     pair: Job, root: Path, tmp_path: Path
 ) -> None:
-    """Rank 0 is killed as it gives the outcome of step 2 its name."""
-    outcome = attempt(root, 2) / "outcome"
+    """Rank 0 is killed as it gives the entry with the commit of step 2 its name."""
     with Job(folder=tmp_path) as job:
         job.open(root)
         job.must_commit(1)
-        log = tmp_path / "strace"
-        with strace_faults.attached(job.ranks[0].pid, calls="link,linkat", on=[outcome], fault="signal=KILL", log=log):
+        log, last = tmp_path / "strace", log_state(root).number
+        commit = root / entry_key(last + 2)  # after the announcement
+        with strace_faults.attached(job.ranks[0].pid, calls="link,linkat", on=[commit], fault="signal=KILL", log=log):
             job.tell("save", step=2)
             assert job.ranks[0].process.wait() != 0
             end = end_without_the_others(job.ranks[1], 2)
@@ -262,7 +263,7 @@ def test_ranks_that_leave_right_after_save_have_committed(pair: Job, root: Path,
         job.tell("leave")
         assert [rank.process.wait() for rank in job.ranks] == [0, 0], [rank.said() for rank in job.ranks]
         assert (root / "latest").read_text() == "global_step1\n"
-        assert [path.name for path in objects(root, "outcome")] == ["outcome"]
+        assert [one.step for one in attempts(root, "checkpoint")] == [1]
     pair.open(root, nbytes=16 * MIB)
     pair.must_load(1)
 
@@ -306,15 +307,15 @@ def test_a_second_job_that_takes_over_fences_the_first_and_both_say_so(
 
 
 def time_of(root: Path, *, start: int) -> str:
-    written = json.loads((root / ".checkpointd" / "starts" / f"{start:08d}").read_text())
-    return str(written["writer"]["time"])
+    [begin] = [one for one in log_state(root).begins if one.start == start]
+    return begin.writer.time
 
 
 def test_ranks_with_different_roots_are_told_at_the_start(pair: Job, tmp_path: Path) -> None:
     for rank in pair.ranks:
         rank.tell("open", root=str(tmp_path / f"node-{rank.rank}"), seed=1, nbytes=4096)
     for rank in pair.ranks:
-        with pytest.raises(Exception, match=r"RootNotSharedError: the ranks do not share .*rank 1: .*starts/00000001"):
+        with pytest.raises(Exception, match=r"RootNotSharedError: the ranks do not share .*rank 1: .* does not have start 1"):
             rank.answer()
     pair.open(tmp_path / "shared")
     pair.must_commit(1)

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from checkpointd.bucket_urls import parse
+from checkpointd.layout.keys import LEASES
 from checkpointd_client import Checkpointer, SaveHandle
 from checkpointd_client.checkpointer import core_of
 from checkpointd_client.errors import LinkError, WaitTimeoutError
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import MIB, NEVER_S, Job, wait_until
+from tests.logged_roots import attempts
 from tests.servers.fixtures import Place, root_at
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -105,38 +107,6 @@ def test_what_was_staged_is_committed_without_any_trainer(tmp_path: Path, daemon
 
 
 @pytest.mark.nightly
-def test_trainers_killed_while_the_sidecar_writes_lose_nothing(tmp_path: Path, slow: Daemon) -> None:
-    root = tmp_path / "root"
-    with Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        _killed_while_writing(job, root, slow, 3)
-    _wait_for_latest(root, "global_step3", slow)
-    _loaded_by_a_new_job(tmp_path, root, 3, nbytes=8 * MIB)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("coordinator", [0, 1])
-def test_two_nodes_finish_a_save_without_any_trainer(tmp_path: Path, coordinator: int) -> None:
-    """Two daemons, two ranks each, one store; rank 0, and with it the coordinator, is at either of them."""
-    root = tmp_path / "root"
-    with (
-        Daemon(tmp_path, name="node-0") as one,
-        Daemon(tmp_path, name="node-1") as two,
-        Job(folder=tmp_path, world_size=4) as job,
-    ):
-        nodes = (one, two) if coordinator == 0 else (two, one)
-        for rank in job.ranks:
-            rank.tell("open", **job.opening(root), sidecar=str(nodes[rank.rank // 2].socket))
-        for rank in job.ranks:
-            rank.answer()
-        _staged(job, 5)
-        _killed(job)
-        _wait_for_latest(root, "global_step5", one, two)
-        wait_until(lambda: "rank 0] global_step5/00000001-0: committed:" in nodes[0].said(), "the coordinator has said it")
-        wait_until(lambda: "rank 3] global_step5/00000001-0: committed:" in nodes[1].said(), "the other node heard of it")
-    _loaded_by_a_new_job(tmp_path, root, 5, world_size=4)
-
-
-@pytest.mark.nightly
 def test_a_snapshot_whose_copy_was_cut_off_is_never_persisted(tmp_path: Path, daemon: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -177,7 +147,7 @@ def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: D
     assert found["decided"] == []
     assert found["surviving"] == ["global_step3/00000001-0"]
     _wait_for_latest(root, "global_step3", slow)
-    wait_until(lambda: not list(root.glob("global_step3/*/lease")), "the lease was removed with the outcome")
+    wait_until(lambda: not list((root / LEASES).glob("attempts/global_step3/*")), "the lease was removed after the commit")
 
 
 @pytest.mark.nightly
@@ -195,7 +165,7 @@ def test_a_start_that_cannot_ask_the_daemon_waits_for_what_it_still_writes(
         _killed_while_writing(job, root, slow, 3)
         _wait_for_lease(root)
         again.open(root, **({"sidecar": str(other.socket)} if has_daemon else {}))
-        assert not list(root.glob("global_step3/*/outcome"))
+        assert [one.tag for one in attempts(root, "undecided")] == ["global_step3"]
         again.must_load(3)
         again.must_commit(4)
 

@@ -21,7 +21,7 @@ import pytest
 
 from checkpointd.config import LoadConfig
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store import open_store
 from tests.faults.daemons import Daemon
 from tests.faults.jobs import Torchrun, wait_until
@@ -127,7 +127,7 @@ class SidecarRounds(Rounds):
         if not self.was_used():
             return
         async with open_store(self.root) as store:
-            for checkpoint in await catalog.checkpoints(store):
+            for checkpoint in await root_view.checkpoints(store):
                 if checkpoint.prefix not in self.verified:
                     verdict = await verify(store, checkpoint, LoadConfig())
                     assert verdict.whole, (self.seed, verdict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -101,21 +100,6 @@ def test_a_save_through_the_spool_commits_and_loads(tmp_path: Path, daemon: Daem
     loaded_by_a_new_job(tmp_path, root, 3)
 
 
-@pytest.mark.nightly
-def test_a_save_is_spooled_while_uploads_may_not_run_and_the_root_has_nothing_of_it(tmp_path: Path, closed: Daemon) -> None:
-    root = tmp_path / "root"
-    with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(closed.socket))
-        for step in (1, 2, 3, 4, 5):  # more than there are slots
-            spooled(job, step)
-        assert bulk(root) == []
-        found = status_of(closed)
-        assert {save["phase"] for save in found["roots"][0]["in_flight"]} == {"spooled"}
-        assert found["spool"]["waiting"] == 10
-        assert found["spool"]["opens_in_s"] > 0
-        killed(job)
-
-
 def test_spool_4_a_daemon_that_is_killed_goes_on_with_what_is_in_the_spool(tmp_path: Path, closed: Daemon) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:
@@ -208,49 +192,6 @@ def test_what_is_in_the_spool_is_dropped_visibly_if_a_start_comes_before_the_dae
 
 
 @pytest.mark.nightly
-def test_turn_2_saves_faster_than_the_bucket_are_superseded_and_shown_so(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with Daemon(tmp_path, *held(tmp_path), "--spool-keep", "newest") as daemon, Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(daemon.socket))
-        job.all("save", step=8, required=True)
-        job.all("end", step=8, until="spooled")
-        spooled(job, 1)
-        steps = itertools.count(9)
-        while status_of(daemon)["spool"]["superseded"] < 2:  # a rank hears at a save that all ranks have the one before
-            newest = next(steps)
-            spooled(job, newest)
-        ends = job.all("end", step=1)
-        assert [(end["phase"], end["code"]) for end in ends] == [("superseded", "SupersededError")] * 2
-        assert job.ranks[0].do("close") is None, "no error"
-        found = status_of(daemon)
-        assert {save["phase"] for save in found["roots"][0]["recent"]} == {"superseded"}
-        flights = {(save["tag"], save["phase"]) for save in found["roots"][0]["in_flight"]}
-        last = {(f"global_step{step}", "spooled") for step in (newest - 1, newest)}
-        assert flights >= {("global_step8", "spooled"), *last}, "a required save stays"
-        assert ("global_step1", "spooled") not in flights
-
-
-@pytest.mark.nightly
-def test_a_full_spool_is_no_reason_to_lose_a_save(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with Daemon(tmp_path, *options(tmp_path, "--spool-mib", "1")) as daemon, Job(folder=tmp_path, nbytes=2 * MIB) as job:
-        job.open(root, sidecar=str(daemon.socket))
-        job.must_commit(1)
-        assert status_of(daemon)["spool"]["direct_full"] == 2
-        assert "has no room for" in daemon.said()
-
-
-@pytest.mark.nightly
-def test_closing_a_trainer_does_not_wait_for_uploads(tmp_path: Path, closed: Daemon) -> None:
-    root = tmp_path / "root"
-    with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(closed.socket))
-        spooled(job, 1)
-        job.all("close")
-    assert status_of(closed)["spool"]["waiting"] == 2
-
-
-@pytest.mark.nightly
 def test_a_trainer_that_closes_says_that_the_sidecar_uploads_the_rest(
     tmp_path: Path, closed: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,15 +199,6 @@ def test_a_trainer_that_closes_says_that_the_sidecar_uploads_the_rest(
         ckpt.save(1, {"weight": torch.ones(100)}).wait("spooled")
     assert "global_step1 is in the spool of this node: the sidecar uploads it" in caplog.text
     assert "persists its saves itself" not in caplog.text
-
-
-@pytest.mark.nightly
-def test_nodespool_2_a_second_daemon_cannot_use_it(tmp_path: Path, closed: Daemon) -> None:
-    other = [sys.executable, "-m", "checkpointd", "serve", "--socket", str(tmp_path / "other" / "socket")]
-    other += ["--root", str(tmp_path), "--uid", str(os.geteuid()), *options(tmp_path)]
-    found = subprocess.run(other, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 2
-    assert "uses the spool" in found.stderr
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""The POSIX store when the system fails under it: no space, read-only, errors of the device, death between two calls.
+"""The POSIX store when the system fails under it: no space, read-only, and errors of the device.
 
 After each fault the store must have said the truth, hold only whole objects under the names that count, and work again as soon
 as the cause is gone.
@@ -194,50 +194,6 @@ async def test_no_hard_links_is_said(store: Store) -> None:
     message = _error(_child(store, "create", LINK, CREATED, "error=EPERM"))
     assert "hard links" in message
     assert await store.stat(CREATED) is None
-
-
-# --- death between two calls ---
-
-
-@pytest.mark.parametrize(
-    ("calls", "on", "left"),
-    [
-        ("pwrite64", TEMPORARY, {None}),
-        ("fsync", TEMPORARY, {None}),
-        (LINK, CREATED, {None, SMALL}),
-        ("fsync", "t/a", {SMALL}),
-        ("unlink,unlinkat", TEMPORARY, {SMALL}),
-    ],
-)
-async def test_killed_while_creating_leaves_it_whole_or_absent(
-    store: Store, calls: str, on: str, left: set[bytes | None]
-) -> None:
-    assert _child(store, "create", calls, on, "signal=KILL").was_killed
-    found = await _content(store, CREATED)
-    assert found in left
-    assert await store.sweep() == 1
-    assert await store.put_if_absent(CREATED, SMALL) is (found is None)
-    assert await store.get(CREATED) == SMALL
-
-
-@pytest.mark.parametrize(
-    ("calls", "on", "left"),
-    [("fsync", TEMPORARY, {OLD}), (RENAME, TEMPORARY, {OLD, SMALL}), ("fsync", "t", {SMALL})],
-)
-async def test_killed_while_replacing_leaves_the_old_or_the_new(store: Store, calls: str, on: str, left: set[bytes]) -> None:
-    assert _child(store, "replace", calls, on, "signal=KILL").was_killed
-    found = await store.get(REPLACED)
-    assert found in left
-    assert await store.sweep() == (1 if found == OLD else 0)
-
-
-@pytest.mark.parametrize(("calls", "on"), [("pwrite64", LARGE_KEY), ("fsync", LARGE_KEY), ("fsync", "t/a")])
-async def test_killed_in_a_large_object_leaves_what_can_be_deleted(store: Store, calls: str, on: str) -> None:
-    assert _child(store, "write_large", calls, on, "signal=KILL").was_killed
-    with pytest.raises(StoreError, match="taken"):
-        await store.open_writer(LARGE_KEY)
-    await store.delete(LARGE_KEY)
-    await _write_large(store, MIB, key=LARGE_KEY)
 
 
 async def test_without_a_fault_the_child_succeeds(store: Store) -> None:

@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
-from checkpointd.commit.retention import Retention
-from checkpointd.errors import DamagedError, PartlyLoadedError, UnreadableError
-from checkpointd.layout.keys import PASSED_OVER, VERIFIED
-from checkpointd.layout.manifest import PassedOver, Verified, decode, encode
-from checkpointd.pipeline.identity import writer
+from checkpointd.errors import DamagedError, PartlyLoadedError, StoreError, UnreadableError
+from checkpointd.layout.log_records import VerifyRecord
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.store.base import Store
+from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, consolidate
+from checkpointd_client.checkpointer import core_of
 from tests.builders import break_file
 from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault, read_impatiently
 from tests.faults.jobs import Job, Rank
 from tests.faults.predictable_training import KIB, Training
+from tests.logged_roots import log_state
 
 SEED = 5
 NBYTES = 160 * KIB
@@ -31,14 +33,10 @@ SOON_S = 0.5
 """How long a load tries to read what cannot be read, where a test waits for that."""
 
 KINDS = {
-    "outcome": rf"{NEWEST}/outcome$",
-    "ballot": rf"{NEWEST}/ballot$",
+    "ballot": rf"{NEWEST}/ballot-\w+$",
     "index": rf"{NEWEST}/00000\.index$",
     "chunks": rf"{NEWEST}/00000-\d\.chunks$",
-    "latest": r"root/latest$",
-    "the root's listing": r"/root$",
-    "the tag's listing": r"/global_step3$",
-    "the attempt's listing": rf"/{NEWEST}$",
+    "the log's listing": r"/log$",
 }
 LISTINGS = [kind for kind in KINDS if "listing" in kind]
 NUMBERS = [errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.EIO]
@@ -105,9 +103,9 @@ def test_one_error_costs_nothing_at_whatever_object(root: Path, failing_reads: F
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT], ids=errno.errorcode.get)
-@pytest.mark.parametrize("kind", ["outcome", "index", "chunks"])
-def test_an_export_goes_on_after_one_error(root: Path, failing_reads: FailingReads, kind: str, number: int) -> None:
-    fault = failing_reads.add(Fault(KINDS[kind], number))
+@pytest.mark.parametrize("like", [r"/log/\d{12}\.json$", KINDS["index"], KINDS["chunks"]], ids=["entry", "index", "chunks"])
+def test_an_export_goes_on_after_one_error(root: Path, failing_reads: FailingReads, like: str, number: int) -> None:
+    fault = failing_reads.add(Fault(like, number))
     assert consolidate(root, root.parent / "out.safetensors", rank=0).step == 3
     assert fault.failed == 1
 
@@ -129,8 +127,7 @@ def test_a_lasting_error_is_raised_at_the_deadline_and_nothing_falls_back(
         calls = tuple(call for call in ("read", "read_at", "read_parts", "children") if kind in LISTINGS or call != "children")
         fault = failing_reads.add(Fault(KINDS[kind], number, fails=FOR_EVER, calls=calls))
         training = new_training()
-        named = kind not in {"the root's listing", "latest", "the attempt's listing"}  # a load of a tag needs none of these
-        for options in ({}, {"tag": "global_step3"}) if named else ({},):
+        for options in ({}, {"tag": "global_step3"}):
             with pytest.raises(UnreadableError) as caught:
                 ckpt.load(training.state, **options, verify_first=True)  # type: ignore[arg-type]  # options of load(), named by the test
             assert (caught.value.exit_code, caught.value.retryable) == (6, True)
@@ -171,90 +168,62 @@ def test_the_message_says_what_to_do(root: Path, soon: None, failing_reads: Fail
     assert "tag=" in said
 
 
-def test_an_older_outcome_that_cannot_be_read_keeps_nobody_waiting(root: Path, failing_reads: FailingReads) -> None:
-    """The deadline is one that no test lives to see."""
-    with Checkpointer(root, commit_timeout_s=3600.0) as ckpt:
-        failing_reads.add(Fault(r"global_step2/00000001-0/outcome$", errno.EIO, fails=FOR_EVER))
-        assert must_load(ckpt, 3) == ()
-
-
-def test_an_outcome_between_that_cannot_be_read_is_awaited(
-    root: Path, soon: None, failing_reads: FailingReads, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may tell that the checkpoint that was named is of an older branch."""
-    with Checkpointer(root) as ckpt:
-        between = "global_step2/00000001-0/outcome"
-        (root / "global_step3" / "00000001-0" / "outcome").rename(root / "kept")
-        fault = failing_reads.add(Fault(rf"{between}$", errno.EIO, fails=3))
-        loaded = ckpt.load(new_training().state, tag="global_step1")
-        (root / "kept").rename(root / "global_step3" / "00000001-0" / "outcome")
-    assert loaded is not None
-    assert "whether newer ones are left behind cannot be told" not in caplog.text
-    assert fault.failed == 3
-
-
 @pytest.mark.parametrize("kind", ["ballot", "index", "chunks"])
 def test_an_absence_that_lasts_is_damage_and_what_was_passed_over_says_so(root: Path, kind: str) -> None:
     for path in [path for path in root.rglob("*") if re.search(KINDS[kind], path.as_posix())]:
         break_file(path, "remove")
     with Checkpointer(root, absence_s=0.1) as ckpt:
         [why] = must_load(ckpt, 2)
-        key = f"{NEWEST}/{PASSED_OVER}"
-        record = decode((root / key).read_bytes(), PassedOver, key)
-        assert record.why == why
+        before = log_state(root)
+        assert before.attempts[NEWEST].passed_over == why
         assert must_load(ckpt, 2) == (why,)
         with pytest.raises(DamagedError):
             ckpt.load(new_training().state, fallback=False, verify_first=True)
-    assert decode((root / key).read_bytes(), PassedOver, key) == record
+    assert log_state(root).attempts[NEWEST] == before.attempts[NEWEST]
 
 
-def test_a_damaged_outcome_that_was_passed_over_has_the_record_as_well(root: Path) -> None:
-    break_file(root / NEWEST / "outcome", "flip")
-    with Checkpointer(root) as ckpt:
-        with pytest.raises(DamagedError):
-            ckpt.load(new_training().state, fallback=False)
-        assert not (root / NEWEST / PASSED_OVER).exists()
-        [why] = must_load(ckpt, 2)
-    key = f"{NEWEST}/{PASSED_OVER}"
-    assert decode((root / key).read_bytes(), PassedOver, key).why == why
+def _refuses_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No entry with a record of a load can be put."""
+    put = PosixStore.put_if_absent
+
+    async def refusing(self: PosixStore, key: str, data: bytes, *, durable: bool = True) -> bool:
+        if b'"kind": "passed-over"' in data:
+            raise StoreError("the storage is gone")
+        return await put(self, key, data, durable=durable)
+
+    monkeypatch.setattr(PosixStore, "put_if_absent", refusing)
 
 
 def test_a_record_that_cannot_be_left_is_no_reason_not_to_load(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     break_file(root / NEWEST / "00000.index", "flip")
-    (root / NEWEST / PASSED_OVER).mkdir()
+    _refuses_entries(monkeypatch)
     with Checkpointer(root) as ckpt:
         must_load(ckpt, 2)
     assert f"{NEWEST}: no record could be put that it was passed over" in caplog.text
 
 
-def test_a_job_that_cannot_leave_the_record_removes_nothing_of_earlier_ones(root: Path) -> None:
+def test_a_job_that_cannot_leave_the_record_removes_nothing_of_earlier_ones(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The damaged one had been read back whole before: by the rules it would stand for the one that was loaded."""
+    with Checkpointer(root) as ckpt:
+        assert core_of(ckpt)._writer.call(_verify(core_of(ckpt)._store), 60) == ""
     break_file(root / NEWEST / "00000.index", "flip")
-    (root / NEWEST / PASSED_OVER).mkdir()
-    (root / NEWEST / VERIFIED).write_bytes(encode(Verified(nbytes=1, uncached=True, writer=writer())))
-    with Checkpointer(root, retention=1, on_no_progress="ignore", read_back=False) as ckpt:
-        must_load(ckpt, 2)
-        training = new_training()
-        ckpt.save(4, training.state, client_state=training.client_state).wait()
-    break_file(root / "global_step4" / "00000002-0" / "00000.index", "flip")
+    with monkeypatch.context() as patch:
+        _refuses_entries(patch)
+        with Checkpointer(root, retention=1, on_no_progress="ignore", read_back=False) as ckpt:
+            must_load(ckpt, 2)
+            training = new_training()
+            ckpt.save(4, training.state, client_state=training.client_state).wait()
+    break_file(root / "global_step4" / "00000003-0" / "00000.index", "flip")
     with Checkpointer(root) as ckpt:
         must_load(ckpt, 2)
 
 
-def test_a_stale_name_does_not_let_retention_take_the_newest(root: Path, failing_reads: FailingReads) -> None:
-    """A client whose file server lags behind: the outcome that was just read is not there when it is read again."""
-    with Checkpointer(root, retention=Retention(keep_last=1), on_no_progress="ignore") as ckpt:
-        failing_reads.add(Fault(KINDS["outcome"], errno.ENOENT, works=1, calls=("read",)))
-        training = new_training()
-        loaded = ckpt.load(training.state)
-        assert loaded is not None
-        assert (loaded.step, training.wrong(3)) == (3, [])
-        training.advance(loaded.step + 1)
-        ckpt.save(loaded.step + 1, training.state, client_state=training.client_state).wait()
-    with Checkpointer(root) as ckpt:
-        assert must_load(ckpt, 4) == ()
+async def _verify(store: Store) -> str:
+    return await RootLog.of(store).add(VerifyRecord(attempt=NEWEST, nbytes=1))
 
 
 # --- while the objects are filled --------------------------------------------------------------------------------------
@@ -321,4 +290,4 @@ def test_ranks_hear_alike_of_what_one_of_them_cannot_read(pair: Job, tmp_path: P
         assert "rank 1" in error.message
     ask(pair.ranks[1], "mend_reads")
     pair.must_load(2)
-    assert {name for name in objects_of(root) if "starts" not in name} == {name for name in before if "starts" not in name}
+    assert {name for name in objects_of(root) if "log/" not in name} == {name for name in before if "log/" not in name}

@@ -46,7 +46,7 @@ _LIBRARY: dict[type, Callable[[Any], Iterable[object]]] = {
     BytesIO: lambda file: [file.getvalue(), file.tell()],
     StringIO: lambda file: [file.getvalue(), "", file.tell()],
 }
-"""The parts of a value, as docs/FORMAT.md tells them. Here a StringIO has `newline=""`, which only it knows itself."""
+"""The parts of a value, as docs/format/TREE.md tells them. Here a StringIO has `newline=""`, which only it knows itself."""
 
 
 def describe(value: object) -> Described:
@@ -141,7 +141,7 @@ _COMPRESSED = {
 
 
 def composite(value: Any) -> tuple[str, dict[str, torch.Tensor], object]:
-    """The kind of a composite tensor, its inner tensors and its context, as docs/FORMAT.md tells them."""
+    """The kind of a composite tensor, its inner tensors and its context, as docs/format/TREE.md tells them."""
     kind, found = str(value.layout).removeprefix("torch."), value.detach()
     if value.layout is torch.sparse_coo:
         return kind, {"indices": found._indices(), "values": found._values()}, {"is_coalesced": value.is_coalesced()}

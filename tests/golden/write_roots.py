@@ -1,7 +1,7 @@
-"""How the roots in format-2/ were written: `python -m tests.golden.write_roots DIR` writes such roots into the new DIR.
+"""How the roots in format-3/ were written: `python -m tests.golden.write_roots DIR` writes such roots into the new DIR.
 
-After the first release the files in format-2/ stay as they are, since every later release must read them. Until then a change
-of the format writes them again: write them into a new folder, and move its roots to format-2/. What stands in `expected/`
+After the first release the files in format-3/ stay as they are, since every later release must read them. Until then a change
+of the format writes them again: write them into a new folder, and move its roots to format-3/. What stands in `expected/`
 is a description of what was saved, made from the live values before they were handed over (`describe.py`).
 """
 
@@ -33,12 +33,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from checkpointd.admin.gc import collection
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.keys import DAMAGED, LEFT_BEHIND, MIRROR, attempt_lease_key, read_back_name
-from checkpointd.layout.manifest import Damaged, Lease, LeftBehind, Mirrored, ReadBack, encode
+from checkpointd.layout.keys import MIRROR, attempt_lease_key, read_back_name
+from checkpointd.layout.log_records import DamageRecord, PassOverRecord, RollbackRecord, entry_key
+from checkpointd.layout.manifest import Lease, Mirrored, ReadBack, encode
+from checkpointd.mirror.mirroring import Mirroring, run_once
 from checkpointd.pipeline import identity
 from checkpointd.pipeline.read.verify import record_verdict, verify
-from checkpointd.pipeline.root import catalog, leases, starts
-from checkpointd.pipeline.root.candidates import note_passed_over
+from checkpointd.pipeline.root import leases, root_view, starts
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention
 from checkpointd_client.checkpointer import core_of
@@ -227,9 +229,9 @@ def write_own_part(folder: Path, rank: int) -> None:
 
 
 def write_references(folder: Path) -> None:
-    """global_step3 with a metric, passed over and verified, which refers to global_step1; this and global_step2 are gone.
+    """global_step3 with a metric, verified, which refers to global_step1; this and global_step2 are gone.
 
-    Beside it lies a record of reading back that is over, and in global_step2 one of damage.
+    Beside it lies a record of reading back that is over, and the lease of a daemon that was killed.
     """
     model, optimizer = trained(20)
     state: dict[str, object] = {"model": model, "optimizer": optimizer}
@@ -241,6 +243,30 @@ def write_references(folder: Path) -> None:
             ckpt.save(step, state, metrics={"loss": 1 / step}).wait()
     asyncio.run(record_verified(root))
     asyncio.run(leave_lease(root))
+    asyncio.run(write_mirror(root, folder / "mirror"))
+
+
+def write_history(folder: Path) -> None:
+    """26 saves with retention, so that the log has a state; damage; a branch that a person left; and one that a load left."""
+    root = folder / "history"
+    options = {"compression": "none", "retention": 3}
+    with Checkpointer(root, **options) as ckpt:  # type: ignore[arg-type]
+        for step in range(1, 27):
+            ckpt.save(step, {"step": step}).wait()
+    asyncio.run(record_branches(root))
+    with Checkpointer(root, compression="none", read_back=False) as ckpt:
+        ckpt.load({}, tag="global_step24")
+        ckpt.save(25, {"step": 25}).wait()
+
+
+def write_rebuilt(folder: Path) -> None:
+    """One save, after which an entry of the log was damaged; the next start has made the log again, and saved once more."""
+    root = folder / "rebuilt"
+    for step in (1, 2):
+        with Checkpointer(root, compression="none", read_back=False) as ckpt:
+            ckpt.save(step, {"step": step}).wait()
+        if step == 1:
+            (root / entry_key(2)).write_bytes(b"damaged")
 
 
 def write_placed(folder: Path) -> None:
@@ -296,31 +322,43 @@ def write_files(folder: Path) -> None:
 
 async def record_verified(root: Path) -> None:
     async with PosixStore(root) as store:
-        found = await catalog.find(store, "global_step3")
-        older = await catalog.find(store, "global_step2")
+        found = await root_view.find(store, "global_step3")
         await record_verdict(store, found, await verify(store, found, LoadConfig()))
         await collection(store, Retention(keep_last=1), dry_run=False)
-        await note_passed_over(store, found.prefix, "its index was damaged, until somebody brought it back from a copy")
         read = ReadBack(rank=0, nbytes=30_000, writer=identity.writer())
         await store.put(f"{found.prefix}/{read_back_name(0)}", encode(read))
-        damaged = Damaged(faults=("a chunk is not what was written",), writer=identity.writer())
-        await store.put(f"{older.prefix}/{DAMAGED}", encode(damaged))
-        left = LeftBehind(by=found.prefix, user="alice (1000)", writer=identity.writer())
-        await store.put(f"{older.prefix}/{LEFT_BEHIND}", encode(left))
+
+
+async def record_branches(root: Path) -> None:
+    async with PosixStore(root) as store:
+        log = RootLog.of(store)
+        *_, older, newest = root_view.checkpoints_of(root_view.views_of(await log.look()))[::-1]
+        await log.add(PassOverRecord(attempt=newest.prefix, why="its index was damaged"))
+        await log.add(DamageRecord(attempt=newest.prefix, why="a chunk is not what was written"))
+        await log.add(RollbackRecord(attempt=older.prefix, user="alice (1000)", writer=identity.writer()))
 
 
 async def leave_lease(root: Path) -> None:
-    """What a daemon leaves that was killed between its outcome and the removal of its lease."""
+    """What a daemon leaves that was killed between its commit and the removal of its lease."""
     lease = Lease(process=NOBODY, job="train", count=7, length_s=30.0, writer=identity.writer())
     async with PosixStore(root) as store:
         await store.put(attempt_lease_key("global_step3/00000001-0"), encode(lease))
 
 
-async def begin_mirror(root: Path) -> None:
-    """What a mirror puts at its root before it copies anything."""
-    record = Mirrored(origin="/scratch/run1", starts=((1, 32 * "a"), (2, 32 * "b")), reached=(2, 7), writer=identity.writer())
-    async with PosixStore(root) as store:
-        await store.put(MIRROR, encode(record))
+class Elsewhere(PosixStore):
+    """A store whose place is nobody's."""
+
+    @property
+    def url(self) -> str:
+        return "/scratch/run1"
+
+
+async def write_mirror(origin: Path, mirror: Path) -> None:
+    """A mirror, and the record of a copy that it has begun beside."""
+    async with Elsewhere(origin) as theirs, PosixStore(mirror) as ours:
+        await run_once(Mirroring(theirs, ours), [])
+        record = Mirrored(begun=("global_step4/00000001-0",), writer=identity.writer())
+        await ours.put(MIRROR, encode(record))
 
 
 NOBODY = "node7.000000000000.0.4711.0.00000000"
@@ -357,14 +395,16 @@ def main() -> None:
     write_files(folder)
     write_placed(folder)
     write_tensor_kinds(folder)
-    asyncio.run(begin_mirror(folder / "mirror-begun"))
+    write_history(folder)
+    write_rebuilt(folder)
     program = [sys.executable, "-m", "tests.golden.write_roots", str(folder), "--rank"]
     ranks = [subprocess.Popen([*program, str(rank)]) for rank in range(2)]
     if any(rank.wait() for rank in ranks):
         raise SystemExit("a rank failed")
     (folder / "meeting").unlink(missing_ok=True)
-    for own in folder.rglob(".checkpointd/lock"):  # the store's, and no part of the format
-        own.unlink()
+    for name in ("lock", "ballast"):  # no part of the format
+        for own in folder.rglob(f".checkpointd/{name}"):
+            own.unlink()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from checkpointd.commit.log_records import LogState
+from checkpointd.layout.log_records import LogState
 from tests.model.numbered import DEAD, DONE, Numbered, World
 from tests.model.promises import NAMES, STARTS, Ghost, Violation, stored_of
 from tests.model.store import BAD, NONE

@@ -16,7 +16,7 @@ import numpy as np
 
 from checkpointd.commit import log as rules
 from checkpointd.commit import log_access as access
-from checkpointd.commit.log_records import LogEntry
+from checkpointd.layout.log_records import LogEntry
 from tests.model.numbered import CRASHES, Scope, World
 from tests.model.programs import Op
 from tests.model.promises import Violation

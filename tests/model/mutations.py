@@ -16,7 +16,8 @@ import msgspec
 from checkpointd.commit import log as rules
 from checkpointd.commit import log_access as access
 from checkpointd.commit.log_access import Compaction, KnownLog, LogAccess, Rebuild, Unusable
-from checkpointd.commit.log_records import BeginRecord, LogEntry, LogListing, LogState, Record
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import BeginRecord, LogEntry, LogListing, LogState, Record
 from tests.model import programs, world
 from tests.model.explore import Verdict, explore
 from tests.model.scopes import SCOPES
@@ -199,7 +200,7 @@ def _may_spare_all(state: LogState, attempt: str) -> bool:
 
 
 def _of_its_start(state: LogState, attempt: str) -> bool:
-    return rules._id(attempt).start == state.start
+    return AttemptId.of(attempt).start == state.start
 
 
 _reached = rules.reached
@@ -207,7 +208,7 @@ _reached = rules.reached
 
 def _reached_by_anybody(state: LogState, record: Record) -> bool:
     if isinstance(record, BeginRecord):
-        return any(start == record.start for start, _ in state.begins)
+        return any(one.start == record.start for one in state.begins)
     return _reached(state, record)
 
 
@@ -315,7 +316,7 @@ MUTATIONS = [
     ),
     Mutation("the state keeps the newest begin alone", "late start", "fk", ((rules, "BEGINS_MAX", 1),)),
     Mutation("any start may announce", "two starts", "bd", ((rules, "is_admitted", constant(True)),)),
-    Mutation("a name may be announced again", "names", "c", ((rules, "_was_used", constant(False)),)),
+    Mutation("a name may be announced again", "names", "c", ((rules, "was_used", constant(False)),)),
     Mutation(
         "what was aborted may commit",
         "late puts",
@@ -349,12 +350,6 @@ MUTATIONS = [
         (around(rules._Change, "_commit", _head_stays),),
     ),
     Mutation("a rollback is put without a begin", "rollback", "defh", is_mistake=True),
-    Mutation(
-        "a held attempt is not needed while a copy is undecided",
-        "mirror",
-        "ic",
-        ((rules, "needed_by_others", _needed_by_checkpoints),),
-    ),
     Mutation(
         "(unnecessary) the own entry is not known after a lost reply", "late puts", "", (around(A, "_next", _own_unknown),)
     ),

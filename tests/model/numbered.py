@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from checkpointd.commit.log_access import KnownLog, LogAccess
-from checkpointd.commit.log_records import LogEntry, LogState
+from checkpointd.layout.log_records import LogEntry, LogState
 from tests.model.programs import Local, Operation, Program
 from tests.model.promises import PLANS, Facts, Ghost, Plans
 from tests.model.store import Objects

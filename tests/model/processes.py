@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from checkpointd.commit import log as rules
-from checkpointd.commit.log_records import (
+from checkpointd.layout.log_records import (
     AbortRecord,
     AnnounceRecord,
     BeginRecord,
@@ -79,12 +79,13 @@ def begin(start: int, nonce: int, *, spared: Sequence[int] = (), origin: str = "
 
 def announce(a: int, plans: Plans = PLANS) -> AnnounceRecord:
     base = plans[a].base
-    return AnnounceRecord(attempt=NAMES[a], step=a, base="" if base is None else NAMES[base])
+    return AnnounceRecord(attempt=NAMES[a], n=a, step=a, base="" if base is None else NAMES[base])
 
 
 def commit(a: int, plans: Plans = PLANS, *, rebuilt: bool = False) -> CommitRecord:
     return CommitRecord(
         attempt=NAMES[a],
+        n=a,
         step=a,
         world_size=2,
         ballot=BallotRef(digest="0" * 16, size=1),
@@ -340,11 +341,9 @@ def mirroring(nonce: int, plans: Plans) -> Program:
     """A mirror copies Y, which refers to X, and holds X."""
     return ended(
         [
-            announcing(Y, nonce, plans),
-            Append(nonce + 1, always(HoldRecord(attempt=NAMES[X]))),
             Put(stored_of(X)),
             Put(stored_of(Y)),
-            committing(Y, nonce + 2, plans),
+            Append(nonce, always(announce(Y, plans), commit(Y, plans), HoldRecord(attempt=NAMES[X])), saves=Y),
             Report(Y),
         ]
     )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from checkpointd.commit import log as rules
 from checkpointd.commit import log_access as access
 from checkpointd.commit.log_access import Compaction, Ended, KnownLog, LogAccess, Rebuild
-from checkpointd.commit.log_records import LogState, Record
+from checkpointd.layout.log_records import LogState, Record
 from tests.model.promises import NAMES, Plans, bits, stored_of
 
 Machine = LogAccess | Compaction | Rebuild

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from checkpointd.commit.log_records import (
+from checkpointd.layout.log_records import (
     AbortRecord,
     AnnounceRecord,
     BeginRecord,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from checkpointd.commit.log_records import LogEntry, LogState
+from checkpointd.layout.log_records import LogEntry, LogState
 from tests.model.numbered import Scope
 from tests.model.processes import (
     aborting,
@@ -493,11 +493,14 @@ def _branches(size: int, mistake: str) -> dict[str, Any]:
 @scope("a person goes back to X while U is undecided; the start saves Z; a compactor")
 def _rollback(size: int, mistake: str) -> dict[str, Any]:
     known = [*checkpoint(X), *checkpoint(W), announce(U)]
+    saving = [Follow(lambda state: state.start > 5), *shifted(going_on(0x21, PLANS), 1)]
+    if mistake:  # then no start begins, and a save of this one may come between two rollbacks
+        saving = [announcing(Y, 0x21), Put(stored_of(Y)), committing(Y, 0x22), Report(Y)]
     return fields(
         programs=[
             program("A", committing(U, 1), Report(U)),
             program("P", *going_back(0x11, mistake=mistake)),
-            *([] if mistake else [program("S", Follow(lambda state: state.start > 5), *shifted(going_on(0x21, PLANS), 1))]),
+            program("S", *saving),
             program("K", *compactor(1 + size)),
         ],
         state=state_of(*known),

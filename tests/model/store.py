@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from checkpointd.commit.log import following
 from checkpointd.commit.log_access import ABSENT, Got, Reply, Unusable
-from checkpointd.commit.log_records import (
+from checkpointd.errors import FormatError
+from checkpointd.layout.log_records import (
     LogEntry,
     LogListing,
     LogState,
@@ -18,7 +19,6 @@ from checkpointd.commit.log_records import (
     encode_entry,
     encode_state,
 )
-from checkpointd.errors import FormatError
 
 NONE, BAD = 0, -1
 """In place of the number of an entry or a state: there is none, or it is unreadable."""

@@ -20,7 +20,7 @@ from itertools import combinations
 from typing import Any
 
 from checkpointd.commit.log_access import UNSURE, Compaction, KnownLog, LogAccess, Settle
-from checkpointd.commit.log_records import LogEntry, LogState
+from checkpointd.layout.log_records import LogEntry, LogState
 from tests.model.checked import Checked
 from tests.model.numbered import CRASHES, DEAD, FIRST, SYNCED, Rest, World
 from tests.model.programs import GIVES_UP, Local, Op, Operation
@@ -409,7 +409,7 @@ class Worlds(Checked):
         assert found is not None
         if self.rests[world[3]].commits_said & ~(said.live | said.removed):
             raise Violation("d", "a commit that was reported is lost by the rebuild")
-        begins = (*ghost.begins, *((start, nonce) for start, nonce in found.begins if (start, nonce) not in ghost.begins))
+        begins = (*ghost.begins, *(one for one in starts_in(found) if one not in ghost.begins))
         made = ghost._replace(
             start=said.start,
             announced=said.known,
@@ -457,6 +457,11 @@ class Worlds(Checked):
                 yield -1, ("cut", tuple(f"{what} {number}" for what, number, _ in undone)), left
 
 
+def starts_in(state: LogState) -> tuple[tuple[int, str], ...]:
+    """The starts, as a ghost knows them."""
+    return tuple((one.start, one.nonce) for one in state.begins)
+
+
 def begun(state: LogState) -> Ghost:
     """The ghost of the state with which a scope begins."""
     said = Facts.of(state)
@@ -470,5 +475,5 @@ def begun(state: LogState) -> Ghost:
         removed=said.removed,
         verified=verified,
         spared=spared,
-        begins=tuple(state.begins),
+        begins=starts_in(state),
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointd.pipeline.root import catalog, catalog_log
+from checkpointd.commit import log, log_access
 from checkpointd.store.objects import store as objects
 from tests.simulation.named_seeds import NamedSeeds
 
 SEEDS_PER_TEST = 25
 STORAGES = {"disk": ("disk",), "bucket": ("bucket",), "both": ("disk", "bucket")}
 PART_BYTES = 4096
+STATE_EVERY = 8
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +44,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scale_down(patch: pytest.MonkeyPatch) -> None:
-    """Simulated roots have few attempts: look at the objects of the newest alone, as roots with many attempts do. Their objects
-    are small: upload them in several parts.
-    """
-    patch.setattr(catalog, "NEWEST_LOOKED", 2)
-    patch.setattr(catalog_log, "SUMMARY_EVERY", 8)
+    """Simulated roots have few attempts: put states early, and forget early. Their objects are small: upload them in parts."""
+    patch.setattr(log_access, "STATE_EVERY", STATE_EVERY)
+    patch.setattr(log, "FORGET_EVERY", STATE_EVERY)
+    patch.setattr(log, "FORGET_AFTER", 2 * STATE_EVERY)
     patch.setattr(objects, "part_bytes_for", lambda _: PART_BYTES)

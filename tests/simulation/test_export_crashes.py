@@ -20,7 +20,7 @@ from checkpointd.export import bucket_output
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.gc.export_leases import ExportLeases, OwnExportLease
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
@@ -137,7 +137,7 @@ class Retiring:
     async def _removed(self) -> list[str]:
         start = await starts.newest(self.store)
         await self._tidier.tidy(AttemptInfo(tag=TAG, attempt=AttemptId(start, 0), rank=0, world_size=1, step=0, n=0))
-        return [checkpoint.tag for checkpoint in await catalog.checkpoints(self.store)]
+        return [checkpoint.tag for checkpoint in await root_view.checkpoints(self.store)]
 
 
 def exporting_beside(job: Retiring, place: SimBucket, process: Process, files: str, left: dict[str, int]) -> asyncio.Task[None]:

@@ -2,43 +2,51 @@
 
 Each names the invariants that may catch it and the faults under which it shows; `seeds.json` names the seed that catches it.
 Steps that another mechanism covers are not here, with the reason:
-- recovery that aborts every attempt in doubt, also a complete one: put-if-absent keeps a commit that was made, and an attempt
-  that nobody saw committed may be aborted;
+- recovery that aborts every attempt in doubt, also a complete one: the log keeps a commit that was made, and an attempt that
+  nobody saw committed may be aborted;
+- a coordinator that does not look for newer starts: the log refuses its commit;
 - a coordinator that does not check that plans are whole together: ranks here never disagree on the state, tests of
-  `commit/decide.py` and `layout/plan.py` do.
-Mutations of collection are in `test_collect.py`, which keeps collectors and saves at the same objects.
+  `commit/decide.py` and `layout/plan.py` do;
+- a choice by retention of all checkpoints, the newest too: the log refuses it, unless one that stays was read back.
+`tests/model/` tries mutations of the log in every order of a few processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from checkpointd.commit import decide as decisions
+from checkpointd.commit import log as table
+from checkpointd.commit import log_access as steps
 from checkpointd.commit.decide import Decision
-from checkpointd.commit.facts import AttemptFacts, Dead
-from checkpointd.commit.garbage import dead_weight
 from checkpointd.commit.machine import Event
-from checkpointd.commit.retention import CheckpointFacts, RemovalChoice
-from checkpointd.errors import FencedError, NotFoundError, StoreError
+from checkpointd.errors import StoreError
 from checkpointd.layout import keys
-from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, RecordBatch, batch_key, encode_batch, summary_key
-from checkpointd.layout.keys import BALLOT, JOINT_PLAN, OUTCOME, AttemptId, attempt_prefix
-from checkpointd.layout.manifest import VERSION, ErrorReport, Lease, Outcome, Start, Vote, encode
-from checkpointd.pipeline import attempt
-from checkpointd.pipeline.announcement import CatalogAnnouncement
+from checkpointd.layout.log_records import (
+    AbortRecord,
+    BeginRecord,
+    CommitRecord,
+    LoggedAttempt,
+    LogState,
+    encode_entry,
+    encode_state,
+    entry_key,
+)
+from checkpointd.layout.manifest import ErrorReport, Lease, Vote
+from checkpointd.pipeline import announcement, attempt
+from checkpointd.pipeline.announcement import Announcement
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
 from checkpointd.pipeline.identity import writer
-from checkpointd.pipeline.outcome import publish, recover
-from checkpointd.pipeline.root import catalog, catalog_log, latest, leases, plans, starts
-from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.wholeness import Lost, Votes, Wholeness
+from checkpointd.pipeline.outcome import publish, recover, starting
+from checkpointd.pipeline.root import latest, leases, log, plans, root_view, starts
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import persist, vote, write_objects
 from checkpointd.store.base import Store
@@ -99,12 +107,14 @@ class Mutation:
     view: type[ProcessDisk] = ProcessDisk
     name: str = "job"
     asks_sidecar: bool = True
+    keeps: int | None = None
+    frozen: bool = False
 
 
 # --- votes --------------------------------------------------------------------------------------------------------
 
 
-def outcome_before_all_votes(patch: Patch) -> None:
+def commit_before_all_votes(patch: Patch) -> None:
     """The coordinator commits on its own vote."""
 
     def hasty(self: publish.Ballot, world_size: int) -> Decision | None:
@@ -153,72 +163,53 @@ def uncertain_vote_taken_back(patch: Patch) -> None:
     patch.setattr(Attempt, "_doubt", fail)
 
 
-# --- the outcome --------------------------------------------------------------------------------------------------
+# --- the decision -------------------------------------------------------------------------------------------------
 
 
-def outcome_before_ballot(patch: Patch) -> None:
+def commit_before_ballot(patch: Patch) -> None:
     """A commit is put before the ballot that it names."""
-    put_for_commit, put_outcome = publish.put_for_commit, publish.put_outcome
+    put_named_by, append = publish.put_named_by, publish.append
 
-    async def keep(store: Store, prefix: str, name: str, data: bytes) -> None:
-        pass
+    async def keep(*_: object) -> None:
+        return None
 
-    async def put(store: Store, draft: publish.Draft) -> Outcome:
-        stands = await put_outcome(store, draft)
-        if draft.ballot:
-            await put_for_commit(store, stands.prefix, BALLOT, draft.ballot)
+    async def put(root_log: RootLog, draft: publish.Draft) -> LoggedAttempt:
+        stands = await append(root_log, draft)
+        if isinstance(draft.record, CommitRecord):
+            await put_named_by(root_log.store, draft.record, draft)
         return stands
 
-    patch.setattr(publish, "put_for_commit", keep)
-    patch.setattr(attempt, "put_outcome", put)
+    patch.setattr(publish, "put_named_by", keep)
+    patch.setattr(attempt, "append", put)
 
 
 def ballot_not_durable(patch: Patch) -> None:
-    """The ballot is visible before the outcome, and not durable."""
+    """The ballot is visible before the commit, and not durable."""
 
-    async def put(store: Store, prefix: str, name: str, data: bytes) -> None:
-        await (await store.open_writer(f"{prefix}/{name}")).write_at(0, data)
+    async def put(store: Store, key: str, data: bytes) -> None:
+        await (await store.open_writer(key)).write_at(0, data)
 
     patch.setattr(publish, "put_for_commit", put)
 
 
-def outcome_overwritten(patch: Patch) -> None:
-    """Who puts an outcome replaces the one that is there."""
+def own_decision_believed(patch: Patch) -> None:
+    """Who decides too late believes in its own decision all the same."""
+    append = publish.append
 
-    async def put(store: Store, draft: publish.Draft) -> Outcome:
-        outcome = draft.outcome
-        for name, data in ((BALLOT, draft.ballot), (JOINT_PLAN, draft.plan)):
-            if data:
-                await publish.put_for_commit(store, outcome.prefix, name, data)
-        parsed = AttemptId.parse(outcome.attempt)
-        assert parsed is not None
-        await store.put(f"{attempt_prefix(outcome.tag, parsed)}/{OUTCOME}", encode(outcome))
-        return outcome
+    async def put(root_log: RootLog, draft: publish.Draft) -> LoggedAttempt:
+        await append(root_log, draft)
+        record = draft.record
+        if isinstance(record, CommitRecord):
+            return LoggedAttempt(attempt=record.attempt, n=record.n, status="checkpoint", commit=record)
+        return LoggedAttempt(attempt=record.attempt, status="aborted", abort=record)
 
-    patch.setattr(attempt, "put_outcome", put)
+    patch.setattr(attempt, "append", put)
 
 
-def own_outcome_believed(patch: Patch) -> None:
-    """Who put an outcome too late believes in its own all the same."""
-    put_outcome = publish.put_outcome
-
-    async def put(store: Store, draft: publish.Draft) -> Outcome:
-        await put_outcome(store, draft)
-        return draft.outcome
-
-    patch.setattr(attempt, "put_outcome", put)
-
-
-def outcome_not_settled(patch: Patch) -> None:
-    """A rank reports an outcome that it saw, durable or not."""
-
-    async def seen(self: Attempt) -> Outcome | None:
-        try:
-            return await catalog.read_outcome(self._store, self.info.tag, self.info.attempt)
-        except NotFoundError:
-            return None
-
-    patch.setattr(Attempt, "_seen", seen)
+def seen_and_not_settled(patch: Patch) -> None:
+    """A rank reports a decision that it saw, durable or not."""
+    follow = steps.follow
+    patch.setattr(steps, "follow", lambda *of: replace(follow(*of), settles=False))
 
 
 def committed_on_own_vote(patch: Patch) -> None:
@@ -233,45 +224,46 @@ def committed_on_own_vote(patch: Patch) -> None:
 
 
 def everybody_fenced(patch: Patch) -> None:
-    """Every coordinator takes itself for an older start's."""
-
-    async def check(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
-        raise FencedError("the mutation")
-
-    patch.setattr(starts, "check_fence", check)
-
-
-def no_fence(patch: Patch) -> None:
-    """A coordinator does not look whether there is a newer start."""
-
-    async def check(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
-        return None
-
-    patch.setattr(starts, "check_fence", check)
-
-
-def aborted_counts(patch: Patch) -> None:
-    """Whatever has an outcome is taken for a checkpoint."""
-
-    def state(self: catalog.AttemptView) -> str:
-        return "committed" if self.outcome else "in-doubt"
-
-    async def whole(self: Wholeness, attempt: catalog.AttemptView, votes: Votes) -> tuple[Lost, ...]:
-        return ()  # what an aborted attempt has lost cannot be told without a ballot
-
-    patch.setattr(catalog.AttemptView, "state", property(state))
-    patch.setattr(Wholeness, "_lost_of", whole)
+    """Every rank takes itself for an older start's."""
+    patch.setattr(announcement, "is_admitted", lambda *_: False)
 
 
 def start_begun_twice(patch: Patch) -> None:
     """A starting job goes on in the newest start instead of taking the next."""
     begin = starts.begin
 
-    async def reuse(store: Store, number: int, *arguments: Any, **options: Any) -> Start | None:
+    async def reuse(store: Store, number: int, *arguments: Any, **options: Any) -> BeginRecord | None:
         newest = await starts.newest(store)
         return await starts.read(store, newest) if newest else await begin(store, number, *arguments, **options)
 
     patch.setattr(starts, "begin", reuse)
+
+
+def start_not_begun(patch: Patch) -> None:
+    """A starting job loads and saves without having begun."""
+
+    async def believed(store: Store, number: int, world_size: int, *_: object, **__: object) -> BeginRecord:
+        return BeginRecord(start=number, nonce=log.new_nonce(), world_size=world_size, writer=writer())
+
+    patch.setattr(starts, "begin", believed)
+
+
+def start_fences_nobody(patch: Patch) -> None:
+    """A begin leaves undecided what older starts have left, and so does the start that puts it."""
+    begin = table._Change._begin
+
+    def lax(self: table._Change, record: BeginRecord) -> None:
+        undecided = {name: one for name, one in self.attempts.items() if one.status == "undecided"}
+        begin(self, record)
+        self.attempts.update(undecided)
+
+    decided_now = starting.decided_now
+
+    async def commits_only(*given: Any) -> list[CommitRecord | AbortRecord]:
+        return [record for record in await decided_now(*given) if isinstance(record, CommitRecord)]
+
+    patch.setattr(table._Change, "_begin", lax)
+    patch.setattr(starting, "decided_now", commits_only)
 
 
 def unforeseen_error(patch: Patch) -> None:
@@ -286,32 +278,33 @@ def unforeseen_error(patch: Patch) -> None:
 # --- latest -------------------------------------------------------------------------------------------------------
 
 
-def latest_before_outcome(patch: Patch) -> None:
-    """`latest` moves when the votes are in, before the outcome is put."""
-    put_outcome = publish.put_outcome
+def latest_before_commit(patch: Patch) -> None:
+    """`latest` moves when the votes are in, before the commit is put."""
+    append = publish.append
 
-    async def put(store: Store, draft: publish.Draft) -> Outcome:
-        if draft.outcome.outcome == "commit":
-            await store.put("latest", f"{draft.outcome.tag}\n".encode())
-        return await put_outcome(store, draft)
+    async def put(root_log: RootLog, draft: publish.Draft) -> LoggedAttempt:
+        if isinstance(draft.record, CommitRecord):
+            await root_log.store.put("latest", f"{draft.record.tag}\n".encode())
+        return await append(root_log, draft)
 
-    patch.setattr(attempt, "put_outcome", put)
+    patch.setattr(attempt, "append", put)
 
 
-def latest_goes_back(patch: Patch) -> None:
-    """Whoever commits last moves `latest`, whatever it names."""
+def latest_names_the_oldest(patch: Patch) -> None:
+    """`latest` moves to the oldest checkpoint."""
 
-    def always_moves(*_: object) -> bool:
-        return True
+    def oldest(state: LogState) -> LoggedAttempt | None:
+        found = [one for one in state.attempts.values() if one.status == "checkpoint"]
+        return min(found, key=lambda one: one.order, default=None)
 
-    patch.setattr(latest, "moves_latest", always_moves)
+    patch.setattr(latest, "newest_of", oldest)
 
 
 def latest_not_repaired(patch: Patch) -> None:
     """Recovery leaves `latest` where it finds it."""
 
-    async def stay(store: Store, tag: str, order: tuple[int, int], *, is_start: bool = False) -> bool:
-        return False
+    async def stay(root_log: RootLog, *, is_start: bool = False) -> str | None:
+        return await root_view.readable_latest(root_log.store)
 
     patch.setattr(recover, "move_latest", stay)
 
@@ -323,9 +316,9 @@ def recovery_commits_what_is_incomplete(patch: Patch) -> None:
     """An attempt in doubt is committed though votes are missing."""
 
     def rash(votes: Mapping[int, Vote | None], **_: object) -> Decision:
-        return Decision() if votes else Decision(ErrorReport(code="AbortedError", message="no rank had voted"))
+        return Decision() if 0 in votes else Decision(ErrorReport(code="AbortedError", message="no rank had voted"))
 
-    draft_of = recover.draft_of
+    draft_of = publish.draft_of
 
     def filled(info: AttemptInfo, decision: Decision, votes: publish.Ballot, *, decided_by: int, plan: bytes) -> publish.Draft:
         for rank in range(info.world_size):
@@ -336,36 +329,51 @@ def recovery_commits_what_is_incomplete(patch: Patch) -> None:
     patch.setattr(recover, "draft_of", filled)
 
 
-def removed_without_a_mark(patch: Patch) -> None:
-    """A replaced attempt's chunks go while its outcome still says that it is a checkpoint."""
+def removed_before_its_record(patch: Patch) -> None:
+    """The chunks of a retired checkpoint go before the log says that it is none any more."""
+    remove = collect.remove
 
-    async def sweep(store: Store, attempts: list[AttemptFacts], going: Sequence[Dead] = (), **_: object) -> list[object]:
-        for facts, _ in [*dead_weight(attempts), *going]:
-            prefix = attempt_prefix(facts.tag, facts.attempt)
-            for entry in await store.list(prefix):
+    async def late(store: Store, going: Mapping[str, Sequence[str]], start: int = 0) -> str:
+        for prefix in [one for some in going.values() for one in some]:
+            for entry in await root_view.objects_of(store, prefix):
                 if entry.name.endswith((".index", ".chunks")):
-                    await store.delete(f"{prefix}/{entry.name}")
-        return []
+                    await store.delete(keys.object_key(prefix, entry.name))
+        return await remove(store, going, start)
 
-    patch.setattr(retire, "collect", sweep)
-
-
-def newest_removed(patch: Patch) -> None:
-    """Collection takes every commit of a tag for replaced."""
-
-    def all_of(commits: Iterable[CheckpointFacts], *_: object, **__: object) -> RemovalChoice:
-        return RemovalChoice(going=tuple((commit.attempt, "the mutation") for commit in commits))
-
-    patch.setattr(retire, "choose", all_of)
+    patch.setattr(retire, "remove", late)
 
 
-def in_doubt_removed(patch: Patch) -> None:
-    """Collection takes the bulk of attempts that are not decided yet."""
+def removed_unproved(patch: Patch) -> None:
+    """Retention removes as a person does, and without a checkpoint that was read back."""
+    remove = collect.remove
 
-    def dead(attempts: list[AttemptFacts]) -> list[Dead]:
-        return [(facts, "the mutation") for facts in attempts if facts.state == "in-doubt" and facts.bulk]
+    async def believed(*_: object) -> bool:
+        return True
 
-    patch.setattr(collect, "dead_weight", dead)
+    async def by_hand(store: Store, going: Mapping[str, Sequence[str]], start: int = 0) -> str:
+        return await remove(store, going)
+
+    patch.setattr(retire, "survivor", believed)
+    patch.setattr(retire, "remove", by_hand)
+
+
+def undecided_swept(patch: Patch) -> None:
+    """The objects of attempts that are not decided yet are removed with those of dead ones."""
+    swept_next = collect.swept_next
+
+    def too_many(state: LogState, *only: Any) -> list[LoggedAttempt]:
+        return [*swept_next(state, *only), *(one for one in state.attempts.values() if one.status == "undecided")]
+
+    patch.setattr(collect, "swept_next", too_many)
+
+
+def references_ignored(patch: Patch) -> None:
+    """The objects of a removed checkpoint go, whoever refers to them."""
+
+    async def none(*_: object, **__: object) -> tuple[dict[str, None], dict[str, frozenset[str]]]:
+        return {}, {}
+
+    patch.setattr(collect, "references", none)
 
 
 # --- leases -------------------------------------------------------------------------------------------------------
@@ -405,7 +413,7 @@ def dead_job_waited_for(patch: Patch) -> None:
 def attempts_of_others_overlooked(patch: Patch) -> None:
     """A start does not look at the leases of attempts."""
 
-    async def none(store: Store, sight: leases.Sight, known: Sequence[str] = (), log: object = None) -> tuple[str, ...]:
+    async def none(store: Store, sight: leases.Sight, known: Sequence[str] = ()) -> tuple[str, ...]:
         return ()
 
     patch.setattr(leases, "attempts_at_work", none)
@@ -446,45 +454,23 @@ def dropped_unlooked(patch: Patch) -> None:
     patch.setattr(attempt, "drop_unless_named", vote.drop_shard)
 
 
-def first_hand_tidied_for(patch: Patch) -> None:
-    """What later writers wrote is taken for leftovers, whatever the vote names."""
-
-    async def drop(store: Store, facts: AttemptFacts) -> None:
-        prefix = attempt_prefix(facts.tag, facts.attempt)
-        for entry in await store.list(prefix):
-            if keys.object_takeover(entry.name):
-                await store.delete(f"{prefix}/{entry.name}")
-
-    patch.setattr(collect, "_drop_unnamed", drop)
-
-
 def surviving_forgotten(patch: Patch) -> None:
-    """Recovery decides a surviving attempt."""
+    """A start spares nobody."""
 
-    async def forgetful(store: Store, start: int, surviving: Sequence[str] = ()) -> recover.Recovery:
-        return await recover.recover(store, start)
+    async def none(*_: object) -> tuple[str, ...]:
+        return ()
 
-    patch.setattr(simrank, "recover", forgetful)
+    patch.setattr(starts, "unfenced", none)
 
 
 def swept_all_the_same(patch: Patch) -> None:
     """Recovery removes temporary files though writers that it cannot see are still at work."""
 
-    async def sweeping(store: Store, start: int, surviving: Sequence[str] = ()) -> recover.Recovery:
+    async def sweeping(store: Store, before: LogState) -> recover.Recovery:
         await store.sweep()
-        return await recover.recover(store, start, surviving)
+        return await recover.recover(store, before)
 
     patch.setattr(simrank, "recover", sweeping)
-
-
-def surviving_outcome_not_settled(patch: Patch) -> None:
-    """Recovery points `latest` at a commit of a surviving attempt, durable or not."""
-    settle = recover._Settling.settle
-
-    async def lax(self: recover._Settling, view: catalog.AttemptView) -> tuple[catalog.AttemptView, Outcome | None]:
-        return (view, None) if view.prefix in self.surviving else await settle(self, view)
-
-    patch.setattr(recover._Settling, "settle", lax)
 
 
 def plan_removed_too_early(patch: Patch) -> None:
@@ -509,64 +495,63 @@ def plans_of_surviving_removed(patch: Patch) -> None:
     patch.setattr(recover, "remove_plans", all_older)
 
 
-# --- the catalog --------------------------------------------------------------------------------------------------
-
-
-def closed_too_early(patch: Patch) -> None:
-    """The close of an attempt is put before its outcome."""
-    put_outcome = publish.put_outcome
-
-    async def put(store: Store, draft: publish.Draft) -> Outcome:
-        await catalog_log.note_outcome(store, draft.outcome)
-        return await put_outcome(store, draft)
-
-    patch.setattr(attempt, "put_outcome", put)
+# --- the log ------------------------------------------------------------------------------------------------------
 
 
 def written_unannounced(patch: Patch) -> None:
     """Nobody waits until the attempt is announced."""
 
-    async def at_once(self: CatalogAnnouncement, deadline: float) -> None:
+    async def at_once(self: Announcement, deadline: float) -> None:
         return None
 
-    patch.setattr(CatalogAnnouncement, "awaited", at_once)
+    patch.setattr(Announcement, "awaited", at_once)
 
 
-def summary_misses_a_record(patch: Patch) -> None:
-    """A summary is put under the number of a record that it leaves out."""
-    encode_summary = catalog_log.encode_summary
+def fenced_and_written(patch: Patch) -> None:
+    """Whoever sees a newer start while it waits for an announcement writes all the same."""
+    make = Announcement.make
 
-    def encoded(state: CatalogState) -> bytes:
-        return encode_summary(CatalogState(state.number, dict([*state.entries.items()][:-1])))
+    async def lax(self: Announcement) -> None:
+        if self.log.state.start <= self.info.attempt.start:
+            await make(self)
 
-    patch.setattr(catalog_log, "encode_summary", encoded)
-
-
-def removed_with_the_newest_summary(patch: Patch) -> None:
-    """What the newest summary covers goes at once."""
-
-    async def compact(self: CatalogLog, *, every: int | None = None) -> None:
-        if not self.state.number:
-            return
-        await self.store.put_if_absent(summary_key(self.state.number), catalog_log.encode_summary(self.state))
-        for number in (await catalog_log._listed(self.store))[1]:
-            if number <= self.state.number:
-                await self.store.delete(batch_key(number))
-
-    patch.setattr(CatalogLog, "compact", compact)
+    patch.setattr(Announcement, "make", lax)
 
 
-def records_replaced(patch: Patch) -> None:
-    """A record takes the next number, whether another one has taken it or not."""
+def entry_replaced(patch: Patch) -> None:
+    """An entry takes the next number, whether another one has taken it or not."""
+    do = RootLog._do
 
-    async def put(self: CatalogLog, records: Iterable[CatalogRecord]) -> int:
-        summaries, taken = await catalog_log._listed(self.store)
-        first = max([*summaries[-1:], *taken[-1:]], default=0) + 1
-        batch = RecordBatch(version=VERSION, number=first, writer=writer(), records=tuple(records))
-        await self.store.put(batch_key(first), encode_batch(batch))
-        return first
+    async def put(self: RootLog, request: steps.Request) -> steps.Reply:
+        if not isinstance(request, steps.PutEntry):
+            return await do(self, request)
+        await self.store.put(entry_key(request.entry.number), encode_entry(request.entry))
+        return True
 
-    patch.setattr(CatalogLog, "_put", put)
+    patch.setattr(RootLog, "_do", put)
+
+
+def nothing_settled(patch: Patch) -> None:
+    """What was read counts, durable or not."""
+
+    async def settled(self: RootLog, number: int) -> None:
+        return None
+
+    patch.setattr(RootLog, "_settle", settled)
+
+
+def state_misses_an_attempt(patch: Patch) -> None:
+    """A state leaves an attempt out."""
+
+    def short(state: LogState) -> bytes:
+        return encode_state(replace(state, attempts=dict([*state.attempts.items()][:-1])))
+
+    patch.setattr(log, "encode_state", short)
+
+
+def removed_with_the_newest_state(patch: Patch) -> None:
+    """What the newest state covers goes at once."""
+    patch.setattr(steps, "STATES_KEPT", 1)
 
 
 def cut_off(name: str, kind: str) -> Callable[[int], Faults]:
@@ -579,102 +564,79 @@ def cut_off(name: str, kind: str) -> Callable[[int], Faults]:
 
 
 def stop_coordinator(seed: int) -> Faults:
-    """The coordinator stops between outcome visible and durable; the power fails when the others have gone on to the next."""
-    return (Moment("link", "/outcome", 1), Pause(0, 30.0)), (Moment("link", ".vote", 4 + seed % 3), PowerCut())
+    """The coordinator stops between commit visible and durable; the power fails when the others have gone on to the next."""
+    return (Moment("link", "commit", 1), Pause(0, 30.0)), (Moment("link", ".vote", 4 + seed % 3), PowerCut())
 
 
 MUTATIONS = {
-    "the outcome before all votes are there": Mutation(
-        outcome_before_all_votes, ("latest-whole", "always-ends", "nothing-lost"), lambda seed: ((60 + seed, Kill(2)),)
+    "a commit before all votes are there": Mutation(
+        commit_before_all_votes, ("named-durable",), lambda seed: ((60 + seed, Kill(2)),)
     ),
     "the vote before the index": Mutation(
-        vote_before_index, ("latest-whole", "nothing-lost"), lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Kill()),)
+        vote_before_index,
+        ("named-durable", "latest-whole", "nothing-lost"),
+        lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Kill()),),
     ),
-    "chunks never synced": Mutation(
-        nothing,
-        ("latest-whole", "nothing-lost"),
-        always((Moment("link", "/latest", 1), PowerCut())),
-        view=ForgetsChunks,
-    ),
+    "chunks never synced": Mutation(nothing, ("named-durable",), view=ForgetsChunks),
     "an uncertain vote taken back": Mutation(
         uncertain_vote_taken_back,
-        ("latest-whole", "always-ends", "nothing-lost"),
+        ("objects-stay", "always-ends"),
         lambda seed: ((Moment("link", ".index", 1 + seed % 3), Refuse(ACTOR, errno.ETIMEDOUT, 1, "link")),),
     ),
-    "the outcome before the ballot": Mutation(
-        outcome_before_ballot, ("latest-whole", "nothing-lost", "ranks-agree"), always((Moment("link", "/outcome", 1), Kill(0)))
+    "a commit before the ballot": Mutation(commit_before_ballot, ("named-durable",)),
+    "a ballot that is not durable": Mutation(ballot_not_durable, ("named-durable", "objects-stay")),
+    "one's own decision believed": Mutation(
+        own_decision_believed,
+        ("ranks-agree", "one-decision"),
+        lambda seed: ((Moment("link", "ballot", 1), Pause(0, 15.0 + seed % 40 / 10)),),
     ),
-    "a ballot that is not durable": Mutation(
-        ballot_not_durable, ("latest-whole", "nothing-lost"), always((Moment("link", "/latest", 1), PowerCut()))
-    ),
-    "an outcome overwritten": Mutation(
-        outcome_overwritten,
-        ("one-outcome",),
-    ),
-    "one's own outcome believed": Mutation(
-        own_outcome_believed,
-        ("ranks-agree", "one-outcome"),
-        lambda seed: ((Moment("link", ".vote", 3), Pause(0, 19.0 + seed / 20)),),
-    ),
-    "an outcome reported before it is durable": Mutation(
-        outcome_not_settled, ("one-outcome", "ranks-agree", "nothing-lost"), stop_coordinator, steps=2
-    ),
+    "a decision reported before it is durable": Mutation(seen_and_not_settled, ("durable",), stop_coordinator, steps=2),
     "committed on one's own vote": Mutation(committed_on_own_vote, ("ranks-agree", "always-ends")),
-    "an aborted attempt taken for a checkpoint": Mutation(
-        aborted_counts,
-        ("aborted-never-loaded", "latest-whole", "latest-forward"),
-        lambda seed: ((Moment("link", ".vote", 3), Pause(0, 25.0)), (150 + seed, Kill(1))),
-    ),
     "a start begun twice": Mutation(
-        start_begun_twice, ("always-ends", "next-save-works"), lambda seed: ((80 + seed, Kill(1)),)
+        start_begun_twice, ("always-ends", "next-save-works", "one-decision"), lambda seed: ((80 + seed, Kill(1)),)
+    ),
+    "a start that has not begun": Mutation(start_not_begun, ("durable",)),
+    "a start that fences nobody": Mutation(
+        start_fences_nobody, ("one-decision",), lambda seed: ((Moment("link", ".vote", 1 + seed % 2), Kill(2)),)
     ),
     "an error that nobody foresaw": Mutation(unforeseen_error, ("always-ends",)),
-    "the newest start fenced": Mutation(everybody_fenced, ("next-save-works",)),
-    "no fence": Mutation(no_fence, ("fenced",), lambda seed: ((100 + seed, SecondJob()),), steps=3),
-    "latest before the outcome": Mutation(latest_before_outcome, ("latest-whole",)),
-    "latest goes back": Mutation(latest_goes_back, ("latest-forward",), steps=3),
-    "latest not repaired": Mutation(latest_not_repaired, ("latest-forward",), always((Moment("link", "/outcome", 1), Kill(0)))),
+    "the newest start fenced": Mutation(everybody_fenced, ("next-save-works", "always-ends")),
+    "latest before the commit": Mutation(latest_before_commit, ("latest-whole",)),
+    "latest at the oldest": Mutation(latest_names_the_oldest, ("latest-follows",), steps=3),
+    "latest not repaired": Mutation(latest_not_repaired, ("latest-follows",), always((Moment("link", "commit", 1), Kill(0)))),
     "recovery commits what is incomplete": Mutation(
         recovery_commits_what_is_incomplete,
-        ("latest-whole", "nothing-lost"),
+        ("named-durable",),
         lambda seed: ((Moment("link", ".vote", 1 + seed % 2), Kill(2)),),
     ),
-    "removed without a mark": Mutation(removed_without_a_mark, ("nothing-lost",), steps=3, deviations=True),
-    "the newest removed": Mutation(
-        newest_removed, ("latest-whole", "latest-forward", "nothing-lost"), steps=3, deviations=True
-    ),
+    "removed before its record": Mutation(removed_before_its_record, ("objects-stay",), steps=3, keeps=1),
+    "removed before another one was read back": Mutation(removed_unproved, ("removed-newer",), steps=3, keeps=1),
+    "what is undecided swept": Mutation(undecided_swept, ("objects-stay",), steps=3, deviations=True),
+    "what others refer to swept": Mutation(references_ignored, ("objects-stay",), steps=3, keeps=1, frozen=True),
     "writers that share names": Mutation(
         hands_share_names,
-        ("latest-whole", "nothing-lost"),
-        lambda seed: ((Moment("link", ".index", 1 + seed % 3), LoseSidecar(seed // 3 % 3, "cut off")),),
+        ("latest-whole", "nothing-lost", "objects-stay"),
+        lambda seed: ((Moment("create", ".chunks", 1 + seed % 3), LoseSidecar(seed // 3 % 3, "cut off")),),
         sidecars=True,
     ),
     "every writer's objects dropped": Mutation(
-        every_hand_dropped, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
+        every_hand_dropped, ("objects-stay", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
     ),
     "one's own objects dropped without looking at the vote": Mutation(
         dropped_unlooked,
-        ("latest-whole", "nothing-lost"),
+        ("objects-stay",),
         lambda seed: ((Moment("link", ".index", 1 + seed % 3), Refuse(ACTOR, errno.ETIMEDOUT, 1, "link")),),
         sidecars=True,
     ),
-    "a later writer's objects taken for leftovers": Mutation(
-        first_hand_tidied_for, ("latest-whole", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
+    "surviving forgotten": Mutation(
+        surviving_forgotten, ("outlived", "surviving"), lambda seed: ((60 + seed, Kill(0)),), sidecars=True
     ),
-    "surviving forgotten": Mutation(surviving_forgotten, ("surviving",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True),
     "temporary files of unseen writers swept": Mutation(
         swept_all_the_same,
         ("surviving",),
         lambda seed: ((60 + seed, SecondJob()),),
         sidecars=True,
         sweeps_foreign=True,
-    ),
-    "latest rests on the outcome of a surviving attempt that is not durable": Mutation(
-        surviving_outcome_not_settled,
-        ("latest-whole",),
-        always((Moment("link", "/outcome", 1), Pause(ACTOR, 30.0, replaced=True))),
-        sidecars=True,
-        world_size=1,
     ),
     "a living job overlooked": Mutation(
         living_job_overlooked, ("left-alone",), lambda seed: ((60 + seed, SecondJob("stranger")),), steps=3
@@ -700,12 +662,16 @@ MUTATIONS = {
     "the plans of surviving attempts removed": Mutation(
         plans_of_surviving_removed, ("plan-stands",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True
     ),
-    "an attempt closed before its outcome": Mutation(closed_too_early, ("catalog-tells",)),
-    "an attempt written before it is announced": Mutation(written_unannounced, ("catalog-tells",)),
-    "a summary that misses a record": Mutation(summary_misses_a_record, ("catalog-tells",), steps=3),
-    "what only the newest summary covers removed": Mutation(removed_with_the_newest_summary, ("catalog-tells",), steps=3),
-    "a record replaced": Mutation(records_replaced, ("catalog-tells",)),
-    "what is in doubt removed": Mutation(in_doubt_removed, ("latest-whole", "nothing-lost"), steps=3, deviations=True),
+    "an attempt written before it is announced": Mutation(written_unannounced, ("announced",)),
+    "an attempt written though it is fenced": Mutation(
+        fenced_and_written, ("announced",), lambda seed: ((50 + seed, SecondJob("usurper")),), steps=3
+    ),
+    "an entry replaced": Mutation(entry_replaced, ("log-valid",)),
+    "nothing settled": Mutation(
+        nothing_settled, ("durable", "log-valid"), always((Moment("link", "commit", 1), Pause(ACTOR, 30.0, replaced=True)))
+    ),
+    "a state that misses an attempt": Mutation(state_misses_an_attempt, ("states-tell",), steps=3),
+    "what only the newest state covers removed": Mutation(removed_with_the_newest_state, ("covered",), steps=3),
 }
 
 
@@ -748,5 +714,7 @@ def schedule_of(mutation: Mutation, seed: int) -> Schedule:
         world_size=mutation.world_size,
         name=mutation.name,
         asks_sidecar=mutation.asks_sidecar,
+        keeps=mutation.keeps,
+        frozen=mutation.frozen,
     )
     return Schedule(job=job, faults=mutation.faults(seed), sweeps_foreign=mutation.sweeps_foreign, view=mutation.view)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from checkpointd.commit import log_access
-from checkpointd.commit.log_records import LogState, Record, entry_key
 from checkpointd.errors import CheckpointdError, UnreadableError
+from checkpointd.layout.log_records import LogState, Record, entry_key
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root_id import made_id
 from checkpointd.store.base import Store
@@ -187,7 +187,7 @@ def rebuilds(view: View = lambda store: store) -> Scenario:
 
         async def old(store: Store) -> None:
             log = RootLog(view(store))
-            log.goes_on_from(known[0])
+            await log.goes_on_from(known[0])
             try:
                 if not await log.add(announce(50)):
                     reported.add(name(50))

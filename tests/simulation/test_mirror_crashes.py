@@ -1,6 +1,6 @@
 """A mirror at every crash point: whatever a power cut or a kill leaves there is whole, and the next run finishes the work.
 
-MIRROR-2, MIRROR-4, MIRROR-8 and MIRRORCOPY-1 to MIRRORCOPY-5 of `mirror/`; each mutation leaves a step out, and must be caught.
+MIRROR-2, MIRROR-4, MIRROR-8 and MIRRORCOPY-1 to MIRRORCOPY-4 of `mirror/`; each mutation leaves a step out, and must be caught.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import pytest
 
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError
-from checkpointd.mirror import bare_holders, copying, transfer
+from checkpointd.mirror import copying, transfer
 from checkpointd.mirror.copying import CheckpointCopy
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.pipeline.outcome.starting import begin
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
 from checkpointd.testing.simdisk import Effect, SimDisk
 from tests.simulation.named_seeds import NamedSeeds
-from tests.unit.mirror.origins import check_whole, origin_with, save, tags_of, whole_ones
+from tests.unit.mirror.origins import check_whole, delete, origin_with, save, tags_of, whole_ones
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -65,16 +67,12 @@ class World:
     async def check(self, store: Store) -> None:
         await check_whole(store, self.origin)
 
-    async def check_after_start(self, store: Store) -> None:
-        """A start may have decided what was being copied, by an outcome of its own."""
-        await check_whole(store)
-
     async def start(self, store: Store) -> None:
         """A job starts at the mirror, since the origin is lost."""
-        start = await starts.take(store, 2)
-        await recover(store, start.start)
-        for view in await catalog.look_everywhere(store):
-            assert view.state not in ("in-doubt", "damaged"), view.prefix
+        taken = await begin(store, Beginner(world_size=2, take_over=True))
+        await recover(store, taken.before)
+        await taken.lease.release()
+        assert "in-doubt" not in {view.state for view in await root_view.scan(store)}
 
 
 def run_at_every_point(*steps: int, rules: Retention, goes_on: bool, before: int = 1) -> Scenario:
@@ -96,15 +94,15 @@ def run_at_every_point(*steps: int, rules: Retention, goes_on: bool, before: int
         await world.spawn(world.check)
         if goes_on:
             await world.spawn(world.start)
-            await world.spawn(world.check_after_start)
+            await world.spawn(world.check)
             return struck
         await world.spawn(world.mirror)
         world.disk.power_cut()
         await world.spawn(world.check)
 
         async def newest(store: Store) -> None:
-            assert (await tags_of(store))[0] == f"global_step{steps[-1]}"
-            assert await catalog.latest(store) == f"global_step{steps[-1]}"
+            assert (await tags_of(store))[:1] == [f"global_step{steps[-1]}"]
+            assert await root_view.latest(store) == f"global_step{steps[-1]}"
 
         await world.spawn(newest)
         return struck
@@ -125,6 +123,37 @@ def test_a_job_starts_at_a_mirror_whose_run_was_cut_off_anywhere(before: int, st
     assert every_crash_point(scenario, range(1), stride=stride) * stride > (100 if before else 50)
 
 
+def give_up_at_every_point() -> Scenario:
+    """The run is struck while it copies the second checkpoint, which the origin then removes."""
+
+    async def scenario(crash: Crash) -> bool:
+        world = World(await origin_with(1), Retention())
+        await world.spawn(world.mirror)
+        world.disk.fs.make_all_durable()
+        await save(world.origin, 2, dedup=False)
+        struck = await crash.strikes(world.disk, [world.spawn(world.mirror)])
+        world.disk.after = lambda *_: None
+        world.disk.power_cut()
+        await save(world.origin, 3, dedup=False)
+        await delete(world.origin, "global_step2")
+        await world.spawn(world.mirror)
+        await world.spawn(world.check)
+
+        async def nothing_is_left(store: Store) -> None:
+            known = (await root_view.state_of(store)).attempts
+            assert {f"{tag}/{attempt}" for tag, attempt in await root_view.directories(store)} <= known.keys()
+
+        await world.spawn(nothing_is_left)
+        return struck
+
+    return scenario
+
+
+@pytest.mark.parametrize("how", [None, kill], ids=["power cut", "kill"])
+def test_what_was_begun_and_is_not_wanted_any_more_does_not_stay(how: How | None, stride: int) -> None:
+    assert every_crash_point(give_up_at_every_point(), range(1), how, stride=stride) * stride > 40
+
+
 # --- what is healed -----------------------------------------------------------------------------------------------
 
 HELD = "global_step1/00000001-0/00000-0.chunks"
@@ -132,7 +161,7 @@ HELD = "global_step1/00000001-0/00000-0.chunks"
 
 async def damage(store: Store) -> None:
     """Flip a bit of a tensor of rank 0 in the first checkpoint, and read that back, which records that it is damaged."""
-    checkpoint = await catalog.find(store, "global_step1")
+    checkpoint = await root_view.find(store, "global_step1")
     index = await read_index(store, checkpoint, 0)
     data = bytearray(await store.get(HELD))
     data[next(entry for entry in index.tensors if entry.fqn == "moving").chunks[0].offset] ^= 1
@@ -178,11 +207,7 @@ def test_a_crash_at_every_effect_of_a_run_that_heals(how: How | None, goes_on: b
 
 
 def _without_objects(patch: pytest.MonkeyPatch) -> None:
-    """The outcome does not wait for the objects of older attempts."""
-
-    async def nothing(*_: object) -> None:
-        return
-
+    """The commit does not wait for the objects of older attempts."""
     original = CheckpointCopy._copy_object
 
     async def own_only(self: CheckpointCopy, named: Any, *others: Any) -> None:
@@ -190,7 +215,6 @@ def _without_objects(patch: pytest.MonkeyPatch) -> None:
             await original(self, named, *others)
 
     patch.setattr(CheckpointCopy, "_copy_object", own_only)
-    patch.setattr(CheckpointCopy, "_check_holders", nothing)
 
 
 def _trusting_names(patch: pytest.MonkeyPatch) -> None:
@@ -203,7 +227,7 @@ def _trusting_names(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unfinished(patch: pytest.MonkeyPatch) -> None:
-    """The outcome does not wait until the objects are durable."""
+    """The commit does not wait until the objects are durable."""
     original = transfer.copied
 
     async def hasty(source: Store, destination: Store, key: str, size: int, pieces: Any, **others: Any) -> None:
@@ -232,14 +256,13 @@ def _unfinished(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(copying, "copied", hasty)
 
 
-def _bare_late(patch: pytest.MonkeyPatch) -> None:
-    """A holder that is no checkpoint gets no mark: a start takes it for an attempt in doubt."""
+def _without_note(patch: pytest.MonkeyPatch) -> None:
+    """The record of the mirror does not say what was begun."""
 
-    async def nothing(*_: object, **__: object) -> None:
+    async def nothing(*_: object) -> None:
         return
 
-    patch.setattr(bare_holders, "mark_bare", nothing)
-    patch.setattr(bare_holders, "note_kept", nothing)
+    patch.setattr(Mirroring, "_note", nothing)
 
 
 def _removing_first(patch: pytest.MonkeyPatch) -> None:
@@ -254,7 +277,7 @@ def _removing_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CheckpointCopy, "_transfer", transfer)
 
 
-MUTATIONS = {one.__name__: one for one in (_without_objects, _trusting_names, _unfinished, _bare_late, _removing_first)}
+MUTATIONS = {one.__name__: one for one in (_without_objects, _trusting_names, _unfinished, _without_note, _removing_first)}
 
 
 @contextmanager
@@ -266,14 +289,16 @@ def mutated(name: str) -> Iterator[None]:
 
 def _crashes(number: int) -> None:
     """What is tried under a seed: in turn, the next run goes on, or a job starts at the mirror."""
-    rules, goes_on, seed = Retention(keep_last=1), number % 2 == 1, number // 8
-    match number // 2 % 4:
+    rules, goes_on, seed = Retention(keep_last=1), number % 2 == 1, number // 10
+    match number // 2 % 5:
         case 0:
             every_crash_point(heal_at_every_point(goes_on=goes_on), [seed], stride=2)
         case 1:
             every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on, before=0), [seed], stride=3)
         case 2:
             every_crash_point(run_at_every_point(1, 2, 3, rules=rules, goes_on=goes_on), [seed], stride=3)
+        case 3:
+            every_crash_point(give_up_at_every_point(), [seed], stride=3)
         case _:
             every_crash_point(run_at_every_point(2, 3, 4, rules=rules, goes_on=goes_on), [seed], kill, stride=3)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import pytest
 
 from checkpointd.errors import CheckpointdError, DamagedError
-from checkpointd.layout.keys import OUTCOME
+from checkpointd.layout.keys import LOG_ROOT
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.posix import store
 from checkpointd.store.posix.disk import Disk
 from checkpointd.testing.job.simjob import run_schedule
@@ -59,7 +59,7 @@ def oldest_read(patch: Patch) -> None:
 
     async def oldest(self: CheckpointFinder) -> Checkpoint:
         await newest(self)
-        return (await catalog.checkpoints(self.store))[-1]
+        return (await root_view.checkpoints(self.store))[-1]
 
     patch.setattr(CheckpointFinder, "_newest", oldest)
 
@@ -70,7 +70,7 @@ def made_durable(patch: Patch) -> None:
 
     async def settling(self: CheckpointFinder) -> CheckpointView:
         world = await begin(self)
-        await self.store.settle(f"{world.checkpoint.prefix}/{OUTCOME}")
+        await self.store.settle(LOG_ROOT)
         return world
 
     def writable(disk: Disk) -> Disk:
@@ -88,7 +88,7 @@ class Mutation:
 
 MUTATIONS = {
     "a removal taken for damage": Mutation(removal_taken_for_damage, "reads-whole"),
-    "the oldest read": Mutation(oldest_read, "reads-whole"),
+    "the oldest read": Mutation(oldest_read, "nothing-lost"),
     "a reader that makes durable what it saw": Mutation(made_durable, "reads-only"),
 }
 

@@ -15,10 +15,12 @@ import pytest
 
 from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.files import WHOLE
-from checkpointd.layout.keys import BALLOT, DELETED, OUTCOME, AttemptId, attempt_prefix, file_name, index_name, vote_name
-from checkpointd.layout.manifest import BesideFile, Deleted, IndexRef, Outcome, Shown, Vote, digest, encode
+from checkpointd.layout.keys import AttemptId, attempt_prefix, ballot_name, file_name, index_name, vote_name
+from checkpointd.layout.log_records import AnnounceRecord, CommitRecord, RemoveRecord
+from checkpointd.layout.manifest import BesideFile, IndexRef, Shown, Vote, digest, encode
 from checkpointd.pipeline.identity import writer
-from checkpointd.pipeline.root import tag_directories
+from checkpointd.pipeline.root import starts, tag_directories
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.posix.plain import PlainFiles
@@ -50,17 +52,17 @@ class World:
         alive = self.disk.alive
         return PosixStore(f"{BESIDE}/.checkpointd", disk, writer=name, is_alive=lambda one: one in alive()), disk
 
-    async def committed(self, tag: str, start: int, files: dict[str, bytes], **more: Any) -> Outcome:
+    async def committed(self, tag: str, start: int, files: dict[str, bytes], **more: Any) -> CommitRecord:
         """The attempt of a save of `files`, committed and not shown."""
         store, disk = self.store("saver")
-        outcome: Outcome = await disk.process.spawn(_commit(store, tag, start, files, **more))
+        commit: CommitRecord = await disk.process.spawn(_commit(store, tag, start, files, **more))
         self.disk.kill("saver")
         self.disk.fs.make_all_durable()
-        return outcome
+        return commit
 
-    async def shown(self, outcome: Outcome) -> None:
+    async def shown(self, commit: CommitRecord) -> None:
         store, disk = self.store("shower")
-        await disk.process.spawn(tag_directories.show(store, outcome))
+        await disk.process.spawn(tag_directories.show(store, commit))
         self.disk.kill("shower")
         self.disk.fs.make_all_durable()
 
@@ -78,15 +80,18 @@ class World:
         await disk.process.spawn(tag_directories.mend(store, start))
         self.disk.kill("next")
 
-    async def removed(self, outcome: Outcome) -> None:
-        """What is shown of a checkpoint goes."""
+    async def removed(self, commit: CommitRecord) -> None:
+        """A checkpoint is removed, and what is shown of it goes."""
         store, disk = self.store("remover")
-        await disk.process.spawn(tag_directories.hide(store, {f"{outcome.tag}/{outcome.attempt}"}))
+        await disk.process.spawn(_remove(store, commit))
         self.disk.kill("remover")
 
-    async def is_marked(self, outcome: Outcome) -> bool:
-        """Whether it has the mark of what is removed."""
-        return DELETED in (await self.contents(f".checkpointd/{outcome.tag}/{outcome.attempt}") or {})
+    async def is_removed(self, commit: CommitRecord) -> bool:
+        """Whether the log has it as removed."""
+        store, disk = self.store("looker")
+        state = await disk.process.spawn(RootLog.of(store).look())
+        self.disk.kill("looker")
+        return state.attempts[commit.attempt].status == "removed"
 
     async def contents(self, at: str) -> dict[str, bytes] | None:
         """What stands in a directory; None where there is none."""
@@ -134,7 +139,7 @@ class World:
         return found["latest"].decode()
 
     async def filled(self, name: str, files: dict[str, bytes]) -> list[BesideFile]:
-        """What some other program has written beside a save, as the vote and the outcome list it."""
+        """What some other program has written beside a save, as the vote and the commit list it."""
         store, disk = self.store("filler")
         path = store.plain_files.unfinished.path(name, "checkpoint-8")
 
@@ -185,14 +190,20 @@ async def _commit(
     at: str = "",
     unfinished: str = "",
     beside: Iterable[BesideFile] = (),
-) -> Outcome:
-    attempt = AttemptId(start, 0)
-    prefix, said = attempt_prefix(tag, attempt), {"tag": tag, "attempt": str(attempt), "step": 1, "world_size": 1}
+) -> CommitRecord:
+    attempt, log = AttemptId(start, 0), RootLog.of(store)
+    prefix = attempt_prefix(tag, attempt)
+    while await starts.newest(store) < start:
+        await starts.take(store, 1)
+    await log.add(AnnounceRecord(attempt=prefix, n=0, step=1))
     for number, data in enumerate(files.values()):
         await store.put_if_absent(f"{prefix}/{file_name(0, number)}", data)
     vote = encode(
         Vote(
-            **said,  # type: ignore[arg-type]  # each as its field wants it
+            tag=tag,
+            attempt=str(attempt),
+            step=1,
+            world_size=1,
             rank=0,
             n=0,
             save_latest=True,
@@ -206,12 +217,12 @@ async def _commit(
     )
     await store.put_if_absent(f"{prefix}/{vote_name(0)}", vote)
     ref, ballot = encode_ballot([vote])
-    await store.put_if_absent(f"{prefix}/{BALLOT}", ballot)
-    outcome = Outcome(
-        **said,  # type: ignore[arg-type]
-        outcome="commit",
-        order=(start, 0),
-        save_latest=True,
+    await store.put_if_absent(f"{prefix}/{ballot_name(ref.digest)}", ballot)
+    commit = CommitRecord(
+        attempt=prefix,
+        n=0,
+        step=1,
+        world_size=1,
         ballot=ref,
         files=len(files),
         shown_at=at or tag,
@@ -221,8 +232,15 @@ async def _commit(
         decided_by=0,
         writer=writer(),
     )
-    await store.put_if_absent(f"{prefix}/{OUTCOME}", encode(outcome))
-    return outcome
+    refused = await log.add(commit)
+    assert not refused, refused
+    return commit
+
+
+async def _remove(store: PosixStore, commit: CommitRecord) -> None:
+    refused = await RootLog.of(store).add(RemoveRecord(attempts=(commit.attempt,), reason="a test", writer=writer()))
+    assert not refused, refused
+    await tag_directories.hide(store, {commit.attempt})
 
 
 @pytest.mark.parametrize("how", ["power cut", "killed"])
@@ -231,9 +249,9 @@ def test_a_tag_that_is_saved_again_is_the_old_or_the_new_one_and_the_next_start_
         world = World()
         await world.shown(await world.committed("best", 1, OLD))
         await world.put_own("best")
-        outcome = await world.committed("best", 2, NEW)
+        commit = await world.committed("best", 2, NEW)
         store, disk = world.store("shower")
-        shown = disk.process.spawn(tag_directories.show(store, outcome))
+        shown = disk.process.spawn(tag_directories.show(store, commit))
         struck = await world.struck(crash, shown)
         found, mine = await world.contents("best"), {OWN: b"mine"}
         assert found in ([NEW | mine] if not struck else [OLD | mine, NEW | mine]), f"half of each, or nothing: {found}"
@@ -250,9 +268,9 @@ def test_a_new_tag_is_not_there_or_whole_and_latest_names_one_that_is() -> None:
     async def scenario(crash: Crash) -> bool:
         world = World()
         await world.shown(await world.committed("first", 1, OLD))
-        outcome = await world.committed("second", 2, NEW)
+        commit = await world.committed("second", 2, NEW)
         store, disk = world.store("shower")
-        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, outcome)))
+        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, commit)))
         found, latest = await world.contents("second"), await world.latest()
         assert found in ([NEW] if not struck else [None, NEW])
         assert await world.contents("first") == OLD
@@ -322,9 +340,9 @@ def revealing(at: str, *, is_there: bool) -> Callable[[Crash], Coroutine[Any, An
             await world.shown(await world.committed("c8--step8", 1, OLD, at=at, unfinished=f"00000001-0{end}"))
         await world.filled(f"00000002-1{end}", {"half": b"of one that was killed"})
         filled = await world.filled(place["unfinished"], BESIDE_IT)
-        outcome = await world.committed("c8--step8", 2, NEW, **place, beside=filled)
+        commit = await world.committed("c8--step8", 2, NEW, **place, beside=filled)
         store, disk = world.store("shower")
-        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, outcome)))
+        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, commit)))
         if not is_there:
             assert await world.whole_step(at) in ([True] if not struck else [None, True])
         await world.started(start=3)
@@ -332,7 +350,7 @@ def revealing(at: str, *, is_there: bool) -> Callable[[Crash], Coroutine[Any, An
         if is_there:
             assert (await world.contents("checkpoint-8") or {})["mine.txt"] == b"mine"
         assert not [line for line in world.disk.fs.dump() if "unfinished/0" in line], "leftovers"
-        await world.removed(outcome)
+        await world.removed(commit)
         left = {"mine.txt": b"mine"} if is_there else None
         assert (await world.contents("checkpoint-8"), await world.contents("checkpoint-8/deep")) == (left, None)
         return struck
@@ -365,17 +383,11 @@ def removing(at: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
         world, name = World(), f"00000001-0{PLACES[at]}"
         filled = await world.filled(name, BESIDE_IT | {"mine.txt": b"mine"})
         listed = [file for file in filled if not file.path.endswith("mine.txt")]
-        outcome = await world.committed("c8--step8", 1, NEW, at=at, unfinished=name, beside=listed)
-        await world.shown(outcome)
+        commit = await world.committed("c8--step8", 1, NEW, at=at, unfinished=name, beside=listed)
+        await world.shown(commit)
         store, disk = world.store("shower")
-
-        async def remove() -> None:
-            prefix = f"{outcome.tag}/{outcome.attempt}"
-            await store.put(f"{prefix}/{DELETED}", encode(Deleted(reason="a test", writer=writer())))
-            await tag_directories.hide(store, {prefix})
-
-        struck = await world.struck(crash, disk.process.spawn(remove()))
-        if not struck or await world.is_marked(outcome):
+        struck = await world.struck(crash, disk.process.spawn(_remove(store, commit)))
+        if not struck or await world.is_removed(commit):
             await world.started()
             assert await world.contents("checkpoint-8") == {"mine.txt": b"mine"}
             assert [await world.contents(f"checkpoint-8/{name}") for name in ("step8", "deep")] == [None, None]
@@ -412,9 +424,9 @@ def appearing(who: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
 
     async def scenario(crash: Crash) -> bool:
         world = World()
-        outcomes = [await world.committed(tag, start, NEW) for start, tag in enumerate(TAGS, 1)]
+        commits = [await world.committed(tag, start, NEW) for start, tag in enumerate(TAGS, 1)]
         store, disk = world.store("shower")
-        work = tag_directories.mend(store) if who == "a start" else _shown_by_a_writer(store, outcomes)
+        work = tag_directories.mend(store) if who == "a start" else _shown_by_a_writer(store, commits)
         struck = await world.struck(crash, disk.process.spawn(work))
         seen = await world.visible(TAGS)
         assert tuple(seen) == TAGS[: len(seen)], f"not the oldest: {seen}"
@@ -427,24 +439,22 @@ def appearing(who: str) -> Callable[[Crash], Coroutine[Any, Any, bool]]:
     return scenario
 
 
-async def _shown_by_a_writer(store: PosixStore, outcomes: list[Outcome]) -> None:
+async def _shown_by_a_writer(store: PosixStore, commits: list[CommitRecord]) -> None:
     queue = Queue(store)
-    infos = [_info(number, outcome) for number, outcome in enumerate(outcomes)]
+    infos = [_info(number, commit) for number, commit in enumerate(commits)]
     for info in infos:
         queue.expect(info)
 
-    async def decided(info: AttemptInfo, outcome: Outcome) -> None:
-        await queue.show(info, outcome)
+    async def decided(info: AttemptInfo, commit: CommitRecord) -> None:
+        await queue.show(info, commit)
         queue.end(info)
 
     # As tasks of this very process, which a crash ends.
-    await asyncio.gather(*(decided(*pair) for pair in reversed(list(zip(infos, outcomes, strict=True)))))
+    await asyncio.gather(*(decided(*pair) for pair in reversed(list(zip(infos, commits, strict=True)))))
 
 
-def _info(number: int, outcome: Outcome) -> AttemptInfo:
-    attempt = AttemptId.parse(outcome.attempt)
-    assert attempt is not None
-    return AttemptInfo(tag=outcome.tag, attempt=attempt, rank=0, world_size=1, step=1, n=number)
+def _info(number: int, commit: CommitRecord) -> AttemptInfo:
+    return AttemptInfo(tag=commit.tag, attempt=commit.id, rank=0, world_size=1, step=1, n=number)
 
 
 @pytest.mark.nightly
@@ -480,7 +490,7 @@ def replacing(what: str, *, clones: bool = False, exchanges: bool = True) -> Cal
         if what == "shown again":
             work = disk.process.spawn(tag_directories.show(store, await world.committed("best", 2, NEW)))
         else:
-            work = disk.process.spawn(tag_directories.hide(store, {f"{first.tag}/{first.attempt}"}))
+            work = disk.process.spawn(tag_directories.hide(store, {first.attempt}))
         struck = await world.struck(crash, work)
         await world.started()
         assert await world.own("best") == MINE
@@ -498,7 +508,7 @@ def test_what_the_user_puts_there_in_the_middle_of_a_showing_is_there_after_the_
         world = World()
         await world.shown(await world.committed("best", 1, OLD))
         await world.put_own("best")
-        outcome = await world.committed("best", 2, NEW)
+        commit = await world.committed("best", 2, NEW)
         store, disk = world.store("worker")
         user = world.disk.process("user")
         done = []
@@ -511,7 +521,7 @@ def test_what_the_user_puts_there_in_the_middle_of_a_showing_is_there_after_the_
             await user.rename(f"{BESIDE}/best/notes.tmp", f"{BESIDE}/best/{OWN}")
             done.append(True)
 
-        showing_ = disk.process.spawn(_both(tag_directories.show(store, outcome), user.process.spawn(write())))
+        showing_ = disk.process.spawn(_both(tag_directories.show(store, commit), user.process.spawn(write())))
         struck = await crash.strikes(world.disk, [showing_])
         world.disk.after = lambda *_: None
         if not done:
@@ -536,13 +546,13 @@ def test_a_lone_file_is_the_old_or_the_new_one_and_the_next_start_shows_the_new(
     async def scenario(crash: Crash) -> bool:
         world = World(clones=clones)
         await world.shown(await world.committed("last.ckpt", 1, {"last.ckpt": b"old"}))
-        outcome = await world.committed("last.ckpt", 2, {"last.ckpt": b"new"})
+        commit = await world.committed("last.ckpt", 2, {"last.ckpt": b"new"})
         store, disk = world.store("shower")
-        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, outcome)))
+        struck = await world.struck(crash, disk.process.spawn(tag_directories.show(store, commit)))
         assert (await world.contents("") or {}) in ([{"last.ckpt": b"new"}, *([{"last.ckpt": b"old"}] if struck else [])])
         await world.started()
         assert await world.contents("") == {"last.ckpt": b"new"}
-        await world.removed(outcome)
+        await world.removed(commit)
         assert await world.contents("") == {}
         return struck
 

@@ -12,7 +12,7 @@ import pytest
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.spool.places import name_of
 from checkpointd.pipeline.spool.record import SPOOLED
 from checkpointd.store.base import Store
@@ -80,10 +80,10 @@ def scenario_of(kind: type[ProcessDisk], *, away: bool) -> Scenario:
             machine.disk.power_cut()
         after = machine.disk.process("b")
         await after.process.spawn(machine.recovers(after))
-        committed = await catalog.checkpoints(bucket)
+        committed = await root_view.checkpoints(bucket)
         for checkpoint in committed:
             assert (await verify(bucket, checkpoint, LoadConfig())).whole
-        assert machine.reported <= {one.outcome.step for one in committed}, machine.disk.story()
+        assert machine.reported <= {one.commit.step for one in committed}, machine.disk.story()
         return struck
 
     return scenario

@@ -1,12 +1,13 @@
 """Hostile roots, as made by an attacker who may write there: each case, and the words of the error that refuses it.
 
 A case changes the newest checkpoint of a root; its digests fit. `verify`: whether verification finds it, too (it reads all that
-loading reads, but builds no values). `undecided`: what recovery makes of it where the attempt has no outcome yet (of the chunks
+loading reads, but builds no values). `undecided`: what the next start makes of it where the attempt is undecided (of the chunks
 it looks at the objects' sizes alone).
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,19 +78,28 @@ def vote(**changes: Any) -> Callable[[Forger], None]:
     return lambda forger: forger.edit_vote(**changes)
 
 
-def outcome(**changes: Any) -> Callable[[Forger], None]:
-    return lambda forger: forger.edit_outcome(**changes)
+def commit(**changes: Any) -> Callable[[Forger], None]:
+    return lambda forger: forger.edit_commit(**changes)
 
 
-def deep_json(name: str, depth: int) -> Callable[[Forger], None]:
-    """The object `name` with one more key, whose value is nested."""
+def log_entry(change: Callable[[bytes], bytes]) -> Callable[[Forger], None]:
+    """The entry of the commit, as JSON without its checksum, after `change`."""
 
     def forge(forger: Forger) -> None:
-        fields = opened((forger.folder / name).read_bytes())
-        text = msgspec.json.encode(fields)[:-1] + b',"deep":' + b"[" * depth + b"]" * depth
-        (forger.put_vote if name.endswith("vote") else forger.put_outcome)(sealed(text))
+        text = msgspec.json.encode(opened(forger.entry.read_bytes()))
+        forger.entry.write_bytes(sealed(change(text)[:-1]))
 
     return forge
+
+
+def deep(text: bytes, depth: int = 100_000) -> bytes:
+    """A JSON object with one more key, whose value is nested."""
+    return text[:-1] + b',"deep":' + b"[" * depth + b"]" * depth + b"}"
+
+
+def deep_vote(forger: Forger) -> None:
+    text = msgspec.json.encode(opened((forger.folder / "00000.vote").read_bytes()))
+    forger.put_vote(sealed(deep(text)[:-1]))
 
 
 def client_state(node: bytes) -> Callable[[Forger], None]:
@@ -153,7 +163,7 @@ INDEX = {
     "a tree of 4 GiB": Case("is damaged", raw_index(b"\xc6\xff\xff\xff\xff", "tree")),
     "an index nested 100,000 deep": Case("is damaged", lambda f: f.put_index(b"\x91" * 100_000)),
     "an unknown key nested 100,000 deep": Case("is damaged", raw_index(b"\x91" * 100_000 + b"\xc0", "excluded")),
-    "another version": Case("format version 3", index(version=3)),
+    "another version": Case("format version 4", index(version=4)),
     "another rank": Case("not a chunks object of that rank", index(rank=5)),
     "another tag": Case("belongs to rank 0 of global_step1/", index(tag="global_step1")),
     "aliases of each other": Case("is not stored", index(aliases=[["a", "b", [1], [1], 0], ["b", "a", [1], [1], 0]])),
@@ -223,13 +233,13 @@ VOTES = {
     "an index of -5 bytes": Case("names an index", vote(index={"name": "00000.index", "size": -5, "digest": "0" * 32})),
     "a vote of 2**60 ranks": Case("which cannot be", vote(world_size=1 << 60)),
     "a vote of rank 5": Case("which cannot be", vote(rank=5)),
-    "a vote of another version": Case("format version 3", vote(version=3)),
+    "a vote of another version": Case("format version 4", vote(version=4)),
     "a no in a commit": Case("names no index", vote(vote="no", index=None)),
     **{
         f"a vote that refers to {key}": Case("which cannot hold bytes of a checkpoint", vote(refers=[key]))
-        for key in ("passwd", "../../etc/passwd", "global_step1/../00000-0.chunks", "global_step1/00000001-0/outcome")
+        for key in ("passwd", "../../etc/passwd", "global_step1/../00000-0.chunks", "global_step1/00000001-0/00000.vote")
     },
-    "a vote nested 100,000 deep": Case("recursion", deep_json("00000.vote", 100_000)),
+    "a vote nested 100,000 deep": Case("recursion", deep_vote),
 }
 
 BALLOTS = {
@@ -238,35 +248,34 @@ BALLOTS = {
     "votes that end elsewhere than the ballot": Case("its votes do not take", lambda f: f.put_ballot([(b"x", 9)], b"x")),
     "a ballot that is cut": Case("ends before byte", lambda f: f.fill_ballot(23)),
     "a ballot of nothing but zeros": Case("its table is not the one", lambda f: f.fill_ballot(1000)),
+    "a ballot of more ranks": Case("its table is not the one|00001.index and 3 other objects", commit(world_size=5)),
     "the vote of another attempt": Case("has the vote of rank 0 of global_step1/", vote(tag="global_step1")),
 }
 
-OUTCOMES = {
-    "an outcome of 2**60 ranks": Case("speaks of 1152921504606846976 ranks", outcome(world_size=1 << 60)),
-    "an outcome of -1 ranks": Case("speaks of -1 ranks", outcome(world_size=-1)),
-    "a commit without a ballot": Case("does not name a ballot", outcome(ballot=None)),
-    "a ballot of nothing": Case("does not name a ballot", outcome(ballot={"digest": "0" * 32, "size": 0})),
-    "a ballot of 1 TiB": Case("does not name a ballot", outcome(ballot={"digest": "0" * 32, "size": 1 << 40})),
-    "a ballot of more ranks": Case(
-        "its table is not the one that the outcome names|00001.index and 3 other objects", outcome(world_size=5)
-    ),
+ENTRIES = {
+    "a commit of 2**60 ranks": Case("Expected `int` <= 262144", commit(world_size=1 << 60)),
+    "a commit of -1 ranks": Case("Expected `int` >= 1", commit(world_size=-1)),
+    "a commit without a ballot": Case("Expected `object`", commit(ballot=None)),
+    "a ballot of nothing": Case("of 0 bytes, which cannot be", commit(ballot={"digest": "0" * 32, "size": 0})),
+    "a ballot of 1 TiB": Case("bytes, which cannot be", commit(ballot={"digest": "0" * 32, "size": 1 << 40})),
     **{
-        f"an outcome that refers to {prefix!r}": Case("which is no attempt", outcome(holders=[prefix]))
+        f"a commit that refers to {prefix!r}": Case("which is no attempt", commit(holders=[prefix]))
         for prefix in ("", "passwd", "../../etc", "global_step1/00000001-0/..")
     },
-    "an outcome of another version": Case("format version 3", outcome(version=3)),
-    "an outcome of another tag": Case("is a copy of the directory of global_step1", outcome(tag="global_step1")),
-    "an outcome of a path": Case("somebody moved it", outcome(attempt="../../global_step1")),
-    "an outcome nested 100,000 deep": Case("recursion", deep_json("outcome", 100_000)),
-    "an outcome of 1 GiB": Case("larger than", lambda f: f.sparse("outcome", GIB)),
-    "an outcome of nothing but zeros": Case("is damaged", lambda f: f.sparse("outcome", 1000)),
-    "a number of 5,000 digits": Case("out of range", lambda f: f.put_outcome(huge_number(f))),
+    "a commit of a path": Case("which is no attempt", commit(attempt="../../global_step1")),
+    "a record of an unknown kind": Case("Invalid value 'gift'", commit(kind="gift")),
+    "an entry of another number": Case("somebody moved it", log_entry(lambda text: text.replace(b'"number":', b'"number":9'))),
+    "an entry that follows another one": Case(
+        "does not follow", log_entry(lambda text: text.replace(b'"before":"', b'"before":"00'))
+    ),
+    "an entry nested 100,000 deep": Case("recursion", log_entry(deep)),
+    "an entry of 1 GiB": Case("larger than", lambda f: os.truncate(f.entry, GIB)),
+    "an entry of nothing but zeros": Case("is damaged", lambda f: f.sparse(f"log/{f.entry.name}", 1000)),
+    "a number of 5,000 digits": Case(
+        "out of range", log_entry(lambda text: text.replace(b'"step":2', b'"step":' + b"9" * 5000))
+    ),
 }
-
-
-def huge_number(forger: Forger) -> bytes:
-    text = msgspec.json.encode(opened((forger.folder / "outcome").read_bytes()))
-    return sealed(text.replace(b'"step":2', b'"step":' + b"9" * 5000)[:-1])
+"""Entries of the log that commit the newest checkpoint. The words are those of the fault of the log."""
 
 
 DECIDED = {
@@ -276,9 +285,8 @@ DECIDED = {
     **{name: Case(case.words, case.forge, verify=False) for name, case in RESTORED.items()},
     **VOTES,
     **BALLOTS,
-    **OUTCOMES,
 }
-"""Every case of a checkpoint that has its outcome."""
+"""Every case of a checkpoint."""
 
 UNDECIDED = {**INDEX, **CHUNKS, **VOTES}
 """Those of an attempt that recovery has to decide."""

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.unit.hostile_roots import DECIDED, UNDECIDED
-from tests.unit.test_hostile import decide, make_root, refuse, refuse_and_fall_back
+from tests.unit.hostile_roots import DECIDED, ENTRIES, UNDECIDED
+from tests.unit.test_hostile import decide, make_root, refuse, refuse_and_fall_back, refuse_entry
 
 MIB = 1 << 20
 GROWTH_MAX = 48 * MIB
@@ -26,6 +26,9 @@ def memory(field: str) -> int:
 
 def run(name: str, made: Path) -> None:
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        if name in ENTRIES:
+            asyncio.run(refuse_entry(Path(shutil.copytree(made, Path(folder) / "0")), ENTRIES[name]))
+            return
         copies = [Path(shutil.copytree(made, Path(folder) / str(n))) for n in range(3)]
         refuse_and_fall_back(copies[0], DECIDED[name])
         asyncio.run(refuse(copies[1], DECIDED[name]))
@@ -37,13 +40,13 @@ def main(path: Path) -> None:
     made = make_root(path)
     run("another version", made)
     start = memory("VmRSS")
-    for name in DECIDED:
+    for name in (*DECIDED, *ENTRIES):
         run(name, made)
         growth = memory("VmHWM") - start
         if growth > GROWTH_MAX:
             raise SystemExit(f"{name}: memory grew by {growth / MIB:.0f} MiB")
         print(f"{name}: {growth / MIB:.0f} MiB")
-    print(f"{len(DECIDED)} cases")
+    print(f"{len(DECIDED) + len(ENTRIES)} cases")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""The roots in tests/golden/format-2: read by this release, and by a reader that knows nothing but docs/FORMAT.md."""
+"""The roots in tests/golden/format-3: read by this release, and by a reader that knows nothing but docs/FORMAT.md."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,27 +18,13 @@ import torch
 from checkpointd.config import LoadConfig
 from checkpointd.errors import NotFoundError
 from checkpointd.layout import tree
-from checkpointd.layout.catalog_records import decode_batch, encode_batch
 from checkpointd.layout.indexes import decode_index, encode_index
-from checkpointd.layout.manifest import (
-    Damaged,
-    Deleted,
-    Lease,
-    LeftBehind,
-    Mirrored,
-    Outcome,
-    PassedOver,
-    ReadBack,
-    Shown,
-    SmallObject,
-    Start,
-    Verified,
-    Vote,
-    decode,
-    encode,
-)
+from checkpointd.layout.log_records import Record, decode_entry, decode_state, encode_entry, encode_state
+from checkpointd.layout.manifest import Lease, Mirrored, ReadBack, Shown, SmallObject, Vote, decode, encode
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.latest import newest_of
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
@@ -46,7 +33,7 @@ from tests.golden.describe import describe
 from tests.unit.client import composite_tensors
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "format-2"
+GOLDEN = ROOT / "tests" / "golden" / "format-3"
 SOLO = ["solo-none", "solo-zstd", "solo-planes"]
 FILES = "files/.checkpointd"
 SHARDS = [
@@ -57,19 +44,14 @@ SHARDS = [
     *(("own-parts", "global_step1", rank, f"own-parts-{rank}") for rank in range(2)),
     *(("two-ranks", tag, rank, f"two-ranks-{tag}-{rank}") for tag in ("best", "global_step3") for rank in range(2)),
 ]
+LOGS = ("references", "two-ranks", "mirror", "history", "rebuilt", FILES)
+ROOTS = [*SOLO, "placed", "tensor-kinds", "own-parts", *LOGS]
 KINDS: dict[str, type[SmallObject]] = {
-    "starts": Start,
     ".vote": Vote,
-    "outcome": Outcome,
-    "deleted": Deleted,
-    "verified": Verified,
-    "passed-over": PassedOver,
-    "left-behind": LeftBehind,
     ".readback": ReadBack,
-    "damaged": Damaged,
-    "record": Shown,
-    "lease": Lease,
-    "mirror": Mirrored,
+    "/record": Shown,
+    "/leases/": Lease,
+    ".checkpointd/mirror": Mirrored,
 }
 
 
@@ -78,8 +60,12 @@ def expected(name: str) -> Any:
 
 
 def small_objects() -> list[tuple[Path, type[SmallObject]]]:
-    files = sorted(path for path in GOLDEN.rglob("*") if path.is_file() and path.parent.name != "catalog")
-    return [(p, kind) for p in files for hint, kind in KINDS.items() if p.name.endswith(hint) or p.parent.name == hint]
+    files = sorted(path for path in GOLDEN.rglob("*") if path.is_file())
+    return [(p, kind) for p in files for hint, kind in KINDS.items() if hint in str(p.relative_to(GOLDEN))]
+
+
+def entries() -> list[Path]:
+    return sorted(GOLDEN.rglob("log/*.json"))
 
 
 def indexes() -> list[Path]:
@@ -150,56 +136,59 @@ def test_this_release_still_writes_the_same_indexes_and_trees(path: Path) -> Non
     assert tree.encode(tree.files_of(index.tree) or tree.decode(index.tree)) == index.tree
 
 
-def batches() -> list[Path]:
-    return sorted(GOLDEN.rglob("catalog/*.records"))
+def test_this_release_still_writes_the_same_entries_and_states() -> None:
+    broken = GOLDEN / "rebuilt" / "log" / "000000000002.json"
+    for path in entries():
+        if path != broken:
+            entry = decode_entry(path.read_bytes(), int(path.stem))
+            assert encode_entry(entry) == path.read_bytes(), path
+    states = sorted(GOLDEN.rglob("log/*.state"))
+    for path in states:
+        assert encode_state(decode_state(path.read_bytes(), int(path.stem))) == path.read_bytes(), path
+    assert [path.parents[1].name for path in states] == ["history", "rebuilt"]
 
 
-@pytest.mark.parametrize("path", batches(), ids=lambda path: f"{path.parents[2].name}-{path.name}")
-def test_this_release_still_writes_the_same_records(path: Path) -> None:
-    batch = decode_batch(path.read_bytes(), int(path.stem))
-    assert encode_batch(batch) == path.read_bytes()
-    assert (batch.writer.host, batch.writer.pid) == ("node7", 4711)
-
-
-def test_records_of_every_usual_kind_are_among_them() -> None:
-    found = {record.kind for path in batches() for record in decode_batch(path.read_bytes(), int(path.stem)).records}
-    assert found == {"intent", "close", "removing", "removed", "verified", "passed-over"}
+def test_records_of_every_kind_are_among_them() -> None:
+    found = {kind for path in entries() for kind in re.findall(r'"kind": "([a-z-]+)"', path.read_text())}
+    assert found == {kind.__struct_config__.tag for kind in get_args(Record)}
 
 
 # --- by this release ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", "tensor-kinds", "own-parts", FILES])
+@pytest.mark.parametrize("root", ROOTS)
 async def test_every_checkpoint_is_whole(root: str) -> None:
     async with PosixStore(GOLDEN / root) as store:
-        for checkpoint in await catalog.checkpoints(store):
+        for checkpoint in await root_view.checkpoints(store):
             verdict = await verify(store, checkpoint, LoadConfig())
             assert verdict.whole, verdict.damage
 
 
 async def test_attempts_are_what_they_were() -> None:
     async with PosixStore(GOLDEN / "two-ranks") as store:
-        assert {view.prefix: view.state for view in await catalog.scan(store)} == {
+        assert {view.prefix: view.state for view in await root_view.scan(store)} == {
             "best/00000001-0": "deleted",
             "best/00000001-1": "committed",
             "global_step2/00000001-0": "aborted",
             "global_step3/00000001-0": "committed",
         }
-        assert await catalog.latest(store) == "global_step3"
+        newest = newest_of(await root_view.state_of(store))
+        assert newest is not None
+        assert newest.tag == "global_step3"
         with pytest.raises(NotFoundError, match="global_step2 is not a checkpoint: 00000001-0 is aborted"):
-            await catalog.find(store, "global_step2")
+            await root_view.find(store, "global_step2")
 
 
 async def test_references_are_among_them_and_what_they_need_is_there() -> None:
     async with PosixStore(GOLDEN / "references") as store:
-        assert {view.prefix: view.state for view in await catalog.scan(store)} == {
+        assert {view.prefix: view.state for view in await root_view.scan(store)} == {
             "global_step1/00000001-0": "deleted",
             "global_step2/00000001-0": "deleted",
             "global_step3/00000001-0": "committed",
         }
-        outcome = (await catalog.find(store, "global_step3")).outcome
-        assert outcome.holders == ("global_step1/00000001-0",)
-        assert outcome.metrics == {"loss": 1 / 3}
+        commit = (await root_view.find(store, "global_step3")).commit
+        assert commit.holders == ("global_step1/00000001-0",)
+        assert commit.metrics == {"loss": 1 / 3}
 
 
 @pytest.mark.parametrize(("tag", "at"), [("global_step1", "global_step1"), ("runs--last", "runs/last")])
@@ -291,12 +280,37 @@ def test_two_ranks_load_their_own_parts_of_a_tensor_of_a_users_class(tmp_path: P
 # --- by a reader made from the page ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("root", [*SOLO, "two-ranks", "references", "placed", "tensor-kinds", "own-parts", FILES])
-async def test_a_reader_made_from_the_page_finds_the_same_attempts_in_the_catalog(root: str) -> None:
-    words = {"in-doubt": "open", "committed": "commit", "aborted": "abort", "deleted": "removed"}
+@pytest.mark.parametrize("root", ROOTS)
+async def test_a_reader_made_from_the_page_finds_the_same_state_in_the_log(root: str) -> None:
     async with PosixStore(GOLDEN / root) as store:
-        there = {view.prefix: words[view.state] for view in await catalog.look_everywhere(store)}
-    assert format_reader.catalog(GOLDEN / root) == there
+        log = RootLog.of(store)
+        state = await log.look()
+    found = format_reader.Log(GOLDEN / root)
+    assert not log.fault
+    assert (found.number, found.nonce, found.heads) == (state.number, state.nonce, state.heads)
+    facts = ("status", "verified", "damaged", "passed_over", "left_behind", "swept")
+    theirs = {name: [one.get(fact) or None for fact in facts] for name, one in found.attempts.items()}
+    assert theirs == {name: [getattr(one, fact) or None for fact in facts] for name, one in state.attempts.items()}
+
+
+def test_branches_are_among_them_and_the_newest_is_of_the_current_one() -> None:
+    root = GOLDEN / "history"
+    left = [name for name, one in format_reader.Log(root).attempts.items() if one.get("left_behind")]
+    assert left == [f"global_step{step}/00000001-0" for step in (25, 26)]
+    assert format_reader.newest(root) == format_reader.latest(root) == "global_step25"
+    assert format_reader.checkpoint(root, "global_step25")[0].name == "00000002-0"
+
+
+def test_a_reader_made_from_the_page_does_without_a_state_that_is_damaged(tmp_path: Path) -> None:
+    root = copy("history", tmp_path)
+    [state] = root.rglob("*.state")
+    whole = statuses(root)
+    state.write_bytes(state.read_bytes()[:-2])
+    assert statuses(root) == whole
+
+
+def statuses(root: Path) -> dict[str, str]:
+    return {name: one["status"] for name, one in format_reader.Log(root).attempts.items()}
 
 
 def test_the_reader_knows_nothing_of_checkpointd() -> None:
@@ -316,19 +330,19 @@ def test_a_reader_made_from_the_page_finds_the_same(root: str, tag: str, rank: i
 
 def test_a_reader_made_from_the_page_finds_the_way() -> None:
     root = GOLDEN / "two-ranks"
-    assert format_reader.latest(root) == "global_step3"
-    assert format_reader.tags(root) == ["best", "global_step2", "global_step3"]
-    outcomes = format_reader.attempts(root, "best")
-    assert outcomes["00000001-0"] is None
+    assert format_reader.newest(root) == format_reader.latest(root) == "global_step3"
+    assert format_reader.tags(root) == ["best", "global_step3"]
+    assert format_reader.attempts(root, "best") == {"00000001-0": "removed", "00000001-1": "checkpoint"}
+    assert format_reader.attempts(root, "global_step2") == {"00000001-0": "aborted"}
     assert format_reader.checkpoint(root, "best")[0].name == "00000001-1"
     with pytest.raises(format_reader.Damaged, match="global_step2 is no checkpoint"):
         format_reader.read(root, "global_step2", 0)
 
 
-@pytest.mark.parametrize("suffix", ["outcome", "ballot", ".index", ".chunks", "plans/*/*/*"])
-def test_a_reader_made_from_the_page_notices_damage(suffix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", ["log/*.json", "ballot-*", "*.index", "*.chunks", "plans/*/*/*"])
+def test_a_reader_made_from_the_page_notices_damage(pattern: str, tmp_path: Path) -> None:
     root = copy("solo-zstd", tmp_path)
-    [path, *_] = root.rglob(suffix if "/" in suffix else f"*{suffix}")
+    [path, *_] = root.rglob(pattern)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

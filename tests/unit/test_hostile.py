@@ -13,24 +13,27 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, FormatError, PartlyLoadedError
-from checkpointd.layout.keys import object_key
+from checkpointd.layout.keys import START_MAX, object_key
 from checkpointd.pipeline.outcome import recover as recovering
-from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.latest import newest_of
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.plans import key_named_by, read_plan
 from checkpointd.report.explanation import explanation
 from checkpointd.report.inspection import inspection
 from checkpointd.report.listing import listing
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
-from tests.forged_roots import Forger
-from tests.unit.hostile_roots import DECIDED, GIB, UNDECIDED, Case
+from tests.builders import restart
+from tests.forged_roots import Forger, edited
+from tests.unit.hostile_roots import DECIDED, ENTRIES, GIB, UNDECIDED, Case
 
 ROOT = Path(__file__).parents[2]
 GOOD, BAD = "global_step1", "global_step2"
@@ -107,13 +110,13 @@ async def refuse(root: Path, case: Case) -> None:
     case.forge(Forger(root, BAD))
     async with PosixStore(root) as store:
         try:
-            verdict = await verify(store, await catalog.find(store, BAD), LoadConfig())
+            verdict = await verify(store, await root_view.find(store, BAD), LoadConfig())
             words = " ".join(damage.message for damage in verdict.damage)
             await inspection(store, BAD, values=True)
         except DamagedError as error:
             words = str(error)
         assert (re.search(case.words, words) is not None) == case.verify, words
-        assert (await verify(store, await catalog.find(store, GOOD), LoadConfig())).whole
+        assert (await verify(store, await root_view.find(store, GOOD), LoadConfig())).whole
         await explanation(store, BAD)
         await listing(store)
 
@@ -132,14 +135,58 @@ async def decide(root: Path, case: Case) -> None:
 async def decide_at_once(root: Path, case: Case) -> None:
     forger = Forger(root, BAD)
     case.forge(forger)
-    (forger.folder / "outcome").unlink()
+    forger.cut_log()
     async with PosixStore(root) as store:
-        done = await recover(store, 2)
-        assert [(found.tag, found.outcome) for found in done.decided] == [(BAD, case.undecided)]
-        # `latest` moves after a commit alone, so what it names was one: that it is lost is a person's to accept.
-        assert await catalog.latest(store) == BAD
-        await recover(store, 3, accepts_loss=True)
-        assert await catalog.latest(store) == (GOOD if case.undecided == "abort" else BAD)
+        await restart(store, world_size=1)
+        state = await root_view.state_of(store)
+        made = {"abort": "aborted", "commit": "checkpoint"}[case.undecided]
+        assert state.attempts[f"{BAD}/00000001-0"].status == made
+        newest = newest_of(state)
+        assert newest is not None
+        assert newest.tag == (GOOD if made == "aborted" else BAD)
+
+
+# --- the log --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+async def test_an_entry_is_refused_and_what_it_committed_is_found_by_the_next_start(name: str, root: Path) -> None:
+    await refuse_entry(root, ENTRIES[name])
+    found = state(0)
+    with Checkpointer(root) as ckpt:
+        loaded = ckpt.load(found)
+    assert loaded is not None
+    assert loaded.tag == BAD
+    assert (weight(found) == 2).all()
+
+
+async def refuse_entry(root: Path, case: Case) -> None:
+    """Readers go on with what is proved before it, and say why."""
+    case.forge(Forger(root, BAD))
+    async with PosixStore(root) as store:
+        log = RootLog.of(store)
+        await log.look()
+        assert re.search(case.words, log.fault), log.fault
+        assert [checkpoint.tag for checkpoint in await root_view.checkpoints(store)] == [GOOD]
+
+
+def test_a_log_of_a_newer_release_is_not_made_again(root: Path) -> None:
+    entry = Forger(root, BAD).entry
+    entry.write_bytes(edited(entry.read_bytes(), version=4))
+    before = sorted(path.name for path in (root / "log").iterdir())
+    with pytest.raises(FormatError, match="format version 4"):
+        Checkpointer(root)
+    assert sorted(path.name for path in (root / "log").iterdir()) == before
+
+
+async def test_no_start_follows_the_last_one_that_has_a_name(root: Path) -> None:
+    async with PosixStore(root) as store:
+        log = RootLog.of(store)
+        begin = (await log.look()).begin
+        assert begin is not None
+        assert await log.add(msgspec.structs.replace(begin, start=START_MAX, nonce="0" * 32)) == ""
+        with pytest.raises(FormatError, match="has no name"):
+            await starts.take(store, 1)
 
 
 # --- what lies beside checkpoints ----------------------------------------------------------------------------------------
@@ -150,39 +197,37 @@ async def decide_at_once(root: Path, case: Case) -> None:
     [b"../../etc/passwd\n", b"/etc/passwd\n", b"..\n", b"\n", b"", b"\x00" * 20, b"\xff\n", b"a\nb\n", b"x" * 5000, None],
     ids=["traversal", "absolute", "dots", "newline", "empty", "nul", "no text", "two lines", "too long", "1 GiB"],
 )
-async def test_latest_that_names_no_tag_is_refused_and_the_next_start_sets_it_right(content: bytes | None, root: Path) -> None:
+def test_latest_that_names_no_tag_decides_nothing_and_the_next_start_sets_it_right(content: bytes | None, root: Path) -> None:
     if content is None:
         os.truncate(root / "latest", GIB)
     else:
         (root / "latest").write_bytes(content)
-    async with PosixStore(root) as store:
-        with pytest.raises(DamagedError, match="latest"):
-            await catalog.latest(store)
     with Checkpointer(root) as ckpt:
         assert ckpt.latest() == BAD
         assert ckpt.load(state(0))
+    assert (root / "latest").read_text() == f"{BAD}\n"
 
 
 @pytest.mark.parametrize("name", [b"..x", b".hidden", b"a\nb", b"\xff\xfe", b" ", b"a\\b", b"\xe2\x80\xae", b"lost+found"])
 async def test_folders_that_are_no_tags_are_no_trouble(name: bytes, root: Path) -> None:
     os.makedirs(os.path.join(os.fsencode(root), name, b"00000001-0"))
     async with PosixStore(root) as store:
-        assert [checkpoint.tag for checkpoint in await catalog.checkpoints(store)] == [BAD, GOOD]
-        await recover(store, 2)
+        assert [checkpoint.tag for checkpoint in await root_view.checkpoints(store)] == [BAD, GOOD]
+        await restart(store, world_size=1)
 
 
 async def test_an_attempt_that_is_a_link_is_not_followed(root: Path, tmp_path: Path) -> None:
-    """Recovery would otherwise decide, and clear away, what belongs to somebody else."""
+    """A log that is made again would otherwise take in what belongs to somebody else."""
     outside = tmp_path / "outside"
     shutil.copytree(root / BAD / "00000001-0", outside)
-    (outside / "outcome").unlink()
     before = sorted(path.name for path in outside.iterdir())
     (root / "global_step3").mkdir()
     (root / "global_step3" / "00000001-0").symlink_to(outside)
     (root / "global_step4").symlink_to(tmp_path / "outside")
+    (root / "log" / "000000000001.json").write_bytes(b"damaged")
     async with PosixStore(root) as store:
-        await recover(store, 2)
-        assert [checkpoint.tag for checkpoint in await catalog.checkpoints(store)] == [BAD, GOOD]
+        await restart(store, world_size=1)
+        assert [checkpoint.tag for checkpoint in await root_view.checkpoints(store)] == [BAD, GOOD]
     assert sorted(path.name for path in outside.iterdir()) == before
 
 
@@ -190,30 +235,17 @@ async def test_an_attempt_that_is_a_link_is_not_followed(root: Path, tmp_path: P
 async def test_a_plan_that_is_a_path_is_refused(digest: str, root: Path) -> None:
     Forger(root, BAD).edit_vote(plan=digest)
     async with PosixStore(root) as store:
-        vote = await catalog.read_vote(store, object_key(f"{BAD}/00000001-0", "00000.vote"))
+        vote = await root_view.read_vote(store, object_key(f"{BAD}/00000001-0", "00000.vote"))
         with pytest.raises(FormatError, match="is not a plan digest"):
             await read_plan(store, vote)
 
 
 async def test_a_plan_of_1_gib_is_refused(root: Path) -> None:
     async with PosixStore(root) as store:
-        vote = await catalog.read_vote(store, object_key(f"{BAD}/00000001-0", "00000.vote"))
+        vote = await root_view.read_vote(store, object_key(f"{BAD}/00000001-0", "00000.vote"))
         os.truncate(root / key_named_by(vote), GIB)
         with pytest.raises(DamagedError, match="larger than"):
             await read_plan(store, vote)
-
-
-async def test_a_start_of_1_gib_fences_all_the_same_and_the_next_job_starts(root: Path) -> None:
-    os.truncate(root / ".checkpointd/starts/00000001", GIB)
-    with Checkpointer(root) as ckpt:
-        assert ckpt.load(state(0))
-
-
-async def test_a_start_after_which_no_other_has_a_name_is_refused(root: Path) -> None:
-    (root / ".checkpointd/starts/999999999999").write_bytes(b"")
-    async with PosixStore(root) as store:
-        with pytest.raises(FormatError, match=r"remove \.checkpointd/starts/999999999999"):
-            await starts.take(store, 1)
 
 
 # --- in bounded memory -----------------------------------------------------------------------------------------------------
@@ -229,4 +261,4 @@ def test_all_of_it_takes_bounded_memory(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert f"{len(DECIDED)} cases" in done.stdout, done.stdout
+    assert f"{len(DECIDED) + len(ENTRIES)} cases" in done.stdout, done.stdout

@@ -40,7 +40,7 @@ def tar() -> bytes:
 
 SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 INDEX = json.dumps({"weight_map": {}}).encode()
-ROOTS = {".checkpointd/starts/e": b"", "step3/00000001-0/outcome": b""}
+ROOTS = {"log/root": b"", "step3/00000001-0/index-00000": b""}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,8 @@ def test_an_archive_that_cannot_be_unpacked_is_named_all_the_same(tmp_path: Path
 
 
 def test_a_root_of_ours_is_not_of_others(tmp_path: Path) -> None:
-    (tmp_path / ".checkpointd/starts").mkdir(parents=True)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log/root").touch()
     (tmp_path / "x.pt").write_bytes(torch_zip())
     (tmp_path / "step3/00000001-0").mkdir(parents=True)
     assert of_others(tmp_path) is None

@@ -13,13 +13,15 @@ from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import AnnounceRecord
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
 from checkpointd.waits import Waiting, is_done
-from tests.builders import make_shard, rank_arrays
+from tests.builders import begin_start, make_shard, rank_arrays
 
 
 class Clock:
@@ -98,8 +100,10 @@ def simulated_attempt(rank: int, deadline_s: float, *, announced: bool = False) 
     info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=rank, world_size=2, step=1, n=0)
 
     async def main() -> Attempt:
+        await begin_start(store)
+        await asyncio.sleep(1.0)
         if announced:
-            await CatalogLog(store).append(record_of("intent", info.tag, info.attempt, n=info.n, step=info.step))
+            assert await RootLog.of(store).add(AnnounceRecord(attempt=info.prefix, n=info.n, step=info.step)) == ""
         attempt = Attempt(WriterState(store=store, commit=CommitConfig(timeout_s=deadline_s)), info, deadline=deadline_s)
 
         async def staged() -> Shard:
@@ -134,8 +138,12 @@ def test_another_rank_warns_only_if_rank_0_has_not_begun_the_save(caplog: pytest
 def test_a_store_that_is_silent_is_named_while_it_is_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def silent(*_: object) -> object:
-        return await asyncio.Event().wait()
+    listing = MemoryStore.list
+
+    async def silent(store: MemoryStore, prefix: str) -> list[Entry]:
+        if asyncio.get_running_loop().time() >= 1.0:  # the start has begun
+            await asyncio.Event().wait()
+        return await listing(store, prefix)
 
     monkeypatch.setattr(MemoryStore, "list", silent)
     assert simulated_attempt(0, 50.0).phase is Phase.FAILED

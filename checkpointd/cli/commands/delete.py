@@ -31,7 +31,7 @@ def command(places: tuple[str, ...], dry_run: bool, yes: bool, force: bool, as_j
     """Remove checkpoint TAG. Objects that newer checkpoints refer to stay as long as these do.
 
     Shows what it would remove and asks, unless --yes is given. Ends with code 1 if the answer is no. It refuses to remove the
-    newest checkpoint, and the one that `latest` names, without --force.
+    newest checkpoint without --force.
     """
     root, tag = root_and_tag(places, "delete")
 

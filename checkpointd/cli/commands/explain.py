@@ -37,6 +37,8 @@ def page(found: Explanation) -> Iterator[Block]:
         yield Note(f"{found.tag} is a checkpoint; {found.latest}.", "good")
     else:
         yield Note(f"{found.tag} is not a checkpoint; {found.latest}.", "bad")
+    if found.log_damage:
+        yield Note(found.log_damage, "bad")
     for attempt in found.attempts:
         yield from _attempt_blocks(attempt)
 
@@ -47,7 +49,7 @@ def _attempt_blocks(attempt: AttemptExplanation) -> Iterator[Block]:
         ("why", Cell(attempt.why, STATE_MOODS[attempt.state])),
         ("next", attempt.next),
         ("step", number(attempt.step)),
-        ("job", job_text(attempt.job) if attempt.job else "unknown: the record of its start cannot be read"),
+        ("job", job_text(attempt.job) if attempt.job else "unknown: the log does not tell of its start any more"),
     ]
     if attempt.decided:
         facts.append(("decided", f"{moment(attempt.decided.time)} by process {process_text(attempt.decided)}"))

@@ -21,8 +21,8 @@ from checkpointd.commit.retention import Retention
 def command(places: tuple[str, ...], rules: Retention, dry_run: bool, as_json: bool) -> None:
     """Remove leftovers at ROOT: objects of aborted saves and of removed checkpoints that no checkpoint needs.
 
-    With rules, it also removes checkpoints that no rule keeps; never the newest, the one that `latest` names, or the newest
-    that was read back whole. If none that stays was read back, one is read back first; if none is whole, none is removed.
+    With rules, it also removes checkpoints that no rule keeps; never the newest, or the newest that was read back
+    whole. If none that stays was read back, one is read back first; if none is whole, none is removed.
     With --best, checkpoints without the metric stay; a metric that no checkpoint has is an error. Objects that newer
     checkpoints refer to stay. A job may save at the same time.
     """

@@ -9,13 +9,13 @@ import click
 
 from checkpointd.cli.arguments import as_json, places, root_and_tag
 from checkpointd.cli.asking import ask_about_tag
-from checkpointd.cli.attempts import process_text, read_back_cell
+from checkpointd.cli.attempts import read_back_cell
 from checkpointd.cli.formatting import ABSENT, count, metrics, moment, ratio, runs, shape, shortened, size
-from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, Table, show_answer
+from checkpointd.cli.render import Block, Facts, Heading, Note, Table, show_answer
 from checkpointd.errors import DamagedError
 from checkpointd.layout.indexes import Alias
 from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
-from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, ReadBackReport, TensorReport, Totals, inspection
+from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, TensorReport, Totals, inspection
 
 VALUE_CHARACTERS = 100
 ROWS_MAX = 10_000
@@ -39,7 +39,7 @@ def command(places: tuple[str, ...], rank: int | None, tensors: str, values: boo
     look = partial(inspection, rank=rank, tensors=tensors, values=values)
     found = ask_about_tag(root, tag, look, read_only=True)
     show_answer(found, page, as_json=as_json)
-    return DamagedError.exit_code if found.damage or found.lost else 0
+    return DamagedError.exit_code if found.damage or found.lost or found.log_damage else 0
 
 
 def page(found: Inspection) -> Iterator[Block]:
@@ -54,11 +54,13 @@ def page(found: Inspection) -> Iterator[Block]:
             ("committed", moment(found.time)),
             ("size", f"{sizes}, ratio {part}" if part != ABSENT else sizes),
             *([("metrics", metrics(found.metrics))] if found.metrics else []),
-            ("read back", _read_back_cell(found.read_back)),
+            ("read back", read_back_cell(found.read_back)),
         ]
     )
-    for fault in found.read_back.faults:
-        yield Note(fault, "bad")
+    if found.damaged:
+        yield Note(found.damaged, "bad")
+    if found.log_damage:
+        yield Note(found.log_damage, "bad")
     if found.lost:
         advice = lost_advice(found.root, found.tag, found.lost)
         yield Note(f"this checkpoint is not whole: {lost_text(found.lost)}; {advice}", "bad")
@@ -75,13 +77,6 @@ def page(found: Inspection) -> Iterator[Block]:
         yield from _more(len(found.tensors))
     for report in found.ranks:
         yield from _rank_blocks(report, boxes=not together)
-
-
-def _read_back_cell(report: ReadBackReport) -> Cell:
-    cell = read_back_cell(report.state)
-    if report.writer is None:
-        return cell
-    return Cell(f"{cell.text}, on {moment(report.writer.time)} by {process_text(report.writer)}", cell.mood)
 
 
 def _sizes(raw: int, stored: int, referred: int) -> str:

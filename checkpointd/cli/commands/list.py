@@ -64,9 +64,9 @@ def command(places: tuple[str, ...], everything: bool, limit: int | None, as_jso
     """List the checkpoints at ROOT, newest first, with the metrics that were passed to save().
 
     `raw` is the size of the tensors, `stored` their size on the disk, `decided` the time of the commit, and `read back` whether
-    the whole checkpoint was read from the storage since, and found whole. A checkpoint is `incomplete` if objects that it
-    needs are gone, and `removed` if somebody removed its directory. --all shows every attempt, with the bytes of all its
-    objects, and why it is not a checkpoint.
+    the whole checkpoint was read from the storage since, and found whole. A checkpoint is `incomplete` if a tag that it needs
+    is gone, and `removed` if somebody removed the directory that showed its files. --all shows every attempt, with the bytes of
+    its objects, and why it is not a checkpoint.
     """
     root = only_root(places, "list")
     found = ask(root, lambda store: listing(store, everything=everything, limit=limit), unused=True, read_only=True)
@@ -78,8 +78,10 @@ def command(places: tuple[str, ...], everything: bool, limit: int | None, as_jso
     else:
         nothing = f"there are no {'attempts' if everything else 'checkpoints'} at {found.root}"
         warn(nothing if is_used(found.root) else f"{nothing}, no job ever saved there: {suggestion(found.root, root)}")
-    if found.latest.problem:
-        warn(found.latest.problem)
+    if found.log_damage:
+        warn(found.log_damage)
+    if found.latest.note:
+        warn(found.latest.note)
     if not everything:
         _warn_of_damage(found)
 
@@ -97,8 +99,6 @@ def table(rows: Sequence[AttemptRow], columns: Sequence[Column]) -> Table:
 
 def _warn_of_damage(found: Listing) -> None:
     for row in found.rows:
-        if row.state in ("damaged", "unreadable", "copied"):
-            warn(f"{row.tag}: {row.why}")
         if row.passed_over:
             warn(f"{row.tag}: load() took an older checkpoint, so retention keeps this one: {row.passed_over}")
     causes: dict[tuple[str, ...], list[AttemptRow]] = {}

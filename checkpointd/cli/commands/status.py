@@ -89,14 +89,11 @@ def page(found: Standing) -> Iterator[Block]:
             ("in flight", str(len([flight for flight in found.flights if not flight.orphaned]))),
         ]
     )
+    if found.log_damage:
+        yield Note(found.log_damage, "bad")
     for name in found.damaged:
         says = command_line("explain", *at_tag(found.root, name.rpartition("/")[0]))
-        yield Note(f"the outcome of {name} is damaged: {says} says more", "bad")
-    for copy in found.copies:
-        yield Note(copy, "doubt")
-    for name in found.unreadable:
-        says = command_line("explain", *at_tag(found.root, name.rpartition("/")[0]))
-        yield Note(f"the outcome of {name} cannot be read now: {says} says more", "doubt")
+        yield Note(f"{name} was read, and is damaged: {says} says more", "bad")
     broken = [one for one in found.incomplete if not is_removed(one.lost)]
     if broken:
         yield Note(_incomplete_text(found.root, broken), "bad")
@@ -112,14 +109,14 @@ def page(found: Standing) -> Iterator[Block]:
 
 def _job_cell(found: Standing) -> Cell:
     if found.holder is None:
-        return Cell(found.holder_problem or "none ever ran here", "bad" if found.holder_problem else "quiet")
+        return Cell("none ever ran here", "quiet")
     mood = {"running": "good", "ended": "quiet", "unknown": ""}
     return Cell(job_text(found.holder), mood[found.holder.life])  # type: ignore[arg-type]  # values of Mood
 
 
 def _latest_cell(found: Standing) -> Cell:
-    if found.latest.problem:
-        return Cell(found.latest.problem, "bad" if found.latest.damage else "doubt")
+    if found.latest.note:
+        return Cell(found.latest.note, "doubt")
     if found.latest.tag is None:
         return Cell("none", "quiet")
     known = next((c for c in found.commits if c.tag == found.latest.tag), None)

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 
 import click
 
-from checkpointd.cli.arguments import as_json, places, root_and_maybe_tag
-from checkpointd.cli.asking import ask, maybe_named_tag
+from checkpointd.cli.arguments import as_json, only_root, places, root_and_maybe_tag
+from checkpointd.cli.asking import ask, check_root, maybe_named_tag
 from checkpointd.cli.formatting import count, printable, size
 from checkpointd.cli.progress import progress_bar
-from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, show_answer, warn
+from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, show, show_json, warn
+from checkpointd.commands import command as command_line
 from checkpointd.errors import DamagedError, StoreError
 from checkpointd.phrases import listed
-from checkpointd.pipeline.root import catalog
 from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
-from checkpointd.report.latest import pointer
-from checkpointd.report.verification import TagVerdict, Verification, tasks, verified
+from checkpointd.report.verification import Beside, TagVerdict, Verification, of_copy, tasks, verification, verified
+from checkpointd.store import open_store
 from checkpointd.store.base import Store
 
-MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doubt", "removed": "quiet", "copied": "quiet"}
+MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doubt", "removed": "quiet"}
 
 
 @click.command("verify", short_help="Read checkpoints whole and check every byte.")
@@ -27,21 +27,30 @@ MOODS: dict[str, Mood] = {"whole": "good", "damaged": "bad", "unreadable": "doub
 @click.option(
     "--record",
     is_flag=True,
-    help="Record the result in each checkpoint. Others are removed only when one that stays is recorded as whole.",
+    help="Record each result in the log. Other checkpoints are removed only when one that stays is recorded as whole.",
+)
+@click.option(
+    "--copy-of",
+    metavar="ORIGIN",
+    help="ROOT is a copy of this root: what that one has removed since, while a newer checkpoint is whole, is no damage.",
 )
 @as_json()
-def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
+def command(places: tuple[str, ...], record: bool, copy_of: str | None, as_json: bool) -> int:
     """Read checkpoint TAG, or all at ROOT, from the storage itself, and check every byte along the chain of digests.
 
-    Lists all damage with its object, tensor and rank, and ends with code 5 if there is any. An object that cannot be read now
-    is shown as unreadable, which does not prove damage: code 6 if there is nothing worse. So it ends, too, if a result could
-    not be recorded. A checkpoint whose directory somebody removed is shown as removed. TAG may be `latest`.
+    Checks the log of ROOT as well. Lists all damage with its object, tensor and rank, and ends with code 5 if there is any. An
+    object that cannot be read now is shown as unreadable, which does not prove damage: code 6 if there is nothing worse. So it
+    ends, too, if a result could not be recorded. A checkpoint whose files somebody removed where they were shown is shown as
+    removed. Without TAG, it also names what lies at ROOT beside the checkpoints. TAG may be `latest`.
     """
     root, tag = root_and_maybe_tag(places, "verify")
-    found = ask(root, lambda store: _verify(store, tag, record=record))
-    if as_json or found.checkpoints or found.damage or found.unreadable:
-        show_answer(found, page, as_json=as_json)
-    else:
+    origin = None if copy_of is None else only_root((copy_of,), "verify")
+    found = ask(root, lambda store: _verify(store, tag, record=record, origin=origin))
+    if as_json:
+        show_json(found)
+    elif blocks := list(page(found)):
+        show(blocks)
+    if not (as_json or found.checkpoints):
         warn(f"there are no checkpoints at {found.root}")
     unrecorded = [verdict for verdict in found.checkpoints if verdict.record_error]
     if unrecorded and not as_json:
@@ -50,7 +59,7 @@ def command(places: tuple[str, ...], record: bool, as_json: bool) -> int:
     return DamagedError.exit_code if found.damage else StoreError.exit_code if found.unreadable or unrecorded else 0
 
 
-async def _verify(store: Store, tag: str | None, *, record: bool) -> Verification:
+async def _verify(store: Store, tag: str | None, *, record: bool, origin: str | None) -> Verification:
     named = await maybe_named_tag(store, tag)
     todo = await tasks(store, named)
     with progress_bar(sum(task.nbytes for task in todo)) as update:
@@ -61,8 +70,11 @@ async def _verify(store: Store, tag: str | None, *, record: bool) -> Verificatio
             on_task=lambda task: update(description=printable(task.tag)),
             on_bytes=lambda nbytes: update(advance=nbytes),
         )
-    latest = await pointer(store, await catalog.checkpoints(store)) if named is None else None
-    return Verification(root=store.url, checkpoints=tuple(verdicts), latest=latest)
+    if origin is not None:
+        async with open_store(origin, read_only=True) as copied:
+            check_root(copied, origin)
+            verdicts = await of_copy(store, copied, verdicts)
+    return await verification(store, verdicts, of_all=named is None)
 
 
 def page(found: Verification) -> Iterator[Block]:
@@ -78,12 +90,34 @@ def page(found: Verification) -> Iterator[Block]:
         for one in found.unreadable:
             yield Note(one.message, "doubt")
     for verdict in found.checkpoints:
-        if verdict.copy:
-            yield Note(verdict.copy, "doubt")
         if verdict.lost:
             is_not = "" if verdict.state == "removed" else " is not whole"
             advice = lost_advice(found.root, verdict.tag, verdict.lost)
             yield Note(f"{verdict.tag}{is_not}: {lost_text(verdict.lost)}; {advice}", "bad")
+    if found.log_damage:
+        yield Note(found.log_damage, "bad")
+    elif found.log.damage:
+        yield Note("the log can be read to its end all the same; newer states will take the place of what is damaged")
+    if found.latest is not None and found.latest.note:
+        yield Note(found.latest.note)
+    if found.beside is not None:
+        yield from _beside(found.root, found.beside)
+
+
+def _beside(root: str, found: Beside) -> Iterator[Block]:
+    if found.unknown:
+        yield Heading("directories that the log does not know")
+        yield Note(
+            f"{listed(found.unknown)}: somebody brought them here, the log is an older copy, or they are left of attempts that "
+            "were removed long ago"
+        )
+        yield Note(
+            "A start takes those that came after the end of the log, if they are whole. No command uses or removes the others. "
+            "If you do not need them, remove them yourself."
+        )
+    if found.leftovers:
+        yield Heading("left of aborted and removed attempts")
+        yield Note(f"{listed(found.leftovers)}: {command_line('gc', root)} removes these objects")
 
 
 def _cells(verdict: TagVerdict) -> tuple[str | Cell, ...]:

@@ -2,7 +2,7 @@
 
 Invariants
   INDOUBT-1  The daemon commits only attempts of the newest start and surviving attempts, and only with a valid yes vote of
-      every rank. Any other process would decide the same, and put-if-absent has one winner.
+      every rank. Any other process would decide the same, and the log takes one decision.
   INDOUBT-2  The daemon aborts an attempt only if, as far as it can tell, nobody can vote any longer: the process that took the
       attempt's start ran on this machine and is dead, no save job here works at it, no other process holds its lease, and
       nothing in it has changed for `grace_s` or for its start's commit time-out, whichever is longer. A renewed lease is a
@@ -17,15 +17,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from checkpointd.errors import DamagedError, NotFoundError
-from checkpointd.layout.keys import LEASE
-from checkpointd.layout.manifest import Outcome, Start
+from checkpointd.layout.log_records import BeginRecord, CommitRecord, LoggedAttempt
 from checkpointd.pipeline.gc.retire import retire_tag
-from checkpointd.pipeline.outcome.publish import Draft
-from checkpointd.pipeline.outcome.recover import announced_and_put, judge
+from checkpointd.pipeline.outcome.publish import Draft, append
+from checkpointd.pipeline.outcome.recover import judge
 from checkpointd.pipeline.root import leases, starts
-from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.latest import move_latest_to_newest
+from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.root.tag_directories import show
 from checkpointd.store import writers
 from checkpointd.store.base import Store
@@ -35,7 +35,7 @@ log = logging.getLogger("checkpointd")
 
 @dataclass(slots=True)
 class InDoubtAttempt:
-    """One attempt in doubt: the sizes of its objects without the lease, and when they last changed (loop time)."""
+    """One attempt in doubt: the sizes of its objects, and when they last changed (loop time)."""
 
     sizes: dict[str, int]
     since: float
@@ -66,7 +66,9 @@ class InDoubtAttempts:
     def any(self) -> bool:
         return bool(self._known)
 
-    async def settle(self, store: Store, attempts: Sequence[AttemptView], busy: Collection[str], now: float) -> list[Outcome]:
+    async def settle(
+        self, store: Store, attempts: Sequence[AttemptView], busy: Collection[str], now: float
+    ) -> list[LoggedAttempt]:
         """Decide the `attempts` that may be decided at the time `now`; returns the outcomes. `busy`: see INDOUBT-3."""
         self._see(attempts, now)
         if not attempts:
@@ -77,7 +79,7 @@ class InDoubtAttempts:
         return [outcome for outcome in found if outcome is not None]
 
     def _see(self, attempts: Iterable[AttemptView], now: float) -> None:
-        seen = {view.prefix: {name: size for name, size in view.sizes.items() if name != LEASE} for view in attempts}
+        seen = {view.prefix: dict(view.sizes) for view in attempts}
         for gone in self._known.keys() - seen.keys():
             del self._known[gone]
         for prefix, sizes in seen.items():
@@ -87,7 +89,7 @@ class InDoubtAttempts:
             elif known.sizes != sizes:
                 known.sizes, known.since = sizes, now
 
-    async def _settled(self, store: Store, view: AttemptView, now: float) -> Outcome | None:
+    async def _settled(self, store: Store, view: AttemptView, now: float) -> LoggedAttempt | None:
         doubt = self._known[view.prefix]
         lease = await leases.worker_of(store, view.prefix, Sight())
         if lease is not None and (doubt.renewed is None or doubt.renewed[0] != lease.count):
@@ -96,8 +98,8 @@ class InDoubtAttempts:
         if not view.vote_ranks or quiet_s < self.patience_s:
             draft = None
         else:
-            draft = await judge(store, view)
-            if draft.outcome.outcome == "commit":
+            draft = await judge(store, view.tag, view.attempt)
+            if isinstance(draft.record, CommitRecord):
                 return await _decide(store, draft)
         holder, why = await _holder(store, view)
         # A lease of this process is a leftover, because the attempts of its jobs are `busy`.
@@ -106,12 +108,12 @@ class InDoubtAttempts:
         grace_s = max(self.grace_s, holder.commit_timeout_s if holder else 0.0)
         idle_s = min(quiet_s, now - doubt.renewed[1]) if doubt.renewed is not None else quiet_s
         if why is None and idle_s >= grace_s:
-            return await _decide(store, draft or await judge(store, view))
+            return await _decide(store, draft or await judge(store, view.tag, view.attempt))
         doubt.say(view.prefix, why or f"its job has ended; it is decided when nothing in it has changed for {grace_s:g} s")
         return None
 
 
-async def _newest(store: Store) -> Start | None:
+async def _newest(store: Store) -> BeginRecord | None:
     """The newest start's record; None if there is none, or it is damaged. Then nothing is decided."""
     try:
         return await starts.read(store, await starts.newest(store))
@@ -119,12 +121,12 @@ async def _newest(store: Store) -> Start | None:
         return None
 
 
-def _may_decide(view: AttemptView, newest: Start) -> bool:
+def _may_decide(view: AttemptView, newest: BeginRecord) -> bool:
     """Whether the attempt is of the newest start, or surviving. The next recovery decides all others."""
-    return view.attempt.start == newest.start or view.prefix in newest.surviving
+    return view.attempt.start == newest.start or view.prefix in newest.spared
 
 
-async def _holder(store: Store, view: AttemptView) -> tuple[Start | None, str | None]:
+async def _holder(store: Store, view: AttemptView) -> tuple[BeginRecord | None, str | None]:
     """The record of the attempt's start, and the reason why somebody may still vote; None if nobody can."""
     try:
         holder = await starts.read(store, view.attempt.start)
@@ -133,7 +135,7 @@ async def _holder(store: Store, view: AttemptView) -> tuple[Start | None, str | 
     return holder, _why_wait(holder)
 
 
-def _why_wait(holder: Start) -> str | None:
+def _why_wait(holder: BeginRecord) -> str | None:
     who = f"process {holder.writer.pid} on {holder.writer.host}"
     if not writers.is_within_sight(holder.process):
         return f"its job ({who}) cannot be seen from here, so its own ranks, or the next start, decide it"
@@ -142,16 +144,14 @@ def _why_wait(holder: Start) -> str | None:
     return None
 
 
-async def _decide(store: Store, draft: Draft) -> Outcome:
-    """Put the outcome of `draft` unless there is one, then act on the outcome that counts."""
-    stands = await announced_and_put(store, draft)
-    why = f": {stands.error.message}" if stands.error else ": every rank had voted yes"
-    log.warning("%s/%s was left in doubt; %s%s", stands.tag, stands.attempt, _DONE[stands.outcome], why)
-    await show(store, stands)
-    if stands.outcome == "commit" and stands.save_latest:
-        await move_latest_to_newest(store)
-    await retire_tag(store, stands.tag, stands.order[0])
+async def _decide(store: Store, draft: Draft) -> LoggedAttempt:
+    """Append the decision of `draft` unless there is one, then act on the one that counts."""
+    root_log = RootLog.of(store)
+    stands = await append(root_log, draft)
+    done, why = ("aborted", f": {stands.abort.error.message}") if stands.abort else ("committed", ": every rank had voted yes")
+    log.warning("%s was left in doubt; %s%s", stands.attempt, done, why)
+    if stands.commit is not None:
+        await show(store, stands.commit)
+        await move_latest(root_log, is_start=True)
+    await retire_tag(store, stands.tag, stands.id.start)
     return stands
-
-
-_DONE = {"commit": "committed", "abort": "aborted"}

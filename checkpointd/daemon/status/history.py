@@ -1,7 +1,7 @@
-"""The history of a root: its attempts as their outcomes report them, and the free space on its file system.
+"""The history of a root: its attempts as its log has them, and the free space on its file system.
 
 Invariants
-  HISTORY-1  The history of saves comes from outcomes that a scan reads anyway, so a restarted daemon knows it, too.
+  HISTORY-1  The history of saves comes from the log, which a scan reads anyway, so a restarted daemon knows it, too.
   HISTORY-2  The history is bounded: SAVES_MAX attempts and SAMPLES_MAX samples of the space, however long the root is used.
       Checkpoints that retention has removed stay in it.
   HISTORY-3  An unknown value is None, never 0.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from checkpointd.daemon.status.model import PastSave, SpaceStatus
-from checkpointd.layout.manifest import Outcome
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.identity import seconds_of
 
 SAVES_MAX = 128
@@ -49,9 +49,9 @@ class RootHistory:
     """By the attempt's prefix, in the order in which they were decided."""
     _rooms: deque[SpaceSample] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
 
-    def decided(self, outcomes: Iterable[tuple[str, Outcome]]) -> None:
-        """Add the outcomes that are new; each comes with its attempt's prefix."""
-        fresh = {prefix: past for prefix, outcome in outcomes if prefix not in self._saves and (past := past_of(outcome))}
+    def decided(self, attempts: Iterable[LoggedAttempt]) -> None:
+        """Add the attempts that are decided and new."""
+        fresh = {one.attempt: past for one in attempts if one.attempt not in self._saves and (past := past_of(one))}
         if fresh:
             ordered = sorted([*self._saves.items(), *fresh.items()], key=lambda item: item[1].at)
             self._saves = dict(ordered[-SAVES_MAX:])
@@ -72,13 +72,17 @@ class RootHistory:
         return space_left(self._rooms)
 
 
-def past_of(outcome: Outcome) -> PastSave | None:
-    """The save of an outcome; None if the outcome has no valid time."""
-    at, cost = seconds_of(outcome.writer.time), outcome.cost
+def past_of(attempt: LoggedAttempt) -> PastSave | None:
+    """The save of an attempt; None if it is undecided, or if its record has no valid time."""
+    record = attempt.commit or attempt.abort
+    at = None if record is None else seconds_of(record.writer.time)
     if at is None:
         return None
-    past = PastSave(tag=outcome.tag, step=outcome.step, at=at, committed=outcome.outcome == "commit")
-    metrics = {name: outcome.metrics[name] for name in sorted(outcome.metrics)[:METRICS_MAX]}
+    past = PastSave(tag=attempt.tag, step=attempt.step, at=at, committed=attempt.commit is not None)
+    if attempt.commit is None:
+        return past
+    cost, found = attempt.commit.cost, attempt.commit.metrics
+    metrics = {name: found[name] for name in sorted(found)[:METRICS_MAX]}
     if cost is None:
         return structs.replace(past, metrics=metrics)
     return structs.replace(

@@ -14,7 +14,7 @@ from checkpointd.export.progress import ExportProgress
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.mirror.news import MirrorProgress
-from checkpointd.pipeline.root.catalog import ReadBackState
+from checkpointd.pipeline.root.root_view import ReadBackState
 from checkpointd.store.requests import Requests
 
 JSON_BYTES_MAX = 4 << 20

@@ -1,33 +1,25 @@
 """Keeps removals in step with the saves of one writer: it decides when to remove, and when the next save may be written.
 
-An attempt is *on the disk* while it has chunks, files or an index of any rank. Attempts are *alike* if the commit of one may
-remove another: with retention rules, all attempts at the root; without rules, the attempts of one tag.
+`room.py` counts what is beside the checkpoints that stay, by the root's log.
 
 Invariants
   TIDY-1  At most one removal runs and at most one is due, however many saves have ended: the next removal serves all of them.
-      No save waits for a removal in order to end, and nothing is kept for a save that has ended except that its tag is due, at
-      most TAGS_MAX tags. Unless somebody waits for them, removals take at most SHARE of the time.
-  TIDY-2  Beside the checkpoints that stay, at most SPARE alike attempts are on the disk, or at most SMALL_MAX ones that take
-      at most SMALL_BYTES together. The coordinator counts the attempts that it has begun, until a removal that started after
-      their end is over; the attempts that a look found undecided or dead; and the checkpoints that stay only because no newer
-      one was verified. It begins another attempt if these, the new attempt and the attempt by which other ranks may lead are
-      within this limit. It begins the first one after a look, which removes nothing. An undecided attempt that is not on the
-      disk yet, but has a lease, counts only for attempts of newer starts: if both counted, two writers could wait for each
-      other.
-  TIDY-3  Another rank begins an attempt when a yes vote shows that the coordinator has begun the attempt before it. So it leads
-      by at most one attempt.
-  TIDY-4  A save waits for room at most half of the time until its deadline. A rank that never votes, or a storage that removes
-      nothing or does not answer, costs space but not the save, and however many saves wait for such a storage, they keep few of
-      its threads. If nothing changes for STUCK_S, the coordinator makes room: if a checkpoint stays
-      only because no newer one was verified, the newest is read back, so that the older one can go; and attempts of older
-      starts at which nobody works any more are decided (OUTLIVED-1 in `outlived.py`). If its own start is over, it counts only
-      undecided attempts instead, at the latest after OVER_S: the newer coordinator may have no save for long, and then it
+      No save waits for a removal in order to end. Unless somebody waits for them, removals take at most SHARE of the time.
+      If the log tells that nothing can go, the storage is not asked.
+  TIDY-3  The coordinator announces an attempt when there is room for it (TIDY-2 in `room.py`). Another rank begins one when the
+      log shows that the coordinator has announced it, or the one before. So it leads by at most one attempt.
+  TIDY-4  A save waits for room at most half of the time until its deadline, and asks the storage nothing meanwhile. So a rank
+      that never votes, or a storage that removes nothing or does not answer, costs space but not the save. If the log does not
+      change for STUCK_S, the coordinator makes room: if a checkpoint stays only because no newer one was verified, the newest
+      is read back, so that the older one can go; and attempts of older starts at which nobody works any more are decided
+      (OUTLIVED-1 in `outlived.py`). What stays only because a save in flight may refer to it does not count any more then. If
+      its start is over, only what is undecided counts, since the newer coordinator may have no save for long, and then it
       removes nothing.
-  TIDY-5  A removal looks at the root and removes there only if the root is the job's own, before the look and after it
-      (OWNROOT-1 in `own_root.py`). Otherwise it would remove checkpoints of another job, or of a copy.
+  TIDY-5  A removal removes only at the root that is the job's own after it has read the log (OWNROOT-1 in `own_root.py`); the
+      log sees to it from then on (LOG-12). Otherwise it would remove checkpoints of another job, or of a copy. A coordinator
+      removes nothing once there is a newer start.
 
-A kill leaves at most what TIDY-2 allows. Recovery removes the attempt by which a rank led, since it lacks the coordinator's
-vote, and the next coordinator removes the rest before it writes.
+A kill leaves at most what TIDY-2 allows. The next start aborts it, and its coordinator counts it, and removes it.
 """
 
 from __future__ import annotations
@@ -35,77 +27,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any, TypeAlias
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from typing import TypeAlias
 
-from checkpointd.commit.facts import AttemptFacts
-from checkpointd.commit.garbage import dead_weight
 from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import CommitConfig
-from checkpointd.errors import CheckpointdError, ClosedError, NotFoundError
-from checkpointd.layout.keys import LEASE, vote_name
+from checkpointd.errors import CheckpointdError
 from checkpointd.phrases import byte_size
-from checkpointd.pipeline.gc.collect import forget_removed
+from checkpointd.pipeline.gc import room
+from checkpointd.pipeline.gc.collect import Kept
 from checkpointd.pipeline.gc.export_leases import ExportLeases
-from checkpointd.pipeline.gc.retire import Retired, chosen_by, prove_newest, retire
+from checkpointd.pipeline.gc.retire import prove_newest, retire
+from checkpointd.pipeline.gc.room import RoomUse, has_room, room_use
 from checkpointd.pipeline.identity import user
 from checkpointd.pipeline.pauses import pauses
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root import reserve, root_view
 from checkpointd.pipeline.root.leases import ANSWER_S, LENGTH_S
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
-from checkpointd.store.passing import InTurn
-from checkpointd.store.showing import plain_files_of
 
 log = logging.getLogger("checkpointd")
 
-SPARE = 3
-"""The number of alike attempts that may be on the disk beside the checkpoints that stay."""
-SMALL_MAX = 64
-SMALL_BYTES = 256 << 20
-"""So many attempts may be on the disk instead of SPARE if they take so few bytes together. Small saves then do not wait until a
-removal has looked at a long history."""
-TAGS_MAX = 64
-"""The tags that are noted for the next removal. If there are more, it looks at all tags."""
-DUE_AGAIN_MAX = 4
 FULL_S = 10.0
+"""How long a save that found the disk full waits until another process has removed something."""
 STUCK_S = 10.0
-OVER_S = 30.0
 DECIDING_S = 5 * LENGTH_S
 """How long to watch the leases of older starts' attempts: long enough to see that they are not renewed."""
-LOOKS_MAX = 2
-"""The number of looks at once for saves that wait. A storage has few threads, and a look that hangs keeps one."""
 SHARE = 0.2
 PAUSE_S_MAX = 10.0
 """After a removal that took t seconds, the next one begins t * (1 / SHARE - 1) seconds later, at most so many."""
-LOOK_S = 1.0
-"""How often to look again, while a save waits for attempts that others work at."""
-EVERYTHING_EVERY = 64
-"""Without retention rules, a removal looks at the tags of ended saves. After so many saves, one looks at all tags."""
-EVERYTHING = ""
-"""The scope of a look at all tags. Any other scope is a tag."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What a look found beside the checkpoints that stay.
-
-    `undecided`: the starts of undecided attempts that are on the disk, by prefix. `promised`: the same of those that only have
-    a lease. `surplus`: how many checkpoints stay beyond the rules. `dead`: how many attempts can go. `nbytes`: the bytes of all
-    of these. `is_bare`: whether the tag held no attempt at all.
-    """
-
-    undecided: Mapping[str, int] = field(default_factory=dict)
-    promised: Mapping[str, int] = field(default_factory=dict)
-    surplus: int = 0
-    dead: int = 0
-    nbytes: int = 0
-    is_bare: bool = False
+Freed: TypeAlias = tuple[int, int]
 
 
 async def trusts_the_root(start: int) -> None:
@@ -136,47 +92,30 @@ class Tidier:
         decide_older: Decides = decides_nothing,
     ) -> None:
         self.keeps_before = KEEPS_NONE
-        self.freed = 0
-        """The number of bytes removed so far."""
-        self._gone = 0
-        """How many attempts a newer coordinator has decided or removed, by the looks of this one."""
-        self._counted: dict[str, int] = {}
-        """The attempts beside those that stay that its last look found, by scope."""
         self._store, self._commit, self._check_root, self._decides = store, commit, check_root, decide_older
-        self._sees_all = not commit.retention.keeps_all or plain_files_of(store) is not None
+        self._log, self._rules = RootLog.of(store), commit.retention
         self._waiting: dict[str, AttemptInfo] = {}
         self._begun: dict[str, AttemptInfo] = {}
-        self._nbytes: dict[str, int] = {}
+        self._nbytes: dict[str, float] = {}
         """The bytes of each attempt of `_begun`, of all ranks together, by this rank's share."""
-        self._ended: set[str] = set()
-        """The attempts of `_begun` that are decided but may not be removed yet."""
-        self._left: dict[str, _Left] = {}
-        """The result of the last look, by scope: of all tags, or of the tags at which saves are in flight."""
-        self.known = CatalogLog(store)
-        """The catalog of the root, as this writer has read it."""
+        self._last_nbytes: float = math.inf
+        self._freed_bytes = 0
         self._exports, self._heeds_exports = ExportLeases(store), True
+        self._kept: Kept = {}
+        self._found: tuple[object, RoomUse] | None = None
+        """What was counted last, and for what."""
+        self._stays: frozenset[str] = frozenset()
+        """What the last removal has not removed, although nobody needs it."""
         self._changed = asyncio.Event()
-        self._asked = self._served = self._served_everywhere = 0
+        self._start = self._asked = self._served = 0
         self._pause_until = 0.0
-        self._resting = 0
+        self._hurrying = 0
         """How many wait for a removal."""
-        self._awaited = asyncio.Event()
+        self._hurried = asyncio.Event()
         """Set while somebody waits for the next removal, which then begins at once."""
-        self._look_again_at = 0.0
-        self._stands: tuple[tuple[int, int, tuple[str, ...]], float] = (-1, 0, ()), 0.0
-        """What was removed and which attempts are begun, and the time since which this has not changed."""
-        self._start = 0
-        self._is_over = False
-        """Whether there is a newer start, by the last look."""
-        self._tags: set[str] = set()
-        self._look: asyncio.Task[None] | None = None
-        self._deciding: asyncio.Task[None] | None = None
-        self._proving: asyncio.Task[None] | None = None
-        self._looks: dict[str, asyncio.Task[None]] = {}
-        """The looks for saves that wait, by name."""
-        self._is_closed = False
-        self._led: set[str] = set()
-        """The attempts that the coordinator is known to have begun, on another rank."""
+        self._removal: asyncio.Task[None] | None = None
+        self._aside: dict[str, asyncio.Task[None]] = {}
+        """What makes room for saves that wait while nothing changes, by name."""
         self._complaint: str | None = None
 
     # --- attempts ------------------------------------------------------------------------------------------------
@@ -186,243 +125,147 @@ class Tidier:
         self._waiting[info.prefix] = info
 
     def end(self, info: AttemptInfo) -> None:
-        """Note that the attempt is over on this rank. Unless it committed, nothing of it is on the disk."""
+        """Note that the attempt is over on this rank."""
+        for noted in (self._waiting, self._begun, self._nbytes):
+            noted.pop(info.prefix, None)
+        self._changed.set()
+
+    def _begin(self, info: AttemptInfo, nbytes: float) -> None:
         self._waiting.pop(info.prefix, None)
-        if info.rank != COORDINATOR:
-            self._drop(info.prefix)
-        elif info.prefix in self._begun:
-            self._ended.add(info.prefix)
+        self._begun[info.prefix] = info
+        self._nbytes[info.prefix] = self._last_nbytes = nbytes
         self._changed.set()
 
     # --- room ----------------------------------------------------------------------------------------------------
+
+    def begins_early(self, info: AttemptInfo) -> bool:
+        """Whether the coordinator begins the attempt while its snapshot is taken, since there is room if it is as large as the
+        save before.
+        """
+        begins = info.rank == COORDINATOR and self._may_begin(info, self._last_nbytes)
+        if begins:
+            self._begin(info, self._last_nbytes)
+        return begins
 
     async def room_for(self, info: AttemptInfo, deadline: float, nbytes: int) -> None:
         """Return when the attempt may be written (TIDY-2, TIDY-3), at the latest halfway to its `deadline` (TIDY-4). `nbytes`:
         the size of this rank's shard.
         """
-        own = nbytes * info.world_size
         loop, waits = asyncio.get_running_loop(), pauses(self._commit, self._store.capabilities)
-        began = loop.time()
+        number, since, is_stuck = -1, 0.0, False
+        own = nbytes * info.world_size
         try:
-            async with asyncio.timeout_at((began + deadline) / 2):
-                while not await self._has_room(info, own, began):
-                    await self._change(next(waits))
+            async with asyncio.timeout_at((loop.time() + deadline) / 2):
+                while info.prefix not in self._begun and not self._may_begin(info, own, is_stuck=is_stuck):
+                    if self._log.state.number != number:
+                        number, since, is_stuck = self._log.state.number, loop.time(), False
+                    elif info.rank == COORDINATOR and loop.time() - since >= STUCK_S:
+                        since, is_stuck = loop.time(), True
+                        self._make_room(info)
+                    with self._hurry():
+                        await self._change(next(waits))
         except TimeoutError:
             log.warning("%s is written although other saves and their leftovers take more room than they should", info.prefix)
-        self._waiting.pop(info.prefix, None)
-        self._begun[info.prefix], self._nbytes[info.prefix] = info, own
-        self._changed.set()
+        self._begin(info, own)
 
-    async def more_room_for(self, info: AttemptInfo, deadline: float, freed: int) -> bool:
-        """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
+    def _may_begin(self, info: AttemptInfo, nbytes: float, *, is_stuck: bool = False) -> bool:
+        if any(other.n < info.n for other in self._alike(info, self._waiting)):
+            return False
+        attempts = self._log.state.attempts
+        if info.rank != COORDINATOR:
+            before = max(self._alike(info, self._begun), key=lambda other: other.n, default=None)
+            known = [attempts.get(one.prefix) for one in (before, info) if one is not None]
+            # An attempt that another rank has announced has no number yet.
+            return before is None or any(one is not None and (one.n >= 0 or one.status != "undecided") for one in known)
+        found = self._room_use()
+        begun = {name: n for name, n in self._nbytes.items() if name not in attempts or attempts[name].status == "undecided"}
+        stays, is_over = self._stays.union(found.pinned if is_stuck else ()), self._is_over(info.attempt.start)
+        if has_room(found, self._rules, info, nbytes, begun, stays=stays, only_undecided=is_stuck and is_over):
+            return True
+        if not self._is_removing and not is_over and not found.removable <= self._stays:
+            self.ask(info)
+        return False
 
-        The coordinator removes dead attempts, and checkpoints that stay only for exports (EXPORTLEASE-3); if its start is over,
-        it waits at most FULL_S until the newer coordinator has. Other ranks wait until the coordinator's vote shows that it
-        has, at most twice as long, and at most halfway to `deadline`: on a disk without any free space, nothing may ever go,
-        and no vote come. A removal or a look that has begun is waited for until it ends, or the caller gives up.
-        """
-        loop = asyncio.get_running_loop()
-        wait_s = FULL_S if info.rank == COORDINATOR else 2 * FULL_S
-        until = min((loop.time() + deadline) / 2, loop.time() + wait_s)
-        if info.rank == COORDINATOR:
-            gone, self._heeds_exports = self._gone, False
-            try:
-                await self.tidy(info)
-                while self._is_over and self._gone == gone and loop.time() < until:
-                    await asyncio.sleep(LOOK_S)
-                    await self.tidy(info)
-            finally:
-                self._heeds_exports = True
-            return self.freed > freed or self._gone > gone
-        while not (voted := await self._is_led(info)) and loop.time() < until:
-            await asyncio.sleep(self._commit.poll_max_s)
-        return voted
+    def _alike(self, info: AttemptInfo, among: dict[str, AttemptInfo]) -> list[AttemptInfo]:
+        return [other for other in among.values() if not self._rules.keeps_all or other.tag == info.tag]
 
-    async def _make_room(self, info: AttemptInfo) -> None:
-        """Make room for an attempt that waits while nothing changes (TIDY-4)."""
-        scope = self._scope(info)
-        if self._is_over:
-            self._left[scope] = replace(self._left_of(info), surplus=0, dead=0)
-            return
-        if older := self._older(info):
-            self._decide_older(info, older)
-        await self._prove_newest(info)
+    def _is_over(self, start: int) -> bool:
+        return self._log.state.start > start
 
-    def _older(self, info: AttemptInfo) -> list[str]:
-        """The undecided attempts of older starts."""
-        left = self._left_of(info)
-        return [prefix for prefix, start in {**left.promised, **left.undecided}.items() if start < info.attempt.start]
-
-    def _decide_older(self, info: AttemptInfo, prefixes: Sequence[str]) -> None:
-        """Begin to decide these attempts if nobody works at them any more. This takes as long as a lease, so it runs aside."""
-
-        async def decide() -> None:
-            try:
-                await self._decides(prefixes, DECIDING_S, lambda: self._check_root(info.attempt.start))
-            except CheckpointdError as error:
-                log.warning("attempts of older starts at %s cannot be decided: %s", self._store.url, error)
-            self._look_again_at = 0.0
-            self._changed.set()
-
-        if self._deciding is None or self._deciding.done():
-            self._deciding = asyncio.get_running_loop().create_task(decide())
-
-    async def _prove_newest(self, info: AttemptInfo) -> None:
-        """If a checkpoint stays only because no newer one was verified, read back the newest checkpoint and remove again."""
-        if not self._left_of(info).surplus:
-            return
-
-        async def prove() -> None:
-            try:
-                if await prove_newest(self._store):
-                    await self.tidy(info)
-            except CheckpointdError as error:
-                log.warning("%s: the newest checkpoint could not be read back to make room: %s", info.prefix, error)
-
-        if self._proving is None or self._proving.done():
-            self._proving = asyncio.get_running_loop().create_task(prove())
-        await asyncio.wait({self._proving})  # a save that waits no longer leaves it to the next one
-
-    async def _looked(self, what: str, look: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Take `look`, unless a look of that name goes on, and wait until it is over.
-
-        A storage that does not answer cannot be told to stop. So this wait can be given up while the look goes on, and only
-        LOOKS_MAX go on at once: those who come later wait until one has ended (TIDY-4).
-        """
-        while (task := self._looks.get(what)) is None:
-            if self._is_closed:
-                raise ClosedError(f"nothing is removed at {self._store.url} any more")
-            if len(self._looks) < LOOKS_MAX:
-                task = self._looks[what] = asyncio.get_running_loop().create_task(look())
-                task.add_done_callback(lambda _: self._looks.pop(what))
-                break
-            await asyncio.wait(self._looks.values(), return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.result()
+    def _room_use(self) -> RoomUse:
+        state = self._log.state
+        basis = (state, self.keeps_before)
+        if self._found is None or self._found[0] != basis:
+            self._found = basis, room_use(state, self._rules, self.keeps_before, self._kept)
+        return self._found[1]
 
     async def _change(self, timeout_s: float) -> None:
         self._changed.clear()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        except TimeoutError:
+
+    def _make_room(self, info: AttemptInfo) -> None:
+        """Make room for an attempt that waits while nothing changes (TIDY-4). It takes long, so it runs aside."""
+        found, start = self._room_use(), info.attempt.start
+        if self._is_over(start):
             return
+        older = [one.attempt for one in found.undecided if one.id.start < start]
+        if older:
+            self._run_aside("deciding", lambda: self._decides(older, DECIDING_S, lambda: self._check_root(start)))
+        if found.surplus:
+            self._run_aside("reading back", lambda: prove_newest(self._store))
 
-    async def _has_room(self, info: AttemptInfo, own: int, began: float) -> bool:
-        if any(other.n < info.n for other in self._alike(info, self._waiting)):
-            return False
-        if info.rank != COORDINATOR:
-            before = max(self._alike(info, self._begun), key=lambda other: other.n, default=None)
-            return before is None or await self._is_led(before, info)
-        while self._scope(info) not in self._left:
-            await self._looked(f"first {self._scope(info)}", lambda: self._look_first(info))
-        now = asyncio.get_running_loop().time()
-        if (self._ended or now >= self._look_again_at) and not self._fits(info, own):
-            await self.tidy(info)
-        if not self._fits(info, own) and (self._is_stuck() or (self._is_over and now - began >= OVER_S)):
-            await self._make_room(info)
-        return self._fits(info, own)
+    def _run_aside(self, what: str, work: Callable[[], Awaitable[object]]) -> None:
+        """Do `work`, unless what was begun under this name goes on."""
 
-    async def _look_first(self, info: AttemptInfo) -> None:
-        """Look at the scope of `info` for the first time, without removing anything."""
-        scope = self._scope(info)
-        try:
-            self._left[scope] = await self._seen(scope, besides=info.prefix)
-        except CheckpointdError as error:
-            log.warning("%s: what else is on the disk cannot be seen: %s", info.prefix, error)
-            self._left[scope] = _Left()
+        async def run() -> None:
+            try:
+                await work()
+            except CheckpointdError as error:
+                log.warning("%s to make room at %s failed: %s", what, self._store.url, error)
 
-    async def _seen(self, scope: str, besides: str = "") -> _Left:
-        """What is in `scope`, besides one attempt. Removes nothing."""
-        views = [view for view in await self._views(scope) if view.prefix != besides]
-        choice = await chosen_by(
-            self._store,
-            views,
-            self._commit.retention,
-            keeps_before=self.keeps_before,
-            exports=self._heeded,
-        )
-        dead = [facts for facts, _ in (*choice.going, *dead_weight(view.facts for view in views))]
-        return _left(views, choice.surplus, dead)
+        task = self._aside.get(what)
+        if task is None or task.done():
+            self._aside[what] = asyncio.get_running_loop().create_task(run())
 
-    def _is_stuck(self) -> bool:
-        """Whether no attempt was begun and nothing was removed for STUCK_S."""
-        now, stands = asyncio.get_running_loop().time(), (self.freed, self._gone, tuple(self._begun))
-        if stands != self._stands[0]:
-            self._stands = stands, now
-        return now - self._stands[1] >= STUCK_S
+    async def more_room_for(self, info: AttemptInfo, deadline: float, freed: Freed) -> bool:
+        """Whether space was freed since `self.freed` was `freed`, so that a write which found the disk full can be tried again.
 
-    def _fits(self, info: AttemptInfo, own: int) -> bool:
-        """Whether TIDY-2 allows the attempt of `own` bytes, by the last look."""
-        left, begun = self._left_of(info), self._alike(info, self._begun)
-        older = {prefix: start for prefix, start in left.promised.items() if start < info.attempt.start}
-        undecided = (older | dict(left.undecided)).items()
-        others = [start for prefix, start in undecided if prefix != info.prefix and prefix not in self._begun]
-        # Attempts of this start belong to ranks that lead, or to a lost coordinator that this one has replaced.
-        led = others.count(info.attempt.start)
-        lead = max(led, 1 if info.world_size > 1 else 0)
-        count = left.surplus + left.dead + len(others) - led + lead + len(begun) + 1
-        nbytes = left.nbytes + sum(self._nbytes[other.prefix] for other in begun) + (lead + 1) * own
-        return count <= SPARE or (count <= SMALL_MAX and nbytes <= SMALL_BYTES)
+        The coordinator removes what may go, also checkpoints that stay only for exports (EXPORTLEASE-3). Other ranks wait until
+        the log shows that it has, at most twice FULL_S, and a coordinator whose start is over at most FULL_S; none longer than
+        halfway to `deadline`: on a disk without any free space, nothing may ever go. A removal that has begun is waited for
+        until it ends, or the caller gives up.
+        """
+        loop = asyncio.get_running_loop()
+        until = min((loop.time() + deadline) / 2, loop.time() + (FULL_S if info.rank == COORDINATOR else 2 * FULL_S))
+        if info.rank == COORDINATOR and not self._is_over(info.attempt.start):
+            self._heeds_exports = False
+            try:
+                await self.tidy(info)
+            finally:
+                self._heeds_exports = True
+        else:
+            while self.freed == freed and loop.time() < until:
+                await self._change(self._commit.poll_max_s)
+        return self.freed != freed
 
-    def _left_of(self, info: AttemptInfo) -> _Left:
-        return self._left.get(self._scope(info), _Left())
-
-    async def _is_led(self, *attempts: AttemptInfo) -> bool:
-        """Whether the coordinator is known to have begun one of `attempts`."""
-
-        async def look() -> None:
-            for info in attempts:
-                if await self._is_begun(info):
-                    self._led.add(info.prefix)
-                    return
-
-        if not any(info.prefix in self._led for info in attempts):
-            await self._looked(f"begun {attempts[-1].prefix}", look)
-        return any(info.prefix in self._led for info in attempts)
-
-    async def _is_begun(self, info: AttemptInfo) -> bool:
-        """Whether the coordinator is known to have begun the attempt."""
-        try:
-            return (await catalog.read_vote(self._store, info.key(vote_name(COORDINATOR)))).vote == "yes"
-        except NotFoundError:
-            return False
-        except CheckpointdError as error:
-            log.warning("%s: whether the coordinator has voted cannot be told: %s", info.prefix, error)
-            return False
-
-    def _alike(self, info: AttemptInfo, among: dict[str, AttemptInfo]) -> list[AttemptInfo]:
-        scope = self._scope(info)
-        return [other for other in among.values() if self._scope(other) == scope]
-
-    def _scope(self, info: AttemptInfo) -> str:
-        return EVERYTHING if self._sees_all else info.tag
+    @property
+    def freed(self) -> Freed:
+        """The number of bytes removed here so far, and the newest entry of the log that says that objects were removed."""
+        return self._freed_bytes, max((one.swept for one in self._log.state.attempts.values()), default=0)
 
     # --- removing ------------------------------------------------------------------------------------------------
 
     def ask(self, info: AttemptInfo) -> None:
-        """Have dead attempts removed soon, since the coordinator's attempt `info` is decided (TIDY-1)."""
-        if not self._sees_all and len(self._tags) <= TAGS_MAX:  # with more, the next look is at all tags
-            self._tags.add(info.tag)
+        """Have removed soon what may go, since the coordinator's attempt `info` is decided (TIDY-1)."""
         self._start = max(self._start, info.attempt.start)
         self._asked += 1
-        self._begin_look()
-
-    def committed_alone(self, info: AttemptInfo) -> bool:
-        """Whether the attempt, which has committed, is all that there is at its tag, so that nothing can be removed there, and
-        no other tag is due. Then it is over, and needs no `ask`.
-        """
-        is_alone = not self._sees_all and self._left_of(info).is_bare and not info.may_be_taken_over and not self._tags
-        if is_alone:
-            self._drop(info.prefix)
-            self._left.pop(self._scope(info), None)  # the next save of this tag replaces this one
-            self._changed.set()
-        return is_alone
+        self._begin_removal()
 
     async def tidy(self, info: AttemptInfo) -> None:
-        """`ask`, and return when a look that began after this call has ended, even if it failed. Cancelling this call does not
-        cancel the look.
+        """`ask`, and return when a removal that began after this call has ended, even if it failed. Cancelling this call does
+        not cancel the removal.
         """
         self.ask(info)
         await self.rest()
@@ -430,163 +273,101 @@ class Tidier:
     async def rest(self) -> None:
         """Return when the removals that have been asked for are over."""
         mine = self._asked
-        self._resting += 1
-        self._awaited.set()
-        try:
+        with self._hurry():
             while self._served < mine:
-                self._begin_look()
-                assert self._look is not None
-                await asyncio.wait({self._look})
-        finally:
-            self._resting -= 1
-            if not self._resting:
-                self._awaited.clear()
+                self._begin_removal()
+                assert self._removal is not None
+                await asyncio.wait({self._removal})
 
-    async def finish(self, *, is_alone: bool) -> None:
+    async def finish(self) -> None:
         """`rest`, for a writer that closes. If the newest checkpoint is small, it is read back, so that one that stays only
-        until then can go. If the job has no other ranks (`is_alone`), removed checkpoints leave no directories.
+        until then can go.
         """
         await self.rest()
-        surplus = self._left.get(EVERYTHING, _Left()).surplus
-        if surplus and not self._is_over and await prove_newest(self._store, SMALL_BYTES):
+        if self._room_use().surplus and not self._is_over(self._start) and await prove_newest(self._store, room.SMALL_BYTES):
             self._asked += 1
             await self.rest()
-        if is_alone and self.freed and not self._is_over:
-            await self._check_root(self._start)
-            await forget_removed(self._store, self.known)
 
     async def close(self) -> None:
         """Stop removing. The next save at the root removes the rest. Waits at most ANSWER_S for the storage."""
-        self._is_closed = True
-        tasks = [task for task in (self._look, self._deciding, self._proving, *self._looks.values()) if task is not None]
+        tasks = [task for task in (self._removal, *self._aside.values()) if task is not None]
         if not await stopped(tasks, ANSWER_S):
             log.warning("%s has not answered for %g s, and is not waited for", self._store.url, ANSWER_S)
 
-    def _begin_look(self) -> None:
-        if self._look is None or self._look.done():
-            self._look = asyncio.get_running_loop().create_task(self._look_on())
+    @contextlib.contextmanager
+    def _hurry(self) -> Iterator[None]:
+        """Let removals begin at once while the block runs."""
+        self._hurrying += 1
+        self._hurried.set()
+        try:
+            yield
+        finally:
+            self._hurrying -= 1
+            if not self._hurrying:
+                self._hurried.clear()
 
-    async def _look_on(self) -> None:
-        """Look until every request is served."""
+    @property
+    def _is_removing(self) -> bool:
+        return self._removal is not None and not self._removal.done()
+
+    def _begin_removal(self) -> None:
+        if not self._is_removing:
+            self._removal = asyncio.get_running_loop().create_task(self._remove_on())
+
+    async def _remove_on(self) -> None:
+        """Remove until every request is served."""
         loop = asyncio.get_running_loop()
         while self._served < self._asked:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._pause_until):
-                    await self._awaited.wait()
-            began = loop.time()
-            await self._look_around()
+                    await self._hurried.wait()
+            asked, began, wanted = self._asked, loop.time(), frozenset[str]()
+            try:
+                wanted = self._room_use().removable
+                await self._remove()
+            except CheckpointdError as error:
+                log.warning("leftovers at %s could not be removed: %s; the next save tries again", self._store.url, error)
+            except Exception:
+                log.exception("removing leftovers at %s failed in an unforeseen way; please report it", self._store.url)
+            finally:
+                self._served = asked
+                is_settled = not wanted or self._is_over(self._start)
+                self._stays = frozenset() if is_settled else self._room_use().removable & wanted
+                self._changed.set()
             self._pause_until = loop.time() + min((loop.time() - began) * (1 / SHARE - 1), PAUSE_S_MAX)
 
-    async def _look_around(self) -> None:
-        asked, tags, ended = self._asked, self._tags, frozenset(self._ended)
-        self._tags = set()
-        is_due = asked - self._served_everywhere >= EVERYTHING_EVERY
-        scopes = [EVERYTHING] if self._sees_all or is_due or len(tags) > TAGS_MAX else sorted(tags)
-        if scopes == [EVERYTHING]:
-            self._served_everywhere = asked
-        try:
-            for scope in scopes:
-                await self._remove(scope)
-        except CheckpointdError as error:
-            self._due_again(tags)
-            log.warning("leftovers at %s could not be removed: %s; the next save tries again", self._store.url, error)
-        except Exception:
-            log.exception("removing leftovers at %s failed in an unforeseen way; please report it", self._store.url)
-        finally:
-            for prefix in ended:
-                self._drop(prefix)
-            used = {self._scope(info) for info in (*self._waiting.values(), *self._begun.values())}
-            self._left = {scope: left for scope, left in self._left.items() if scope in {EVERYTHING, *used}}
-            if not self._is_over:
-                # A storage that removes nothing costs space and no save (TIDY-4), so what could not go counts no longer.
-                self._left = {scope: replace(left, dead=0) for scope, left in self._left.items()}
-            self._look_again_at = asyncio.get_running_loop().time() + LOOK_S
-            self._served = asked
-            self._changed.set()
+    async def _remove(self) -> None:
+        """Remove what may go, if the log tells of anything (TIDY-1) and the start is not over (TIDY-5)."""
+        found = self._room_use()
+        self._complain(found.unknown_metric)
+        if found.going or found.is_shown:
+            state = await self._log.look()
+            await self._check_root(self._start)
+            if not self._is_over(self._start):
+                await self._retire(root_view.views_of(state))
+        await self._log.compact()
 
-    def _due_again(self, tags: Collection[str]) -> None:
-        """Look at these tags, of which not all could be removed, at the next removal, too. Only a few: a job may lack the right
-        to remove anything.
-        """
-        self._tags.update(islice(tags, max(0, DUE_AGAIN_MAX - len(self._tags))))
-
-    def _drop(self, prefix: str) -> None:
-        """Count the attempt no longer."""
-        self._begun.pop(prefix, None)
-        self._nbytes.pop(prefix, None)
-        self._ended.discard(prefix)
-        self._led.discard(prefix)
-
-    async def _views(self, scope: str) -> list[AttemptView]:
-        store = self._store if self._store.capabilities.at_once > 1 else InTurn(self._store)
-        if scope:
-            return await catalog.attempts_of(store, scope)
-        return await catalog.scan(store, self.known)
-
-    async def _remove(self, scope: str) -> None:
-        """Remove dead attempts in `scope`, and note what is left there.
-
-        If there is a newer start, this only looks, since the coordinator of that start removes (COLLECT-5). If the root is
-        another one, it raises (TIDY-5).
-        """
-        scopes = [scope] if self._sees_all or scope else list(self._left)
-        self._is_over = await starts.newest(self._store) > self._start
-        if self._is_over:
-            for looked in scopes:
-                self._left[looked] = left = await self._seen(looked)
-                count = left.surplus + left.dead + len(left.undecided)
-                self._gone += max(0, self._counted.get(looked, count) - count)
-                self._counted[looked] = count
-            return
-        await self._check_root(self._start)
-        views = await self._views(scope)
-        await self._check_root(self._start)
-        rules, known = self._commit.retention, self.known
-        done = await retire(
+    async def _retire(self, views: Sequence[AttemptView]) -> None:
+        removed = await reserve.on_full_disk(
             self._store,
-            views,
-            rules,
-            keeps_before=self.keeps_before,
-            exports=self._heeded,
-            known=known,
-            thorough=False,
+            lambda: retire(
+                self._store,
+                views,
+                self._rules,
+                start=self._start,
+                keeps_before=self.keeps_before,
+                exports=self._exports if self._heeds_exports else None,
+                kept=self._kept,
+            ),
         )
-        for looked in scopes:
-            self._left[looked] = _left([view for view in views if not looked or view.tag == looked], done.choice.surplus, ())
-        if scope and not done.is_complete:
-            self._due_again({scope})
-        if not self._sees_all:
-            self._due_again({facts.tag for facts in done.choice.exporting})
-        self._say(done)
-
-    @property
-    def _heeded(self) -> ExportLeases | None:
-        """The exports for which checkpoints stay."""
-        return self._exports if self._heeds_exports else None
-
-    def _say(self, done: Retired) -> None:
-        for removal in done.removed:
-            self.freed += removal.freed_bytes
+        self._found = None  # since `_kept` has changed
+        for removal in removed:
+            self._freed_bytes += removal.freed_bytes
             freed = byte_size(removal.freed_bytes)
             log.info("removed %s/%s (%s) as user %s: %s", removal.tag, removal.attempt, freed, user(), removal.reason)
-        complaint = done.choice.unknown_metric
+
+    def _complain(self, complaint: str | None) -> None:
         if complaint is not None and complaint != self._complaint:
-            log.error(
-                "retention at %s removes nothing: %s. Mend Retention(metric=...), or save(metrics=...)",
-                self._store.url,
-                complaint,
-            )
+            words = "retention at %s removes nothing: %s. Mend Retention(metric=...), or save(metrics=...)"
+            log.error(words, self._store.url, complaint)
         self._complaint = complaint
-
-
-def _left(views: Sequence[AttemptView], surplus: Sequence[AttemptFacts], dead: Sequence[AttemptFacts]) -> _Left:
-    """What the undecided attempts among `views`, and those of `surplus` and `dead` among them, take."""
-    in_doubt = [view for view in views if view.state == "in-doubt"]
-    undecided = {view.prefix: view.attempt.start for view in in_doubt if view.has_shards}
-    promised = {view.prefix: view.attempt.start for view in in_doubt if LEASE in view.sizes and not view.has_shards}
-    tags = {facts.tag for facts in (*surplus, *dead)}
-    sizes = {view.prefix: view.nbytes for view in views if view.tag in tags or view.prefix in undecided}
-    extra = [facts.prefix for facts in surplus if facts.prefix in sizes]
-    going = [facts.prefix for facts in dead if facts.prefix in sizes]
-    nbytes = sum(sizes[prefix] for prefix in (*undecided, *extra, *going))
-    return _Left(undecided, promised, len(extra), len(going), nbytes, not views)

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import logging
 
+from checkpointd.commit.log import is_admitted
 from checkpointd.errors import StoreError
-from checkpointd.layout.keys import OUTCOME, AttemptId, holder_of, is_tag
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.layout.keys import AttemptId, holder_of, is_tag
+from checkpointd.layout.log_records import LogState
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store
 from checkpointd.store.uploads import UnfinishedUpload, abort_upload_of, unfinished_uploads_of
 
 log = logging.getLogger("checkpointd")
 
 
-async def abort_dead_uploads(store: Store, known: CatalogLog, *, dry_run: bool = False) -> list[UnfinishedUpload]:
+async def abort_dead_uploads(store: Store, *, dry_run: bool = False) -> list[UnfinishedUpload]:
     """Abort the dead uploads at the root, and return them; with `dry_run`, only return them. If they cannot be listed or
     aborted, as for want of a right, the log says so.
     """
     gone: list[UnfinishedUpload] = []
     try:
-        for upload in await unfinished_uploads_of(store):
-            if await _is_dead(store, known, upload.key):
+        uploads, root_log = await unfinished_uploads_of(store), RootLog.of(store)
+        # The log comes second: an attempt is announced before its first upload begins (ATTEMPT-8).
+        state = await root_log.look() if uploads else root_log.state
+        for upload in uploads:
+            if not root_log.fault and _is_dead(state, upload.key):
                 if not dry_run:
                     await abort_upload_of(store, upload)
                 gone.append(upload)
@@ -34,18 +39,11 @@ async def abort_dead_uploads(store: Store, known: CatalogLog, *, dry_run: bool =
     return gone
 
 
-async def _is_dead(store: Store, known: CatalogLog, key: str) -> bool:
-    if not _is_of_attempt(key):
+def _is_dead(state: LogState, key: str) -> bool:
+    if not _is_of_attempt(key) or not state.begins:
         return False
-    prefix = holder_of(key)
-    if await store.stat(f"{prefix}/{OUTCOME}") is not None:
-        return True
-    await known.refresh()
-    if known.fault or not known.state.number:
-        return False
-    # An attempt is announced before its first upload begins (ATTEMPT-8), so one that is not in the catalog was forgotten.
-    entry = known.state.entries.get(prefix)
-    return entry is None or not entry.is_open
+    known = state.attempts.get(holder_of(key))
+    return known.status != "undecided" if known is not None else not is_admitted(state, holder_of(key))
 
 
 def _is_of_attempt(key: str) -> bool:

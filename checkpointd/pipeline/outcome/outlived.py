@@ -6,8 +6,8 @@ Invariants
       objects has changed for as long as a lease lasts. A large object may look the same while it is written, so a node that
       writes longer at one, after the coordinator's node died, may lose this save. A commit is never lost, since the first
       outcome counts.
-  OUTLIVED-2  A process that has tried to put an outcome acts on the one that counts, whatever the storage replied: it is
-      durable, the catalog has it, `latest` names the newest checkpoint, and the files of a commit are shown.
+  OUTLIVED-2  A process that has tried to decide an attempt acts on what the log has: `latest` names the newest checkpoint, and
+      the files of a commit are shown.
   OUTLIVED-3  A caller that has time tries `latest` and the files again until they work. One that hurries, since a load waits,
       tries them once: the load shows the files itself, and the next commit or start moves `latest`.
 """
@@ -20,14 +20,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from checkpointd.errors import CheckpointdError, StoreError
-from checkpointd.layout.keys import LEASE, OUTCOME, AttemptId, attempt_lease_key, vote_name
-from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline.outcome.recover import announced_and_put, judge, say
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.catalog_log import note_outcome
-from checkpointd.pipeline.root.latest import move_latest_to_newest
+from checkpointd.layout.keys import attempt_lease_key, vote_name
+from checkpointd.layout.log_records import LoggedAttempt
+from checkpointd.pipeline.outcome.publish import append
+from checkpointd.pipeline.outcome.recover import judge, say
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.leases import Sight, Watch
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.tag_directories import show
 from checkpointd.store.base import Store
 
@@ -78,11 +78,11 @@ class _Waiting:
     check: Callable[[], Awaitable[None]]
     _watch: Watch = field(init=False)
     _has_tried: bool = False
-    """Whether this process has tried to put an outcome."""
-    _outcome: Outcome | None = None
-    """The outcome that counts, once it is known, if this process has tried to put one."""
+    """Whether this process has tried to decide it."""
+    _decided: LoggedAttempt | None = None
+    """The attempt once it is decided, if this process has tried to decide it."""
     _sizes: Mapping[str, int] | None = None
-    """The attempt's objects but its lease, as they were last seen, since the time `_since` of the loop."""
+    """The attempt's objects, as they were last seen, since the time `_since` of the loop."""
     _since: float = 0.0
     _looked: float = 0.0
 
@@ -92,64 +92,56 @@ class _Waiting:
         until, has_voted = loop.time() + timeout_s, False
         while True:
             try:
-                view = await self._look()
-                fault = catalog.fault_of(view)
-                if fault is not None and (self._has_tried or isinstance(fault, StoreError)):
-                    raise fault
-                if view.state != "in-doubt" and not self._has_tried:
+                one = await self._look()
+                is_decided = one is not None and one.status != "undecided"
+                if is_decided and not self._has_tried:
                     return True
-                if view.state != "in-doubt" or self._is_abandoned():
-                    await self._decide(view)
+                if is_decided or self._is_abandoned():
+                    await self._decide(one)
                     return True
-                if self.hurried and not has_voted and vote_name(0) in view.sizes:
+                if self.hurried and not has_voted and vote_name(0) in (self._sizes or ()):
                     has_voted, until = True, min(until, loop.time() + VOTES_S)
                 pause_s = min(1.2 * pause_s, _PAUSE_S_MAX)
             except StoreError as error:
-                if self._outcome is not None and self.hurried:
+                if self._decided is not None and self.hurried:
                     log.warning("%s is decided, but latest or its files could not follow: %s", self.prefix, error)
                     return True
                 log.warning("%s cannot be looked at or decided: %s; trying again", self.prefix, error)
                 pause_s = min(2 * pause_s, _RETRY_S_MAX)
             except CheckpointdError as error:
                 log.error("%s cannot be decided: %s", self.prefix, error)
-                return self._outcome is not None
+                return self._decided is not None
             if loop.time() >= until:
-                return self._outcome is not None
+                return self._decided is not None
             await asyncio.sleep(pause_s)
 
-    async def _look(self) -> AttemptView:
+    async def _look(self) -> LoggedAttempt | None:
         await self._watch.look()
-        tag, _, name = self.prefix.rpartition("/")
-        attempt = AttemptId.parse(name)
-        assert attempt is not None
-        view = await catalog.view(self.store, tag, attempt)
-        sizes = {name: size for name, size in view.sizes.items() if name != LEASE}
+        sizes = {entry.name: entry.size for entry in await root_view.objects_of(self.store, self.prefix)}
         now = asyncio.get_running_loop().time()
         # As for the lease, what kept this process from looking may have kept others from writing.
         if sizes != self._sizes or now - self._looked >= self._watch.length_s / 2:
             self._since = now
         self._sizes, self._looked = sizes, now
-        return view
+        return (await root_view.state_of(self.store)).attempts.get(self.prefix)
 
     def _is_abandoned(self) -> bool:
         quiet_s = asyncio.get_running_loop().time() - self._since
         return not self.is_spooled and self._watch.is_abandoned() and (self.hurried or quiet_s >= self._watch.length_s)
 
-    async def _decide(self, view: AttemptView) -> None:
-        """Put an outcome unless there is one, and act on the one that counts (OUTLIVED-2)."""
+    async def _decide(self, one: LoggedAttempt | None) -> None:
+        """Decide the attempt unless it is decided, and act on what counts (OUTLIVED-2). One that nobody has announced has
+        nothing that could be lost.
+        """
         await self.check()
-        if self._outcome is None and view.state == "in-doubt":
-            draft = await judge(self.store, view)
+        if self._decided is None and one is not None and one.status == "undecided":
+            draft = await judge(self.store, one.tag, one.id)
             self._has_tried = True
-            self._outcome = await announced_and_put(self.store, draft)
-            say(self._outcome)
-        elif self._outcome is None and view.outcome is not None and view.state != "deleted" and not view.is_void:
-            await self.store.settle(f"{self.prefix}/{OUTCOME}")
-            await note_outcome(self.store, view.outcome)
-            self._outcome = view.outcome
-            say(self._outcome)
-        if self._outcome is None:
-            return  # removed, or aborted and forgotten (COMMIT-5), meanwhile
-        if self._outcome.outcome == "commit" and self._outcome.save_latest:
-            await move_latest_to_newest(self.store)
-        await show(self.store, self._outcome)
+            self._decided = await append(RootLog.of(self.store), draft)
+            say(draft.record)
+        elif self._decided is None and one is not None and self._has_tried:
+            self._decided = one
+        if self._decided is None or self._decided.status != "checkpoint" or self._decided.commit is None:
+            return
+        await move_latest(RootLog.of(self.store), is_start=True)
+        await show(self.store, self._decided.commit)

@@ -1,14 +1,9 @@
-"""The coordinator's part: gather votes, decide, put the outcome, move `latest`.
+"""The coordinator's part: gather votes, decide, and append the decision to the log.
 
 Invariants
-  COMMIT-1  The outcome is put only with `put_if_absent`, so the first outcome decides, and all ranks read the same one.
-  COMMIT-2  Only the coordinator of the newest start or of a surviving attempt, or recovery, puts a commit, and only after it
-      has read every vote and found it valid.
-  COMMIT-3  `latest` moves only after the outcome is durable.
-  COMMIT-4  Before a commit is put, its ballot is durable, with the bytes of every vote that was counted. So the commit does not
-      need the files of the votes, and they need not be durable. So is the joint plan that the commit names.
-  COMMIT-5  After a commit was put, the index of rank 0 is still there. If it is not, the attempt was aborted and forgotten
-      (COLLECT-8) between the look at the votes and the put. Then nobody reports a commit, and what was put is no checkpoint.
+  LOG-9  A commit is appended only by who has read the vote of every rank and found it a valid yes, and found the plans whole
+      together; and only once its ballot is durable, with the bytes of every vote that was counted, and the joint plan that it
+      names. So the commit does not need the files of the votes, and they need not be durable.
 """
 
 from __future__ import annotations
@@ -19,14 +14,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
+from checkpointd.commit.log import fate
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError
 from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.indexes import Index, Plan
 from checkpointd.layout.joint_plan import StoredJointPlan, joint_plan, joint_plan_ref
 from checkpointd.layout.keys import (
-    BALLOT,
-    JOINT_PLAN,
-    OUTCOME,
     AttemptId,
     attempt_prefix,
     holder_of,
@@ -37,21 +30,22 @@ from checkpointd.layout.keys import (
     vote_name,
     vote_rank,
 )
-from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VOTE_BYTES_MAX, Outcome, Vote, decode, encode
+from checkpointd.layout.log_records import AbortRecord, CommitRecord, LoggedAttempt
+from checkpointd.layout.manifest import BALLOT_BYTES_MAX, NO_REASON, VOTE_BYTES_MAX, Vote, decode
 from checkpointd.layout.plan import Doubled, NumberedPlan, TensorNumbers, compared
 from checkpointd.layout.save_timings import Cost
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.duplicate_boxes import unequal
-from checkpointd.pipeline.root import catalog, reserve
-from checkpointd.pipeline.root.ballots import put_for_commit
+from checkpointd.pipeline.root import reserve, root_view
+from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_for_commit
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.plans import read_plans
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside, uncollected
-from checkpointd.pipeline.write.vote import check_own_part
 from checkpointd.store.base import Entry, Store
 
 RECOVERY = -1
-"""The value of `decided_by` in an outcome that recovery put."""
+"""The value of `decided_by` in a record that no rank put."""
 OVERLAP_REMEDY = (
     "these ranks say that they hold the same part of it: pass the module itself as you train it, which tells what ranks hold "
     "together, or give each tensor a name of its own"
@@ -86,7 +80,7 @@ class Ballot:
     async def look(self, world_size: int) -> None:
         """Read the votes that have come since the last look. Lists only the groups of ranks that still miss votes."""
         missing = {rank_group(rank) for rank in range(world_size) if rank not in self.votes}
-        await self.gather(await catalog.objects_of_groups(self.store, self.prefix, sorted(missing)))
+        await self.gather(await root_view.objects_of_groups(self.store, self.prefix, sorted(missing)))
 
     async def gather(self, entries: list[Entry]) -> None:
         """Read the votes among `entries` that were not read before."""
@@ -203,7 +197,7 @@ async def unequal_boxes(store: Store, votes: Mapping[int, Vote], doubled: tuple[
 
     async def read(rank: int) -> Index:
         vote = votes[rank]
-        return await catalog.index_named_by(store, vote.prefix, vote)
+        return await root_view.index_named_by(store, vote.prefix, vote)
 
     try:
         fault = await unequal(read, doubled, READS) if doubled else None
@@ -212,100 +206,94 @@ async def unequal_boxes(store: Store, votes: Mapping[int, Vote], doubled: tuple[
     return unshared(fault) if fault else None
 
 
-async def seen_outcome(store: Store, info: AttemptInfo, *, voted: bool) -> Outcome | None:
-    """The outcome of the attempt, made durable; None if there is none. `voted`: whether this writer's own vote stands: then
-    StoreError if the attempt was forgotten before this commit (COMMIT-5).
-    """
-    try:
-        outcome = await catalog.read_outcome(store, info.tag, info.attempt)
-    except NotFoundError:
-        return None
-    await store.settle(info.key(OUTCOME))
-    if outcome.outcome == "commit" and voted:
-        await check_own_part(store, info)
-    return outcome
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """An outcome that is not put yet. A commit has the bytes of its ballot, those of its joint plan if it has one, and the name
-    of the index of rank 0.
+    """The record that decides an attempt, not appended yet. A commit has the bytes of its ballot, and those of its joint plan
+    if it has one.
     """
 
-    outcome: Outcome
+    record: CommitRecord | AbortRecord
     ballot: bytes = b""
     plan: bytes = b""
-    index: str = ""
 
 
-async def put_outcome(store: Store, draft: Draft) -> Outcome:
-    """Put the outcome of `draft` if the attempt has none. An abort takes the place of the ballast if there is no other room.
-    Returns the outcome that counts, which is durable. Raises StoreError if the attempt has been forgotten meanwhile.
+async def append(log: RootLog, draft: Draft) -> LoggedAttempt:
+    """Append the record of `draft` unless the attempt is decided. An abort takes the place of the ballast if there is no other
+    room, and that of a commit that refers to what was removed meanwhile (LOG-10). Returns the attempt as it is decided,
+    durably. Raises StoreError if the log does not take the record, and the attempt is not decided.
     """
-    outcome = draft.outcome
     try:
-        return await _put_outcome(store, draft, outcome)
+        return await _append(log, draft)
     except StoreFullError:
-        if outcome.outcome == "commit":
+        if isinstance(draft.record, CommitRecord):
             raise
-    await reserve.drop(store)
-    return await _put_outcome(store, draft, outcome)
+    await reserve.drop(log.store)
+    return await _append(log, draft)
 
 
-async def _put_outcome(store: Store, draft: Draft, outcome: Outcome) -> Outcome:
-    if outcome.outcome == "commit":
-        named = {BALLOT: draft.ballot, JOINT_PLAN: draft.plan}
-        puts = (put_for_commit(store, outcome.prefix, name, data) for name, data in named.items() if data)
-        await asyncio.gather(*puts)  # COMMIT-4
-    if await store.put_if_absent(f"{outcome.prefix}/{OUTCOME}", encode(outcome)):
-        if draft.index and await store.stat(f"{outcome.prefix}/{draft.index}") is None:
-            raise StoreError(f"{outcome.prefix} was aborted and forgotten before its commit was put, so it is no checkpoint")
-        return outcome
-    attempt = AttemptId.parse(outcome.attempt)
-    assert attempt is not None
-    return await catalog.read_outcome(store, outcome.tag, attempt)
+async def _append(log: RootLog, draft: Draft) -> LoggedAttempt:
+    record = draft.record
+    if isinstance(record, CommitRecord):
+        await put_named_by(log.store, record, draft)
+    refused = await log.add(record)
+    if refused and isinstance(record, CommitRecord):
+        error = unshared(refused).error or NO_REASON
+        refused = await log.add(
+            AbortRecord(attempt=record.attempt, error=error, decided_by=record.decided_by, writer=record.writer)
+        )
+    decided = log.state.attempts.get(record.attempt)
+    if decided is None or decided.status == "undecided":
+        raise StoreError(f"{record.attempt} cannot be decided: {refused or fate(log.state, record.attempt)}")
+    return decided
+
+
+async def put_named_by(store: Store, commit: CommitRecord, draft: Draft) -> None:
+    """Make durable what `commit` names (LOG-9)."""
+    named = {ballot_key(commit): draft.ballot, joint_plan_key(commit): draft.plan}
+    await asyncio.gather(*(put_for_commit(store, key, data) for key, data in named.items() if data))
 
 
 def draft_of(
     info: AttemptInfo, decision: Decision, votes: Ballot, *, decided_by: int, plan: bytes = b"", took_s: float = 0.0
 ) -> Draft:
-    """The outcome for `decision`, put `took_s` after save(). A commit sums up its `votes`: holders, metrics, cost and files.
+    """The record for `decision`, `took_s` after save(). A commit sums up its `votes`: holders, metrics, cost and files.
     `plan`: the joint plan of a commit.
     """
-    ref, data = None, b""
-    if decision.commit:
-        ref, data = encode_ballot(votes.data[rank] for rank in range(info.world_size))
-        if ref.size > BALLOT_BYTES_MAX:
-            decision = unshared(f"their votes have {ref.size} bytes together, more than {BALLOT_BYTES_MAX}")
-    counted = votes.votes if decision.commit else None
-    first = (counted or {}).get(0)
-    outcome = Outcome(
-        tag=info.tag,
-        attempt=str(info.attempt),
+    if not decision.commit:
+        return _abort(info, decision, decided_by)
+    ref, data = encode_ballot(votes.data[rank] for rank in range(info.world_size))
+    if ref.size > BALLOT_BYTES_MAX:
+        words = f"their votes have {ref.size} bytes together, more than {BALLOT_BYTES_MAX}"
+        return _abort(info, unshared(words), decided_by)
+    counted, first = votes.votes, votes.votes[0]
+    assert first is not None  # decide() has found all votes valid
+    commit = CommitRecord(
+        attempt=info.prefix,
+        n=info.n,
         step=info.step,
         world_size=info.world_size,
-        outcome="commit" if decision.commit else "abort",
-        order=(info.attempt.start, info.n),
         save_latest=info.save_latest,
-        ballot=None if counted is None else ref,
-        plan=joint_plan_ref(plan) if plan and counted is not None else None,
-        holders=() if counted is None else _holders(counted),
-        metrics={} if first is None else first.metrics,
-        left=() if first is None else first.left,
-        no_progress=counted is not None and has_no_progress(counted),
-        cost=None if counted is None else _cost(counted, took_s),
-        files=sum(len(vote.files or ()) for vote in (counted or {}).values() if vote is not None),
-        shown_at="" if first is None else first.shown_at,
-        unfinished="" if first is None else first.unfinished,
-        leftovers=() if first is None else first.leftovers,
-        beside=() if first is None else first.beside,
-        error=decision.error,
-        ranks=decision.ranks,
+        ballot=ref,
+        plan=joint_plan_ref(plan) if plan else None,
+        holders=_holders(counted),
+        metrics=first.metrics,
+        left=first.left,
+        no_progress=has_no_progress(counted),
+        cost=_cost(counted, took_s),
+        files=sum(len(vote.files or ()) for vote in counted.values() if vote is not None),
+        shown_at=first.shown_at,
+        unfinished=first.unfinished,
+        leftovers=first.leftovers,
+        beside=first.beside,
         decided_by=decided_by,
         writer=writer(),
     )
-    index = first.index.name if first is not None and first.index is not None else ""
-    return Draft(outcome, data, plan if outcome.plan is not None else b"", index)
+    return Draft(commit, data, plan)
+
+
+def _abort(info: AttemptInfo, decision: Decision, decided_by: int) -> Draft:
+    error = decision.error or NO_REASON
+    return Draft(AbortRecord(attempt=info.prefix, error=error, ranks=decision.ranks, decided_by=decided_by, writer=writer()))
 
 
 def _cost(votes: Mapping[int, Vote | None], took_s: float) -> Cost:

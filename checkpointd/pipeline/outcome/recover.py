@@ -1,18 +1,13 @@
-"""Recovery: decides older attempts in doubt, corrects `latest`, and removes leftovers, for a start that has taken the next
-start.
+"""Recovery: what a start does with what earlier jobs have left. Before it begins, it finds the attempts that are whole; then it
+corrects `latest`, and removes leftovers.
 
 Recovery keeps commits that a newer commit of their tag has replaced: they may go only after the job has loaded (RETENTION-6 in
 `commit/retention.py`).
 
 Invariants
-  RECOVER-1  Recovery commits an attempt of an older start if every vote is there and valid, and if everything that the votes
-      name is there. Otherwise it aborts the attempt. If the storage cannot tell, the next start decides.
-  RECOVER-2  After recovery, every attempt of an older start that does not survive has a durable outcome, and `latest` names the
-      newest commit that asked for it, or a later save of another program. Where the storage fails, the log says what is
-      missing, and the next start goes on. If the checkpoint that `latest` names is lost, `latest` stays until the next commit,
-      so that a load reports the loss. If the user accepts the loss, `latest` moves to the newest checkpoint, or goes if there
-      is none.
-  RECOVER-3  Recovery does not decide, change or wait for surviving attempts, since their writers are still at work. While there
+  RECOVER-1  A start commits an undecided attempt if every vote is there and valid, and if everything that the votes name is
+      there. It aborts all others that it does not spare, by its `begin` (LOG-7).
+  RECOVER-2  Recovery does not decide, change or wait for spared attempts, since their writers are still at work. While there
       are any, it removes no temporary files either, since it cannot tell those of living writers on other machines from those
       of dead ones. The next start removes them.
 """
@@ -21,248 +16,243 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from checkpointd.commands import at_tag, command
+import msgspec
+
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
+from checkpointd.commit.log import was_used
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import OUTCOME, AttemptId
-from checkpointd.layout.manifest import Outcome, Vote
+from checkpointd.layout.keys import COORDINATOR, AttemptId, attempt_prefix, is_tag, vote_name
+from checkpointd.layout.log_records import AbortRecord, BeginRecord, CommitRecord, LoggedAttempt, LogState, Record
+from checkpointd.layout.manifest import Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.phrases import listed
-from checkpointd.pipeline.gc.collect import collect
+from checkpointd.pipeline.gc.collect import sweep, sweep_late
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
-from checkpointd.pipeline.outcome.branches import leave_behind, newest_of_trainings
-from checkpointd.pipeline.outcome.publish import RECOVERY, Ballot, Draft, check_together, draft_of, put_outcome, unequal_boxes
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.candidates import lost_newest
-from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
-from checkpointd.pipeline.root.catalog_log import CatalogLog, note_outcome, record_of
-from checkpointd.pipeline.root.catalog_mending import mend as mend_catalog
-from checkpointd.pipeline.root.latest import move_latest, move_latest_away
+from checkpointd.pipeline.identity import writer
+from checkpointd.pipeline.outcome.publish import (
+    RECOVERY,
+    Ballot,
+    Draft,
+    check_together,
+    draft_of,
+    put_named_by,
+    unequal_boxes,
+)
+from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.latest import going_back, move_latest, newest_of
+from checkpointd.pipeline.root.log import RootLog, new_nonce
 from checkpointd.pipeline.root.plans import remove_plans
 from checkpointd.pipeline.root.tag_directories import mend
-from checkpointd.pipeline.root.wholeness import Wholeness, lost_advice, lost_text
+from checkpointd.pipeline.root.wholeness import lost_advice, lost_text, seen_at_a_glance
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
-from checkpointd.store.base import Store, each
+from checkpointd.store.base import Entry, Store, each
 from checkpointd.store.patient import Patience, PatientStore
+from checkpointd.store.writers import new_writer
 
 log = logging.getLogger("checkpointd")
-
-COMPACT_EVERY = 64
-"""A start puts a summary of the catalog after this many batches, since the processes of its job read the rest next."""
 
 
 @dataclass(slots=True)
 class Recovery:
-    """The result of a recovery: the outcomes that it put, the change of `latest`, how many attempts it swept and stray pieces
-    it removed, and how many checkpoints it found.
+    """The result of a recovery: the records by which the start decided attempts, the change of `latest`, how many attempts it
+    swept and stray pieces it removed, and how many checkpoints it found.
     """
 
-    decided: list[Outcome] = field(default_factory=list)
+    decided: Sequence[CommitRecord | AbortRecord] = field(default_factory=list)
     latest_moved_to: str | None = None
     latest_removed: bool = False
     swept: int = 0
     strays: int = 0
     checkpoints: int = 0
-    unsettled: set[str] = field(default_factory=set)
-    """The attempts (`<tag>/<attempt>`) whose outcomes could not be made durable."""
 
 
-async def recover(
-    store: Store,
-    start: int,
-    surviving: Collection[str] = (),
-    *,
-    accepts_loss: bool = False,
-    known: CatalogLog | None = None,
-) -> Recovery:
-    """Recover the attempts of starts before `start`, which the caller has taken, except `surviving` (`<tag>/<attempt>`).
-
-    `surviving` must be those of the start's record: an attempt in only one of the two would be fenced for nothing, or decided
-    twice. `accepts_loss`: `latest` moves even if the newest checkpoint is gone, and goes if no other is left. `known`: the
-    catalog's log as this process has read it already. Errors of the storage, and damaged records, are logged and left to the
-    next start, so that the job can still load whole checkpoints.
+async def decided_now(store: Store, state: LogState, spared: Collection[str]) -> list[CommitRecord | AbortRecord]:
+    """The decisions on the undecided attempts in `state`, but for those `spared` (`<tag>/<attempt>`). What a commit names is
+    durable. An attempt that cannot be read now is not among them; the error is logged.
     """
-    done, surviving, known = Recovery(), frozenset(surviving), known or CatalogLog(store)
-    settling = _Settling(store, start, surviving, done.unsettled)
-    settled = await each(settling.settle, await catalog.scan(store, known))
-    done.decided += [outcome for _, outcome in settled if outcome is not None]
-    views = await catalog.with_newest_looked(store, [view for view, _ in settled])
-    checkpoints = catalog.checkpoints_of(views)
-    done.checkpoints = len(checkpoints)
-    await _warn_of_losses(store, views, checkpoints)
-    newest = next((c for c in checkpoints if c.may_be_latest), None)
-    keeps: str | None = None
-    """The tag whose records stay, since `latest` goes on naming it."""
+    undecided = [a for a in state.attempts.values() if a.status == "undecided" and a.attempt not in spared]
+    checking = asyncio.Lock()
+
+    async def found(tag: str, attempt: AttemptId) -> CommitRecord | AbortRecord | None:
+        try:
+            draft = await judge(store, tag, attempt, checking)
+            if isinstance(draft.record, CommitRecord):
+                await put_named_by(store, draft.record, draft)
+            return draft.record
+        except (StoreError, NotFoundError, DamagedError) as error:
+            log.error("%s/%s cannot be read now, so it is not committed: %s", tag, attempt, error)
+        return None
+
+    decided = await each(lambda one: found(one.tag, one.id), undecided)
+    return [one for one in decided if one is not None]
+
+
+async def what_objects_show(store: Store, state: LogState) -> list[Record]:
+    """For a log that is made again: the commits of attempts whose end `state` does not tell and that are whole, the aborts of
+    the others that it knows, and a start without a job that fences all others (LOG-11).
+    """
+    known = {(one.tag, one.id): one for one in state.attempts.values()}
+    unsure = [at for at in await root_view.directories(store) if at not in known or known[at].status == "undecided"]
+    checking, found = asyncio.Lock(), list[Record]()
+    for tag, attempt in sorted(unsure, key=lambda at: at[1]):
+        first = None if (tag, attempt) in known else await _first_vote(store, attempt_prefix(tag, attempt))
+        if _is_of_another_root(store, state, first):
+            continue
+        draft = await judge(store, tag, attempt, checking)
+        if isinstance(draft.record, CommitRecord):
+            await put_named_by(store, draft.record, draft)
+            found.append(msgspec.structs.replace(draft.record, rebuilt=True))
+        elif (tag, attempt) in known:
+            found.append(draft.record)
+    number = starts.named(store, max([state.start, *(attempt.start for _, attempt in unsure)]) + 1)
+    found.append(BeginRecord(start=number, nonce=new_nonce(), world_size=0, process=new_writer(), writer=writer()))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """Directories of attempts beyond the end of the log. `later`: those (`<tag>/<attempt>`) that were saved at this root since
+    then, so somebody has removed the log, or put an older one in its place. `start`: the greatest start of the others, which
+    were brought from another root.
+    """
+
+    later: tuple[str, ...] = ()
+    start: int = 0
+
+
+async def beyond(store: Store, at_root: Collection[Entry], state: LogState) -> Beyond:
+    """The attempts whose start has not begun in `state`, where the log ends, or whose vote tells a number of a save that was
+    not announced there. `at_root` was listed before the log was read.
+
+    Of the tags that the log knows, only the newest and those that were saved several times are looked at.
+    """
+    saved, newest = Counter(one.tag for one in state.attempts.values()), newest_of(state)
+    known = {tag for tag, count in saved.items() if count == 1 and (newest is None or tag != newest.tag)}
+    tags = [one.name for one in at_root if one.is_prefix and one.name not in known and is_tag(one.name)]
+    found = [
+        f"{tag}/{one.name}"
+        for tag, entries in zip(tags, await each(store.list, tags), strict=True)
+        for one in entries
+        if one.is_prefix and AttemptId.parse(one.name) is not None
+    ]
+    strange = [one for one in found if one not in state.attempts and AttemptId.of(one).start >= state.start]
+    votes = dict(zip(strange, await each(partial(_first_vote, store), strange), strict=True))
+    others = [one for one in strange if _is_of_another_root(store, state, votes[one])]
+    later = [one for one in strange if one not in others and _is_later(state, one, votes[one])]
+    return Beyond(tuple(sorted(later)), max([0, *(AttemptId.of(one).start for one in others)]))
+
+
+async def _first_vote(store: Store, attempt: str) -> Vote | None:
+    """The coordinator's vote; None if there is none that can be read."""
     try:
-        loss = await lost(store, checkpoints)
-        if loss is not None:
-            log.error("%s", loss)
-        for head in newest_of_trainings(checkpoints):
-            if head.outcome.left:
-                await leave_behind(store, head.outcome, known=known)  # its writer may have died before it did so
-        # Before `collect`, which may remove the mark that says that the newest checkpoint was removed on purpose.
-        if newest is not None and newest.prefix in done.unsettled:
-            log.error("latest stays where it is, since the newest commit, %s, may not be durable", newest.prefix)
-            keeps = await catalog.readable_latest(store)
-        elif newest is not None and (loss is None or accepts_loss):
-            if newest.attempt.start >= start:  # there is a newer start, and its writer may have died before this was durable
-                await store.settle(f"{newest.prefix}/{OUTCOME}")
-            named = await catalog.readable_latest(store)
-            moved = await move_latest(store, newest.tag, newest.outcome.order, is_start=True)
-            done.latest_moved_to = newest.tag if moved else None
-            if moved:
-                _say_moved(store, named, newest, is_gone=loss is not None)
-        elif loss is not None and accepts_loss:
-            done.latest_removed = await _remove_latest(store, done)
-        facts = [view.facts for view in views if view.prefix not in surviving and view.tag != keeps]
-        await known.refresh()  # else what was announced just now would be announced again
-        await mend_catalog(store, known, [view for view in views if view.attempt.start < start])
-        failed: list[StoreError] = []
-        done.swept = len(await collect(store, facts, known=known, failed=failed))
-        if failed:
-            words = "objects of attempts (%d) at %s could not be removed: %s; the next removal tries again"
-            log.error(words, len(failed), store.url, failed[0])
-        await remove_plans(store, start, surviving)
-        await known.refresh()
-        await known.compact(every=COMPACT_EVERY)
-        if not surviving:
-            done.strays = await store.sweep() + len(await abort_dead_uploads(store, known))
-        await mend(store, 0 if surviving else start, known)
+        vote = await root_view.read_vote(store, f"{attempt}/{vote_name(COORDINATOR)}")
+    except (NotFoundError, DamagedError):
+        return None
+    return vote if vote.prefix == attempt else None
+
+
+def _is_of_another_root(store: Store, state: LogState, vote: Vote | None) -> bool:
+    """Whether the attempt was saved at another root, by its `vote`. The checkpoints of a mirror always were, and if nothing of
+    the log is left, its id may be a new one.
+    """
+    is_mirror = any(one.origin for one in state.begins)
+    own = RootLog.of(store).root_id
+    return vote is not None and bool(state.number and vote.root and own) and not is_mirror and vote.root != own
+
+
+def _is_later(state: LogState, attempt: str, vote: Vote | None) -> bool:
+    if AttemptId.of(attempt).start > state.start:
+        return True
+    return vote is not None and not was_used(state, LoggedAttempt(attempt=attempt, n=vote.n, status="undecided"))
+
+
+async def make_again(store: Store, state: LogState, later: Sequence[str]) -> LogState:
+    """Make the log again (LOG-11), which cannot be read to its end, or ends with `state` and is older than the attempts
+    `later`.
+    """
+    root_log = RootLog.of(store)
+    why = root_log.unreadable
+    if not root_log.fault:
+        why = f"the log of {store.url} is gone, or an older copy is in its place: {listed(later, 4)} came after its last entry"
+    log.error("%s; it is made again now, from what can be read and from the objects", why)
+    return await root_log.rebuild(partial(what_objects_show, store), None if root_log.fault else state)
+
+
+async def recover(store: Store, before: LogState) -> Recovery:
+    """Clear up after the starts before the newest one, which the caller has taken. `before`: the state before that.
+
+    Errors of the storage are logged and left to the next start, so that the job can still load whole checkpoints.
+    """
+    root_log = RootLog.of(store)
+    state = root_log.state
+    done = Recovery(decided=decided_since(before, state), checkpoints=len(await root_view.checkpoints(store)))
+    for record in done.decided:
+        say(record)
+    spared = () if state.begin is None else state.begin.spared
+    try:
+        named = await root_view.readable_latest(store)
+        moved = await move_latest(root_log, is_start=True)
+        done.latest_moved_to = moved if moved != named else None
+        done.latest_removed = moved is None and named is not None
+        if done.latest_moved_to is not None:
+            due = newest_of(before)
+            edited = "" if named is None or (due is not None and due.tag == named) else f". {going_back(store.url, named)}"
+            log.warning("latest named %s; it names %s now%s", named or "nothing", moved, edited)
+        await sweep_late(store)
+        done.swept = len(await sweep(store))
+        await remove_plans(store, state.start, spared)
+        await root_log.compact()
+        if not spared:
+            done.strays = await store.sweep() + len(await abort_dead_uploads(store))
+        await mend(store, 0 if spared else state.start)
+        await _warn_of_losses(store)
     except (StoreError, DamagedError, NotFoundError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
-    for outcome in done.decided:
-        say(outcome)
     return done
 
 
-async def lost(store: Store, checkpoints: Collection[Checkpoint]) -> DamagedError | None:
-    """The error that the checkpoint which `latest` names is gone; None if it is not."""
-    named = await catalog.readable_latest(store)
-    if named is None or named in {c.tag for c in checkpoints}:
-        return None
-    return await lost_newest(store, Patience(ABSENCE_S, ABSENCE_S))
+async def _warn_of_losses(store: Store) -> None:
+    """Log which checkpoints somebody has removed by hand, or removed what they need."""
+    missing = await seen_at_a_glance(store, await root_view.checkpoints(store))
+    if missing:
+        first, tags = next(iter(missing.values())), [prefix.partition("/")[0] for prefix in missing]
+        words, advice = "these checkpoints at %s cannot be loaded: %s. Of %s: %s; %s", lost_advice(store.url, tags[0], first)
+        log.warning(words, store.url, listed(tags), tags[0], lost_text(first), advice)
 
 
-def _say_moved(store: Store, named: str | None, newest: Checkpoint, *, is_gone: bool) -> None:
-    if is_gone or named is None:
-        log.warning("latest %s; it names %s now", "named what is gone" if is_gone else "was missing", newest.tag)
-        return
-    log.warning(
-        "latest named %s, and names %s now, which was committed later. If the last job died before it moved latest, all is "
-        "well. If somebody has edited latest to go back to %s: that alone changes no load. Stop this job first: %s",
-        named,
-        newest.tag,
-        named,
-        command("rollback", *at_tag(store.url, named)),
-    )
+def decided_since(before: LogState, state: LogState) -> list[CommitRecord | AbortRecord]:
+    """What became of the attempts that were undecided in `before`."""
+    undecided = [one.attempt for one in before.attempts.values() if one.status == "undecided"]
+    now = [state.attempts[one] for one in undecided if one in state.attempts]
+    return [record for one in now if (record := one.commit or one.abort) is not None]
 
 
-async def _warn_of_losses(store: Store, views: Collection[AttemptView], checkpoints: Collection[Checkpoint]) -> None:
-    """Log which of `checkpoints` are not whole any more, as far as listings show it."""
-    wholeness, known = Wholeness(store, views), {view.prefix: view for view in views}
-    found = [(checkpoint.tag, await wholeness.lost(known[checkpoint.prefix])) for checkpoint in checkpoints]
-    broken = [(tag, lost) for tag, lost in found if lost]
-    if broken:
-        tag, lost = broken[0]
-        log.warning(
-            "these checkpoints at %s cannot be loaded: %s. Of %s: %s; %s. To remove checkpoints, use the command delete",
-            store.url,
-            listed([tag for tag, _ in broken]),
-            tag,
-            lost_text(lost),
-            lost_advice(store.url, tag, lost),
-        )
-
-
-async def _remove_latest(store: Store, done: Recovery) -> bool:
-    """Remove `latest` if there is no checkpoint that it could name. Returns whether it was removed."""
-    named = await catalog.latest(store)
-    if named is not None:
-        done.latest_moved_to = await move_latest_away(store, named)  # a surviving attempt may have been committed meanwhile
-    if named is None or done.latest_moved_to is not None or await catalog.latest(store) is not None:
-        return False
-    log.warning("latest named %s, which is gone, and no checkpoint is left: it is removed", named)
-    return True
-
-
-@dataclass(slots=True)
-class _Settling:
-    """Gives the attempts of starts before `start`, except the `surviving` ones, durable outcomes. A job that died behind slow
-    storage may leave hundreds in doubt, so several are settled at once, and all their closes are put later, by `mend_catalog`.
-    """
-
-    store: Store
-    start: int
-    surviving: frozenset[str]
-    unsettled: set[str]
-    _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def settle(self, attempt: AttemptView) -> tuple[AttemptView, Outcome | None]:
-        """The attempt as it is then, and its outcome if this put it."""
-        if attempt.attempt.start >= self.start:
-            return attempt, None
-        try:
-            if attempt.state == "in-doubt":
-                if attempt.prefix in self.surviving:
-                    return attempt, None
-                outcome = await _announced_and_put(self.store, await judge(self.store, attempt, self._checking))
-                return await catalog.view(self.store, attempt.tag, attempt.attempt), outcome
-            if OUTCOME in attempt.sizes:  # of others, a record tells the outcome, and came later (CATALOG-2)
-                # The writer may have died before the outcome was durable, and `latest` depends on it from now on.
-                self.unsettled.add(attempt.prefix)
-                await self.store.settle(f"{attempt.prefix}/{OUTCOME}")
-                self.unsettled.discard(attempt.prefix)
-        except (StoreError, NotFoundError, DamagedError) as error:
-            is_decided = attempt.prefix in self.unsettled
-            what = "the outcome of %s cannot be made durable" if is_decided else "%s cannot be decided now"
-            log.error(f"{what}: %s; the next start tries again", attempt.prefix, error)
-        return attempt, None
-
-
-async def announced_and_put(store: Store, draft: Draft) -> Outcome:
-    """Put the outcome of `draft` for an attempt that was left in doubt, unless there is one, and then its close. Returns the
-    outcome that counts.
-    """
-    outcome = await _announced_and_put(store, draft)
-    await note_outcome(store, outcome)
-    return outcome
-
-
-async def _announced_and_put(store: Store, draft: Draft) -> Outcome:
-    """The same without the close.
-
-    The attempt is announced first: its lease may have come before its announcement, and one that was seen may not be durable
-    (CATALOG-1).
-    """
-    decided = draft.outcome
-    await CatalogLog(store).append(record_of("intent", decided.tag, decided.attempt, n=decided.order[1], step=decided.step))
-    return await put_outcome(store, draft)
-
-
-async def judge(store: Store, attempt: AttemptView, checking: asyncio.Lock | None = None) -> Draft:
-    """The outcome of an attempt that gets no more votes. Writes nothing. Raises UnreadableError if votes or indexes cannot be
+async def judge(store: Store, tag: str, attempt: AttemptId, checking: asyncio.Lock | None = None) -> Draft:
+    """The decision on an attempt that gets no more votes. Writes nothing. Raises UnreadableError if votes or indexes cannot be
     read now.
 
     `checking` is held while the plans of all ranks are in memory, so of many attempts the plans of one are there at a time.
     """
     # An abort cannot be taken back, so several looks must agree that an object is missing.
     store = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
-    ballot = Ballot(store, attempt.tag, attempt.attempt)
-    await ballot.gather(await catalog.objects_of(store, attempt.prefix))
-    decision = decisions.recover(ballot.votes, tag=attempt.tag, attempt=str(attempt.attempt))
+    ballot = Ballot(store, tag, attempt)
+    await ballot.gather(await root_view.objects_of(store, ballot.prefix))
+    decision = decisions.recover(ballot.votes, tag=tag, attempt=str(attempt))
     joint = b""
     if decision.commit:
         async with checking or asyncio.Lock():
-            found = await _checked_storage(store, attempt, ballot)
+            found = await _checked_storage(store, ballot)
         decision, joint = (found, b"") if isinstance(found, Decision) else (decision, found)
-    info = _info(attempt.tag, attempt.attempt, ballot)
+    info = _info(tag, attempt, ballot)
     return draft_of(info, decision, ballot, decided_by=RECOVERY, plan=joint)
 
 
@@ -281,7 +271,7 @@ def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
     )
 
 
-async def _checked_storage(store: Store, attempt: AttemptView, ballot: Ballot) -> Decision | bytes:
+async def _checked_storage(store: Store, ballot: Ballot) -> Decision | bytes:
     """The joint plan; the abort if an object that a yes vote names is missing or has another size, or if the ranks' indexes
     together are not a whole state. The indexes say their boxes themselves, so no plan is needed.
     """
@@ -293,7 +283,7 @@ async def _checked_storage(store: Store, attempt: AttemptView, ballot: Ballot) -
         if faults:
             return  # one is enough, and others may take as long to find
         try:
-            index = await _checked_index(store, attempt.prefix, vote)
+            index = await _checked_index(store, ballot.prefix, vote)
         except (NotFoundError, DamagedError) as error:
             faults[vote.rank] = decisions.unshared(f"rank {vote.rank} voted yes, but {error}")
             return
@@ -312,7 +302,7 @@ async def _checked_storage(store: Store, attempt: AttemptView, ballot: Ballot) -
 
 async def _checked_index(store: Store, prefix: str, vote: Vote) -> Index:
     """The index that `vote` names, after the checks of a load. Of chunks objects only the sizes are compared."""
-    index = await catalog.index_named_by(store, prefix, vote)
+    index = await root_view.index_named_by(store, prefix, vote)
     for named in index.objects:
         key = named.key(prefix)
         size = await store.stat(key)
@@ -321,7 +311,7 @@ async def _checked_index(store: Store, prefix: str, vote: Vote) -> Index:
     return index
 
 
-def say(outcome: Outcome) -> None:
+def say(decided: CommitRecord | AbortRecord) -> None:
     """Log how an attempt that was left in doubt ended."""
-    what = "rolled forward" if outcome.outcome == "commit" else f"aborted: {outcome.error.message if outcome.error else ''}"
-    log.warning("%s/%s was left in doubt; %s", outcome.tag, outcome.attempt, what)
+    what = "rolled forward" if isinstance(decided, CommitRecord) else f"aborted: {decided.error.message}"
+    log.warning("%s was left in doubt; %s", decided.attempt, what)

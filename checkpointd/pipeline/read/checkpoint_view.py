@@ -12,7 +12,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import FormatError
 from checkpointd.layout.indexes import Index, TensorEntry
 from checkpointd.pipeline.read.index import entries_by_fqn, read_index
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
 
@@ -48,7 +48,7 @@ class CheckpointView:
     @property
     def is_whole(self) -> bool:
         """Whether it has the indexes of all ranks."""
-        return len(self.indexes) == self.checkpoint.outcome.world_size
+        return len(self.indexes) == self.checkpoint.commit.world_size
 
     @cached_property
     def tensors(self) -> Mapping[str, GlobalTensor]:
@@ -73,7 +73,7 @@ async def read_view(store: Store, checkpoint: Checkpoint, config: LoadConfig) ->
 
     Raises DamagedError if one does not agree with its digest, or if ranks disagree on a tensor.
     """
-    return await widened(store, CheckpointView(checkpoint, {}), range(checkpoint.outcome.world_size), config)
+    return await widened(store, CheckpointView(checkpoint, {}), range(checkpoint.commit.world_size), config)
 
 
 async def widened(store: Store, view: CheckpointView, ranks: Iterable[int], config: LoadConfig) -> CheckpointView:

@@ -16,11 +16,12 @@ from functools import partial
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UnreadableError, UsageError
-from checkpointd.layout.keys import LATEST, OUTCOME, AttemptId, check_tag
+from checkpointd.layout.keys import LATEST, AttemptId, attempt_prefix, check_tag
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.candidates import candidates, find, listed, newest_tag
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.candidates import candidates, find, listed, newest
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -85,17 +86,25 @@ class CheckpointFinder:
         return PatientStore(self.store, self._patience(), on_answer, partial(self.check_there, checkpoint))
 
     async def check_there(self, checkpoint: Checkpoint, *, patiently: bool = False) -> None:
-        """Raise NotFoundError if `checkpoint` was removed: it has a mark, or its outcome is gone.
+        """Raise NotFoundError if `checkpoint` was removed, by the log.
 
         `patiently`: look again if that cannot be read now. Without it, the caller does.
         """
-        store = PatientStore(self.store, self._patience()) if patiently else self.store
-        found = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-        if found.state == "deleted" or OUTCOME not in found.sizes:
+        tag, attempt = checkpoint.tag, checkpoint.attempt
+        found = await (self._logged(tag, attempt) if patiently else root_view.logged(self.store, tag, attempt))
+        if found is None or found.status != "checkpoint":
             raise NotFoundError(
                 f"{checkpoint.prefix} was removed from {self.store.url} after it was opened here: open the newest, or another "
                 "tag. Retention that keeps more checkpoints (keep_last) leaves a reader more time"
             )
+
+    async def _logged(self, tag: str, attempt: AttemptId) -> LoggedAttempt | None:
+        with self._patience().looks() as looks:
+            while True:
+                try:
+                    return await root_view.logged(self.store, tag, attempt)
+                except UnreadableError as error:
+                    await looks.unreadable(error)
 
     def _patience(self) -> Patience:
         self.patience = Patience(self.config.retry_s, self.config.absence_s)
@@ -124,13 +133,13 @@ class CheckpointFinder:
         if self.attempt is not None:
             return await self._named(tag, self.attempt)
         # If a checkpoint was removed a moment ago, further looks for it are useless.
-        return await (catalog.find(self.store, tag) if self._removed else find(self.store, tag, self._patience()))
+        return await (root_view.find(self.store, tag) if self._removed else find(self.store, tag, self._patience()))
 
     async def _of_step(self, step: int) -> Checkpoint:
         known = await listed(self.store, self._patience())
-        found = next((c for c in known if c.outcome.step == step), None)
+        found = next((c for c in known if c.commit.step == step), None)
         if found is None:
-            steps = ", ".join(map(str, sorted({c.outcome.step for c in known}))) or "none"
+            steps = ", ".join(map(str, sorted({c.commit.step for c in known}))) or "none"
             raise NotFoundError(f"there is no checkpoint of step {step} at {self.store.url}; the steps there are: {steps}")
         return found
 
@@ -138,30 +147,23 @@ class CheckpointFinder:
         with self._patience().looks() as looks:
             while True:
                 try:
-                    tag = await newest_tag(self.store)
+                    found = await newest(self.store)
                 except UnreadableError as error:
                     await looks.unreadable(error)
                     continue
-                if tag is None:
+                if found is None:
                     raise NotFoundError(f"there is no {LATEST} at {self.store.url}: name a tag")
-                return tag
+                return found.tag
 
     async def _named(self, tag: str, attempt: AttemptId) -> Checkpoint:
-        found = await catalog.view(PatientStore(self.store, self._patience()), tag, attempt)
-        fault = catalog.fault_of(found)
-        if fault is not None:
-            raise fault
-        if found.outcome is None or found.state != "committed":
-            raise NotFoundError(f"{found.prefix} at {self.store.url} is not a checkpoint, or not one any more")
-        return Checkpoint(tag, attempt, found.outcome)
+        found = await self._logged(tag, attempt)
+        if found is None or found.status != "checkpoint":
+            raise NotFoundError(f"{attempt_prefix(tag, attempt)} at {self.store.url} is not a checkpoint, or not one any more")
+        return root_view.checkpoint_of(found)
 
     async def _newest(self) -> Checkpoint:
-        found = await candidates(self.store, self._patience(), self._damaged)
-        for passed in found.passed_over:
-            self._pass_over(str(passed.error))
-        for copy in found.copies:
-            log.warning("%s", copy)
-        chosen = next((c for c in found.checkpoints if c.prefix not in self._damaged), None)
+        found = await candidates(self.store, self._patience())
+        chosen = next((c for c in found if c.prefix not in self._damaged), None)
         if chosen is not None:
             return chosen
         if self.passed_over:

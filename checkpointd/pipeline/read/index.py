@@ -7,28 +7,28 @@ from collections.abc import Iterator
 from checkpointd.errors import DamagedError, FormatError, NotFoundError, WorldSizeError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
-from checkpointd.layout.keys import BALLOT, object_key
+from checkpointd.layout.keys import object_key
 from checkpointd.phrases import rank_runs
-from checkpointd.pipeline.root.ballots import CountedVotes
-from checkpointd.pipeline.root.catalog import Checkpoint, index_named_by
+from checkpointd.pipeline.root.ballots import CountedVotes, ballot_key
+from checkpointd.pipeline.root.root_view import Checkpoint, index_named_by
 from checkpointd.store.base import Store
 
 
 async def read_index(store: Store, checkpoint: Checkpoint, rank: int, votes: CountedVotes | None = None) -> Index:
-    """The index of `rank`, verified along outcome, ballot and vote. Raises WorldSizeError if the rank did not exist.
+    """The index of `rank`, verified along commit, ballot and vote. Raises WorldSizeError if the rank did not exist.
 
     `votes`: those of the checkpoint, for a reader of several ranks.
     """
-    outcome = checkpoint.outcome
-    if not 0 <= rank < outcome.world_size:
-        raise WorldSizeError(f"{checkpoint.tag} was saved by {rank_runs(range(outcome.world_size))}, not by rank {rank}")
-    key = f"{checkpoint.prefix}/{BALLOT}"
+    commit = checkpoint.commit
+    if not 0 <= rank < commit.world_size:
+        raise WorldSizeError(f"{checkpoint.tag} was saved by {rank_runs(range(commit.world_size))}, not by rank {rank}")
+    key = ballot_key(commit)
     try:
-        vote = await (votes or CountedVotes(store, outcome)).of(rank)
+        vote = await (votes or CountedVotes(store, commit)).of(rank)
         key = object_key(checkpoint.prefix, vote.index.name) if vote.index else key
         index = await index_named_by(store, checkpoint.prefix, vote)
-        if index.step != outcome.step:
-            raise DamagedError(f"{key} is of step {index.step}, the outcome of step {outcome.step}")
+        if index.step != commit.step:
+            raise DamagedError(f"{key} is of step {index.step}, the commit of step {commit.step}")
         return index
     except (NotFoundError, DamagedError) as error:
         raise DamagedError(f"{error} (rank {rank} of {checkpoint.tag})", key=key, rank=rank) from error

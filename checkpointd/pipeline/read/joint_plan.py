@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.joint_plan import JointPlan, decode_joint_plan, joint_plan_ref
-from checkpointd.layout.keys import JOINT_PLAN
 from checkpointd.layout.manifest import LISTING_BYTES_MAX
 from checkpointd.pipeline.read.plan import BoxRequest
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.ballots import joint_plan_key
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -18,7 +18,7 @@ log = logging.getLogger("checkpointd")
 
 async def read_joint_plan(store: Store, checkpoint: Checkpoint) -> JointPlan | None:
     """The joint plan of `checkpoint`; None if it has none, or if it is damaged: then a load reads all indexes."""
-    if checkpoint.outcome.plan is None:
+    if checkpoint.commit.plan is None:
         return None
     try:
         return await checked_joint_plan(store, checkpoint)
@@ -28,14 +28,14 @@ async def read_joint_plan(store: Store, checkpoint: Checkpoint) -> JointPlan | N
 
 
 async def checked_joint_plan(store: Store, checkpoint: Checkpoint) -> JointPlan:
-    """The joint plan that the outcome of `checkpoint` names. Raises DamagedError or NotFoundError if it is not there whole."""
-    key = f"{checkpoint.prefix}/{JOINT_PLAN}"
+    """The joint plan that the commit of `checkpoint` names. Raises DamagedError or NotFoundError if it is not there whole."""
+    key = joint_plan_key(checkpoint.commit)
     data = await store.get(key, size_max=LISTING_BYTES_MAX)
-    if joint_plan_ref(data) != checkpoint.outcome.plan:
-        raise DamagedError(f"{key} is damaged: its bytes are not those that the outcome names", key=key)
+    if joint_plan_ref(data) != checkpoint.commit.plan:
+        raise DamagedError(f"{key} is damaged: its bytes are not those that the commit names", key=key)
     plan = decode_joint_plan(data, key)
-    if plan.world_size != checkpoint.outcome.world_size:
-        raise DamagedError(f"{key} is of {plan.world_size} ranks, not {checkpoint.outcome.world_size}", key=key)
+    if plan.world_size != checkpoint.commit.world_size:
+        raise DamagedError(f"{key} is of {plan.world_size} ranks, not {checkpoint.commit.world_size}", key=key)
     return plan
 
 

@@ -26,19 +26,21 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from checkpointd.commit.log import is_sound
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import VERIFIED, AttemptId, object_key, read_back_name, read_back_rank
-from checkpointd.layout.manifest import Outcome, ReadBack, Verified, decode, encode
+from checkpointd.layout.keys import object_key, read_back_name, read_back_rank
+from checkpointd.layout.log_records import LoggedAttempt, VerifyRecord
+from checkpointd.layout.manifest import ReadBack, decode, encode
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.chunks import bytes_together, group_chunks, read_chunks
 from checkpointd.pipeline.read.plan import rank_reads
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, checked_index, record_verdict, verify_proved
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
-from checkpointd.pipeline.root.catalog_log import note, record_of
-from checkpointd.pipeline.root.wholeness import Wholeness
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
+from checkpointd.pipeline.root.wholeness import lost
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -60,41 +62,23 @@ async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | 
     """One of `staying` that was read back whole, so that others may go (READBACK-3); None if none can be proved whole. One of a
     branch that was left does not count, since no load takes it.
 
-    If none was known to be whole when it was listed, they are read back now, newest first. Damaged ones are recorded.
+    If none is recorded as whole, they are read back now, newest first. Damaged ones are recorded.
     """
-    newest_first = sorted((c for c in staying if not c.left_behind), key=lambda c: c.outcome.order, reverse=True)
-    found = await recorded(store, newest_first)
-    if found is not None:
-        return found
-    for checkpoint in newest_first:
-        view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
-        if view.state != "committed" or await is_incomplete(store, checkpoint):
-            continue
-        if _is_whole(view) or (view.read_back == "no" and (await read_back(store, checkpoint)).whole):
+    newest_first = sorted((c for c in staying if not c.left_behind), key=lambda c: c.commit.order, reverse=True)
+    attempts = (await root_view.state_of(store)).attempts
+    known = [(c, one) for c in newest_first if (one := attempts.get(c.prefix)) is not None and is_sound(one)]
+    for checkpoint, one in known:
+        if one.verified and not await is_incomplete(store, one):
+            return checkpoint
+    for checkpoint, one in known:
+        if not one.verified and not await is_incomplete(store, one) and (await read_back(store, checkpoint)).whole:
             return checkpoint
     return None
 
 
-async def recorded(store: Store, newest_first: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The first checkpoint that has the record `verified`, no `damaged`, that no load has passed over, and of which nothing is
-    missing. Reads no chunks, and looks only at those that were known to be whole when they were listed, since others may be
-    thousands.
-    """
-    for checkpoint in newest_first:
-        if checkpoint.read_back != "whole" or checkpoint.left_behind or await is_incomplete(store, checkpoint):
-            continue
-        if _is_whole(await catalog.view(store, checkpoint.tag, checkpoint.attempt)):
-            return checkpoint
-    return None
-
-
-async def is_incomplete(store: Store, checkpoint: Checkpoint) -> bool:
-    """Whether something is missing that `checkpoint` needs."""
-    return bool(await Wholeness(store).lost_now(checkpoint.tag, checkpoint.attempt))
-
-
-def _is_whole(view: AttemptView) -> bool:
-    return view.state == "committed" and view.read_back == "whole" and not view.passed_over
+async def is_incomplete(store: Store, attempt: LoggedAttempt) -> bool:
+    """Whether something is missing that the checkpoint needs."""
+    return bool(await lost(store, attempt))
 
 
 async def read_back(store: Store, checkpoint: Checkpoint) -> CheckpointVerdict:
@@ -221,18 +205,19 @@ class BackgroundReadBack:
         self._not_before_s = max(self._not_before_s, asyncio.get_running_loop().time() + seconds)
 
     async def _read(self, checkpoint: Checkpoint, rank: int) -> None:
-        view = await catalog.view(self.store, checkpoint.tag, checkpoint.attempt)
-        if view.state != "committed" or view.read_back == "whole" or read_back_name(rank) in view.sizes:
+        one = await root_view.logged(self.store, checkpoint.tag, checkpoint.attempt)
+        name = object_key(checkpoint.prefix, read_back_name(rank))
+        if one is None or one.status != "checkpoint" or one.verified or await self.store.stat(name) is not None:
             return  # the checkpoint was removed, or others have read it
-        if view.read_back == "damaged":  # another rank's shard is, and this one is not read any more
+        if one.damaged:  # another rank's shard is, and this one is not read any more
             self.on_damage()
             return
         nbytes, fault = await self._fault(checkpoint, rank)
         if fault is None:
             await _record_shard(self.store, checkpoint, rank, nbytes)
-            if self._whole is None or self._whole[0] < checkpoint.outcome.order:
-                self._whole = (checkpoint.outcome.order, checkpoint.tag)
-        elif (await catalog.view(self.store, checkpoint.tag, checkpoint.attempt)).state == "committed":
+            if self._whole is None or self._whole[0] < checkpoint.commit.order:
+                self._whole = (checkpoint.commit.order, checkpoint.tag)
+        elif await _is_checkpoint(self.store, checkpoint):
             self.on_damage()
             log.error("%s: rank %d has read its shard back, and it is damaged: %s", checkpoint.prefix, rank, fault)
             verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt), nbytes, [Damage.of(fault, rank)])
@@ -277,19 +262,24 @@ async def _record_shard(store: Store, checkpoint: Checkpoint, rank: int, nbytes:
     """Record that the shard of `rank` is whole. If all shards are, record that the checkpoint is verified (READBACK-1)."""
     record = encode(ReadBack(rank=rank, nbytes=nbytes, writer=writer()))
     await store.put_if_absent(object_key(checkpoint.prefix, read_back_name(rank)), record, durable=False)
-    view = await catalog.view(store, checkpoint.tag, checkpoint.attempt)
+    view = await root_view.view(store, checkpoint.tag, checkpoint.attempt)
+    if view is None or view.state != "committed":
+        return
     records = [object_key(checkpoint.prefix, name) for name in view.sizes if read_back_rank(name) is not None]
-    if view.state != "committed" or len(records) < checkpoint.outcome.world_size:
+    if len(records) < checkpoint.commit.world_size:
         return
     if view.read_back == "no":
         total = await _recorded_bytes(store, records)
         if total is None:
             return
-        verified = Verified(nbytes=total, uncached=True, writer=writer())
-        await store.put_if_absent(f"{checkpoint.prefix}/{VERIFIED}", encode(verified))
-        await note(store, record_of("verified", checkpoint.tag, checkpoint.attempt))
+        await RootLog.of(store).add(VerifyRecord(attempt=checkpoint.prefix, nbytes=total))
     for key in records:
         await store.delete(key, durable=False)
+
+
+async def _is_checkpoint(store: Store, checkpoint: Checkpoint) -> bool:
+    one = await root_view.logged(store, checkpoint.tag, checkpoint.attempt)
+    return one is not None and one.status == "checkpoint"
 
 
 async def _recorded_bytes(store: Store, records: list[str]) -> int | None:
@@ -304,10 +294,3 @@ async def _recorded_bytes(store: Store, records: list[str]) -> int | None:
             await store.delete(key)  # a power cut tore it, so nothing shows that this shard was read back
             return None
     return total
-
-
-def checkpoint_of(outcome: Outcome) -> Checkpoint:
-    """The checkpoint that `outcome`, a commit, makes."""
-    attempt = AttemptId.parse(outcome.attempt)
-    assert attempt is not None
-    return Checkpoint(outcome.tag, attempt, outcome)

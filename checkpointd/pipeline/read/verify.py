@@ -16,18 +16,18 @@ from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import joint_plan, joint_plan_ref
-from checkpointd.layout.keys import BALLOT, DAMAGED, JOINT_PLAN, OUTCOME, VERIFIED, object_key
-from checkpointd.layout.manifest import Damaged, StoredContent, Verified, encode
+from checkpointd.layout.keys import object_key
+from checkpointd.layout.log_records import DamageRecord, VerifyRecord
+from checkpointd.layout.manifest import StoredContent
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared
-from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.contents import content_of
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root.ballots import CountedVotes, ballot_ref
-from checkpointd.pipeline.root.catalog import Checkpoint, view
-from checkpointd.pipeline.root.catalog_log import note, record_of
+from checkpointd.pipeline.root.ballots import CountedVotes, ballot_key, joint_plan_key
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store
@@ -94,36 +94,36 @@ async def verify(
         on_bytes(nbytes)
 
     names, stored, contents = TensorNumbers(), dict[int, NumberedPlan](), list[StoredContent]()
-    votes = CountedVotes(store, checkpoint.outcome)
-    for rank in range(checkpoint.outcome.world_size):
+    votes = CountedVotes(store, checkpoint.commit)
+    for rank in range(checkpoint.commit.world_size):
         try:
             if rank == COORDINATOR:
-                ballot = {f"{checkpoint.prefix}/{BALLOT}": ballot_ref(checkpoint.outcome).size}
+                ballot = {ballot_key(checkpoint.commit): checkpoint.commit.ballot.size}
                 verdict.damage.extend([Damage.of(error, rank) async for error in _too_long(store, ballot)])
             index = await _verify_rank(store, checkpoint, rank, config, count, verdict, votes)
             stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
-            if checkpoint.outcome.plan is not None:
+            if checkpoint.commit.plan is not None:
                 contents.append(await aside(len(index.tensors), content_of, index))
         except (DamagedError, NotFoundError, StoreError) as error:
             verdict.note(error, rank)
-    if len(stored) == checkpoint.outcome.world_size:
+    if len(stored) == checkpoint.commit.world_size:
         comparison = compared(stored, names)
         verdict.damage.extend(_union_damage(checkpoint, comparison.fault))
         if comparison.doubled:
             with suppress(DamagedError, NotFoundError, StoreError):  # `_read_again` has noted them
                 fault = await unequal(partial(_read_again, store, checkpoint, verdict), comparison.doubled, config.reads)
                 verdict.damage.extend(_union_damage(checkpoint, fault))
-        if checkpoint.outcome.plan is not None and not comparison.fault:
+        if checkpoint.commit.plan is not None and not comparison.fault:
             await _check_joint_plan(store, checkpoint, joint_plan(stored, names).encode(contents), verdict)
     return verdict
 
 
 async def _check_joint_plan(store: Store, checkpoint: Checkpoint, expected: bytes, verdict: CheckpointVerdict) -> None:
     """Note it if the joint plan is damaged, or is not `expected`, which the indexes make."""
-    key = f"{checkpoint.prefix}/{JOINT_PLAN}"
+    key = joint_plan_key(checkpoint.commit)
     try:
         await checked_joint_plan(store, checkpoint)
-        if checkpoint.outcome.plan != joint_plan_ref(expected):
+        if checkpoint.commit.plan != joint_plan_ref(expected):
             raise DamagedError(f"{key} does not say what the ranks stored", key=key)
     except (DamagedError, NotFoundError, StoreError) as error:
         verdict.note(error, COORDINATOR)
@@ -159,7 +159,7 @@ async def verify_ranks(
     """
     verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt))
     store = PatientStore(store, Patience(config.retry_s, config.absence_s))
-    votes = CountedVotes(store, checkpoint.outcome)
+    votes = CountedVotes(store, checkpoint.commit)
     for rank in ranks:
         try:
             await _verify_rank(store, checkpoint, rank, config, on_bytes, verdict, votes, left)
@@ -171,24 +171,21 @@ async def verify_ranks(
 
 
 async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: CheckpointVerdict) -> StoreError | None:
-    """Record that `checkpoint` is whole, or that it is damaged, and remove the opposite record.
+    """Record that `checkpoint` is whole, or that it is damaged; the later record counts.
 
     `verdict` must come from `store.uncached`. If the storage fails, its error is returned. If that happens, or if the attempt
     is not a checkpoint any more, nothing changes.
     """
-    whole, damaged = f"{checkpoint.prefix}/{VERIFIED}", f"{checkpoint.prefix}/{DAMAGED}"
+    record: VerifyRecord | DamageRecord
+    if verdict.whole:
+        record = VerifyRecord(attempt=checkpoint.prefix, nbytes=verdict.bytes_read)
+    elif verdict.damage:
+        faults = "; ".join(damage.message for damage in verdict.damage[:FAULTS_MAX])
+        record = DamageRecord(attempt=checkpoint.prefix, why=faults)
+    else:
+        return None
     try:
-        if (await view(store, checkpoint.tag, checkpoint.attempt)).state != "committed":
-            return None
-        if verdict.whole:
-            await store.put(whole, encode(Verified(nbytes=verdict.bytes_read, uncached=True, writer=writer())))
-            await store.delete(damaged)
-            await note(store, record_of("verified", checkpoint.tag, checkpoint.attempt))
-        elif verdict.damage:
-            faults = tuple(damage.message for damage in verdict.damage[:FAULTS_MAX])
-            await store.put(damaged, encode(Damaged(faults=faults, writer=writer())))
-            await store.delete(whole)
-            await note(store, record_of("damaged", checkpoint.tag, checkpoint.attempt))
+        await RootLog.of(store).add(record)
     except StoreError as error:
         log.warning("%s: the result of reading it cannot be recorded: %s", checkpoint.prefix, error)
         return error
@@ -229,8 +226,8 @@ async def _too_long(store: Store, sizes: Mapping[str, int]) -> AsyncIterator[Dam
 
 
 async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
-    """The index of `rank`, verified along outcome and vote, with its tree. Raises DamagedError if it does not agree."""
-    votes = CountedVotes(store, checkpoint.outcome)
+    """The index of `rank`, verified along commit and vote, with its tree. Raises DamagedError if it does not agree."""
+    votes = CountedVotes(store, checkpoint.commit)
     index = await read_index(store, checkpoint, rank, votes)
     await _check_described(checkpoint, index, votes)
     return index
@@ -257,4 +254,4 @@ def _union_damage(checkpoint: Checkpoint, fault: str | None) -> Iterator[Damage]
     since."""
     if fault is not None:
         message = f"the ranks of {checkpoint.tag} did not store one whole state: {fault}"
-        yield Damage.of(FormatError(message, key=f"{checkpoint.prefix}/{OUTCOME}"))
+        yield Damage.of(FormatError(message, key=ballot_key(checkpoint.commit)))

@@ -1,8 +1,8 @@
 """Leases: they show others that a job or a daemon is at work at a root or an attempt.
 
 A job's lease lies at `.checkpointd/leases/<start>`. Rank 0 puts it before the record of the start, renews it until the job is
-closed, and then removes it. The lease of an attempt lies beside the attempt's objects. A daemon that may outlive the trainer
-puts it, on behalf of the attempt's coordinator, once the snapshot is whole, and removes it after the outcome.
+closed, and then removes it. The lease of an attempt lies at `.checkpointd/leases/attempts/`. A daemon that may outlive the
+trainer puts it, on behalf of the attempt's coordinator, once the snapshot is whole, and removes it when the attempt is decided.
 
 Invariants
   LEASE-1  Leases decide only how long a start waits and which attempts it leaves alone. Commits depend on starts and on
@@ -24,16 +24,16 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, RootInUseError, StoreError
-from checkpointd.layout.keys import LEASE, LEASES, OUTCOME, attempt_lease_key, attempt_prefix, job_lease_key, start_of
-from checkpointd.layout.manifest import Lease, Start, decode, encode
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, StoreError
+from checkpointd.layout.keys import ATTEMPT_LEASES, LEASES, attempt_lease_key, is_attempt, job_lease_key, start_of
+from checkpointd.layout.log_records import LogState, Record
+from checkpointd.layout.manifest import Lease, decode, encode
 from checkpointd.pipeline.identity import writer
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root import starts
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.workers import answered
 from checkpointd.store.base import Store, each
 from checkpointd.store.patient import Patience, PatientStore
@@ -183,9 +183,9 @@ def _new(sight: Sight, job: str) -> Lease:
 
 
 async def _is_decided(store: Store, prefix: str) -> bool:
-    """Whether the attempt has an outcome, or has no objects left."""
-    names = [entry.name for entry in await store.list(prefix)]
-    return not names or OUTCOME in names
+    """Whether the attempt is decided. One that was not announced is not."""
+    known = (await RootLog.of(store).look()).attempts.get(prefix)
+    return known is not None and known.status != "undecided"
 
 
 # --- others' -----------------------------------------------------------------------------------------------------
@@ -297,17 +297,15 @@ def _named(lease: Lease | None) -> str:
     return f"process {lease.writer.pid} on {lease.writer.host}"
 
 
-async def attempts_at_work(
-    store: Store, sight: Sight, known: Collection[str] = (), catalog_log: CatalogLog | None = None
-) -> tuple[str, ...]:
+async def attempts_at_work(store: Store, sight: Sight, known: Collection[str] = ()) -> tuple[str, ...]:
     """The undecided attempts (`<tag>/<attempt>`) at which a living process works, without the `known` ones.
 
     Takes at most a lease's length. What daemons have announced meanwhile counts, too, without another wait.
     """
-    found = [prefix for prefix in await _leased(store, catalog_log) if prefix not in known]
+    found = [prefix for prefix in await leased(store) if prefix not in known]
     held = await asyncio.gather(*(_works_at(store, prefix, sight) for prefix in found))
     at_work = [prefix for prefix, works in zip(found, held, strict=True) if works]
-    later = [prefix for prefix in await _leased(store, catalog_log) if prefix not in (*known, *found)] if found else []
+    later = [prefix for prefix in await leased(store) if prefix not in (*known, *found)] if found else []
     return (*at_work, *[prefix for prefix in later if await worker_of(store, prefix, sight) is not None])
 
 
@@ -320,16 +318,13 @@ async def _works_at(store: Store, prefix: str, sight: Sight) -> bool:
     return await _seen_alive(watch, prefix) is not None
 
 
-async def _leased(store: Store, known: CatalogLog | None) -> list[str]:
-    """The undecided attempts with a lease, whether its holder lives or not."""
-    prefixes = [attempt_prefix(*one) for one in (await catalog.may_be_undecided(store, known))[0]]
-    are_leased = await each(partial(_is_leased, store), prefixes)
-    return [prefix for prefix, is_leased in zip(prefixes, are_leased, strict=True) if is_leased]
-
-
-async def _is_leased(store: Store, prefix: str) -> bool:
-    names = {entry.name for entry in await store.list(prefix)}
-    return LEASE in names and OUTCOME not in names
+async def leased(store: Store) -> list[str]:
+    """The undecided attempts with a lease, announced or not, whether its holder lives or not."""
+    tags = [entry.name for entry in await store.list(ATTEMPT_LEASES) if entry.is_prefix]
+    names = await each(lambda tag: store.list(f"{ATTEMPT_LEASES}/{tag}"), tags)
+    found = [f"{tag}/{entry.name}" for tag, entries in zip(tags, names, strict=True) for entry in entries]
+    attempts = (await RootLog.of(store).look()).attempts if found else {}
+    return [one for one in found if is_attempt(one) and (one not in attempts or attempts[one].status == "undecided")]
 
 
 async def worker_of(store: Store, prefix: str, sight: Sight) -> Lease | None:
@@ -342,7 +337,7 @@ async def worker_of(store: Store, prefix: str, sight: Sight) -> Lease | None:
 async def living_job(store: Store, job: str, sight: Sight) -> Lease | None:
     """The lease of a living job that is not `job`; None if there is none. Takes at most a lease's length."""
     newest = await starts.newest(store)
-    keys = [job_lease_key(number) for number in await _numbers(store) if number >= newest]
+    keys = [job_lease_key(number) for number in await job_numbers(store) if number >= newest]
     found = await asyncio.gather(*(_stranger(store, key, job, sight) for key in keys))
     return next((lease for lease in found if lease is not None), None)
 
@@ -356,7 +351,7 @@ async def _stranger(store: Store, key: str, job: str, sight: Sight) -> Lease | N
     return await _seen_alive(watch, store.url)
 
 
-async def _numbers(store: Store) -> list[int]:
+async def job_numbers(store: Store) -> list[int]:
     """The starts with a job's lease."""
     return [number for entry in await store.list(LEASES) if (number := start_of(entry.name)) is not None]
 
@@ -364,9 +359,13 @@ async def _numbers(store: Store) -> list[int]:
 # --- beginning ---------------------------------------------------------------------------------------------------
 
 
+def anything(_: LogState) -> None:
+    """Admit any state."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginner:
-    """A job that wants to start. `job`: its name, or empty. `instead`: what its user can do instead, in words."""
+    """A job, or a mirror, that wants to start. `job`: its name, or empty. `instead`: what its user can do instead, in words."""
 
     world_size: int
     job: str = ""
@@ -376,56 +375,28 @@ class Beginner:
     commit_timeout_s: float = 0.0
     surviving: tuple[str, ...] = ()
     """Attempts at which its own daemon works."""
+    origin: str = ""
+    """Of a mirror: the id of the root that it follows."""
+    after: int = 0
+    """Its start is newer than this one."""
+    admits: Callable[[LogState], None] = anything
+    """Raises if it may not begin after this state."""
     instead: str = ""
+    then: tuple[Record, ...] = ()
+    """Records that its entry has after the begin."""
     sight: Sight = field(default_factory=Sight)
 
 
-async def begin(store: Store, beginner: Beginner, known: CatalogLog | None = None) -> tuple[Start, HeldLease]:
-    """Take the next start, with a lease that is renewed from now on. Every attempt at which somebody works survives in it,
-    but for those that the start before has fenced: the job has gone on without them. `known`: the catalog's log as this
-    process has read it already.
-
-    Raises RootInUseError if another job is alive (LEASE-5). Waits for at most a lease's length.
-    """
-    sight = beginner.sight
-    while True:
-        # Chosen before the look for living jobs: a job that begins meanwhile puts a lease of this number, and is noticed by it.
-        number = max([await starts.following(store, known), *(number + 1 for number in await _numbers(store))])
-        stranger, surviving = await asyncio.gather(
-            _refusing(store, beginner), attempts_at_work(store, sight, beginner.surviving, known)
-        )
-        if stranger is not None:
-            raise RootInUseError(refusal(store, stranger, beginner.instead))
-        held = _of_job(store, number, beginner)
-        if not await store.put_if_absent(held.key, encode(held.lease)):
-            continue  # another job is taking this start
-        held.keep(is_put=True)
-        try:
-            start = await starts.begin(
-                store,
-                number,
-                beginner.world_size,
-                await starts.unfenced(store, dict.fromkeys((*beginner.surviving, *surviving))),
-                commit_timeout_s=beginner.commit_timeout_s,
-                job=beginner.job,
-                process=sight.process,
-            )
-        except BaseException:
-            await held.release()
-            raise
-        if start is not None:
-            await _drop_older(store, number)
-            return start, held
-        await held.release()
-
-
-async def _refusing(store: Store, beginner: Beginner) -> Lease | None:
+async def refusing(store: Store, beginner: Beginner) -> Lease | None:
+    """The lease of a living job beside which `beginner` may not begin (LEASE-5); None if it may."""
     if beginner.take_over:
         return None
     return await living_job(store, "" if beginner.alone else beginner.job, beginner.sight)
 
 
-def _of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:
+def of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:
+    """The lease of the job that takes start `number`, not put yet."""
+
     async def counts() -> bool:
         newest = await starts.newest(store)
         if not newest:  # the root is gone, as after an unmount; the lease is renewed again when it is back
@@ -435,10 +406,10 @@ def _of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:
     return HeldLease(store, job_lease_key(number), _new(beginner.sight, beginner.job), counts)
 
 
-async def _drop_older(store: Store, number: int) -> None:
+async def drop_older(store: Store, number: int) -> None:
     """Remove the leases of older starts, which mean nothing any more."""
     try:
-        for old in await _numbers(store):
+        for old in await job_numbers(store):
             if old < number:
                 await store.delete(job_lease_key(old))
     except StoreError as error:

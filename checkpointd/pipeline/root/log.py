@@ -1,9 +1,10 @@
 """The log of a root, over any store. `commit/log_access.py` decides what to do next; this does it.
 
 Invariant
-  LOG-11  Only a start makes a log again that cannot be read to its end. It puts a mark far above every number in use; nothing
-      that is put below the mark counts from then on. Then it reads what is readable, looks at the objects, and puts the state
-      of the mark's number, in which a start has begun that fences all others.
+  LOG-11  Only a start makes a log again: one that cannot be read to its end, or that is older than the objects at its root.
+      It puts a mark far above every number in use; nothing that is put below the mark counts from then on. Then it reads what
+      is readable, looks at the objects, and puts the state of the mark's number, in which a start has begun that fences all
+      others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
+from weakref import WeakMethod
 
 from checkpointd.commands import command
 from checkpointd.commit import log_access as steps
@@ -34,9 +36,10 @@ from checkpointd.commit.log_access import (
     Unusable,
     Wanted,
 )
-from checkpointd.commit.log_records import (
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, StoreError, UnreadableError
+from checkpointd.layout.keys import LOG
+from checkpointd.layout.log_records import (
     ENTRY_BYTES_MAX,
-    LOG,
     STATE_BYTES_MAX,
     LogEntry,
     LogListing,
@@ -50,24 +53,22 @@ from checkpointd.commit.log_records import (
     mark_key,
     state_key,
 )
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, StoreError, UnreadableError
 from checkpointd.layout.manifest import is_of_another_version
+from checkpointd.pipeline.root_id import OwnId
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
 
 T = TypeVar("T")
+CheckJob: TypeAlias = Callable[[], Awaitable[bool]]
 
 LARGE_STATE = 1 << 20
 """A state of more bytes is decoded on a thread."""
-
 FOLLOWS_IN_VAIN = 32
 """After so many follows that found no next entry, the log is listed."""
-
-
-async def any_root() -> None:
-    """Take whatever root the path leads to."""
+_KEPT_AS = "_root_log"
+"""The attribute of a store in which its log is kept."""
 
 
 def new_nonce() -> str:
@@ -89,35 +90,74 @@ class _Part:
 class RootLog:
     """The log of the root at `store`, as this process knows it. It reads what is new only.
 
-    `check_root` raises if the path does not lead to the root of this process any more (LOG-12).
+    A process that has begun a job at the root says so with `belongs_to`. Without a job, the root is the one whose log was read
+    last (LOG-12).
     """
 
     store: Store
-    check_root: Callable[[], Awaitable[None]] = any_root
     fault: str = ""
     """Why the log could not be read to its end at the last look; empty if it could."""
     _known: KnownLog = field(default_factory=KnownLog)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _parts: list[_Part] = field(default_factory=list)
+    _own: OwnId = field(init=False)
+    """The root whose log is known, once its id was seen."""
     _in_vain: int = 0
     """How many times in a row `follow` has found nothing."""
     _listing: LogListing = NOTHING
     """The last list."""
+    _job: WeakMethod[CheckJob] | None = None
+
+    def __post_init__(self) -> None:
+        self._own = OwnId(self.store)
+
+    def belongs_to(self, check_job: CheckJob | None) -> None:
+        """Let the bound method `check_job` say whether this process has begun a job at the root, and raise RootGoneError if the
+        path leads to another root now. It counts as long as its object lives, which this does not keep alive.
+        """
+        self._job = None if check_job is None else WeakMethod(check_job)
+
+    async def _check_job(self) -> bool:
+        check_job = None if self._job is None else self._job()
+        return check_job is not None and await check_job()
+
+    @staticmethod
+    def of(store: Store) -> RootLog:
+        """The log at `store`, one for each store of this process, which goes with the store."""
+        kept = vars(store)
+        if _KEPT_AS not in kept:
+            kept[_KEPT_AS] = RootLog(store)
+        found: RootLog = kept[_KEPT_AS]
+        return found
 
     @property
     def state(self) -> LogState:
         """The state after the last entry that this process has read."""
         return self._known.state
 
+    @property
+    def root_id(self) -> str:
+        """The id of the root, as this process saw it; empty if it has not."""
+        return self._own.own
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    async def look(self, *, settles: bool = False) -> LogState:
-        """Read the log to its end, and return the state there. `settles`: make durable what was read, for a caller that acts
-        on it. If the log is damaged, the state is what can be proved, and `fault` says so. If another root lies there now, the
-        state is that one's. Raises UnreadableError if the storage does not tell, FormatError if another release wrote the log.
+    async def look(self, *, settles: bool = False, whole: bool = True) -> LogState:
+        """Read the log to its end, and return the state there. If another root lies there since the last look, that one is
+        read, unless this process has begun a job. `settles`: make durable what was read, for a caller that acts on it. Without
+        `whole`, what was decided before `goes_on_from` may be missing. If the log is damaged, the state is what can be proved,
+        and `fault` says so. Raises UnreadableError if the storage does not tell, RootGoneError if the job's root is not there,
+        FormatError if another release wrote the log.
         """
         async with self._turn:
-            return await self._look(settles=settles)
+            await self._see_root()
+            read = self.state.number
+            if whole and not self._known.is_whole:
+                self._known = KnownLog()
+            await self._look(settles=settles)
+            if self.state.number < read and not self.fault:  # the list was old, and what follows was read already
+                self._took(await self._run(steps.follow(self._known, lambda state: state.number >= read)))
+            return self.state
 
     async def _look(self, *, settles: bool) -> LogState:
         ended = await self._run(steps.look(self._known, settles=settles))
@@ -141,15 +181,37 @@ class RootLog:
         anew, known = await self._run(steps.look(KnownLog(), settles=settles)), ended.known.state
         if anew.fault:
             return replace(ended, fault=ended.fault or anew.fault)
-        if set(known.begins).isdisjoint(anew.known.state.begins):
+        if {one.nonce for one in known.begins}.isdisjoint(one.nonce for one in anew.known.state.begins):
             log.warning("another root lies at %s now; its log is read", self.store.url)
             return anew
         why = "somebody has removed the newest entries, or put an older copy of the log in its place"
         return replace(anew, fault=f"{entry_key(known.number)} was there, and is not any more: {why}")
 
+    async def _see_root(self) -> None:
+        """Forget the log of a root that is not there any more."""
+        if await self._check_job():
+            return
+        try:
+            found = await self._own.replaced()
+        except (NotFoundError, DamagedError):
+            return
+        if found is not None:
+            if self._own.own:
+                log.info("%s is another root now", self.store.url)
+                self._known = KnownLog()
+            self._own = found
+
+    async def check_root(self) -> None:
+        """Raise RootGoneError if the path leads to another root than the one whose log is known (LOG-12)."""
+        if not await self._check_job() and self._own.own:
+            await self._own.check()
+
     async def follow(self, until: Callable[[LogState], bool]) -> bool:
         """Read the entries that have come, in few calls. Returns whether the state is as `until` asks, which is then proved and
         durable. Raises UnreadableError if the storage does not tell, or if the log cannot be read to its end.
+
+        The next entry may have been removed since, if others have put hundreds. So after FOLLOWS_IN_VAIN calls in vain this
+        lists the log.
         """
         async with self._turn:
             before = self.state.number
@@ -163,9 +225,26 @@ class RootLog:
                 raise UnreadableError(self._unreadable(self.fault))
             return until(self.state)  # if so, a list has proved it
 
-    def goes_on_from(self, state: LogState) -> None:
-        """Follow the log from `state`, which another process has read. What was decided before is then not known."""
-        self._known = KnownLog(state, is_whole=False)
+    @property
+    def unreadable(self) -> str:
+        """The message about `fault`."""
+        return self._unreadable(self.fault)
+
+    async def goes_on_from(self, state: LogState) -> bool:
+        """Follow the log from `state`, which another process has read, and which lacks what was decided before. Returns whether
+        its last entry is there as that process saw it. If not, or if this process has read the log, nothing changes.
+        """
+        async with self._turn:
+            reply = await self._do(steps.GetEntries((state.number,)))
+            is_there = isinstance(reply, tuple) and isinstance(reply[0], LogEntry) and reply[0].nonce == state.nonce
+            if is_there and not self.state.number:
+                self._known = KnownLog(state, is_whole=False)
+            return is_there
+
+    @property
+    def is_state_due(self) -> bool:
+        """Whether `compact` has something to do."""
+        return self._known.due is not None
 
     # --- appending ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +254,11 @@ class RootLog:
         """
         part = await self._appended(lambda state: [one for one in records if not reached(state, one)])
         left = [] if part.put else [one for one in records if not reached(self.state, one)]
-        return check_all(self.state, left)
+        refused = check_all(self.state, left)
+        if refused and not self._known.is_whole:
+            await self.look()
+            return await self.add(*records)
+        return refused
 
     async def append(self, wanted: Wanted) -> LogState:
         """Append the records that `wanted` gives for the state at the end of the log, if they are valid there. It is asked
@@ -199,6 +282,8 @@ class RootLog:
             self._parts.remove(part)
 
     async def _append(self, parts: Sequence[_Part]) -> None:
+        if not self.state.number:
+            await self._see_root()
         if self.fault:
             await self._look(settles=False)
             if self.fault:  # what is put might fill a gap
@@ -232,13 +317,16 @@ class RootLog:
 
     # --- rebuilds -----------------------------------------------------------------------------------------------------
 
-    async def rebuild(self, decide: Callable[[LogState], Awaitable[Sequence[Record]]]) -> LogState:
-        """Make the log again (LOG-11), if it cannot be read to its end. `decide`: what the objects show beyond a state, and the
-        begin of a start. Returns the state afterwards, which is another's if somebody else was faster.
+    async def rebuild(
+        self, decide: Callable[[LogState], Awaitable[Sequence[Record]]], older: LogState | None = None
+    ) -> LogState:
+        """Make the log again (LOG-11), if it cannot be read to its end, or still ends with the state `older`. `decide`: what
+        the objects show beyond a state, and the begin of a start. Returns the state afterwards, which is another's if somebody
+        else was faster.
         """
         async with self._turn:
             await self._look(settles=False)
-            if not self.fault:
+            if not self.fault and (older is None or self.state.number != older.number):
                 return self.state
             found = Rebuild(seen=max(self._listing.states, default=0))
             while not found.is_done:
@@ -315,7 +403,7 @@ class RootLog:
             return Unusable(error)
 
     async def _settle(self, number: int) -> None:
-        for key in (entry_key(number), state_key(number)):
+        for key in (entry_key(number), state_key(number)) if self.store.capabilities.can_lose else ():
             with suppress(NotFoundError):
                 await self.store.settle(key)
                 return

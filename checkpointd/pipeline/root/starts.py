@@ -1,68 +1,55 @@
 """Starts: which start of the job runs at a root, and how older starts learn that they are fenced.
 
+A start is the record `begin` in the root's log (`commit/log.py`). The newest one says which attempts of older starts go on.
+
 Invariants
-  START-1  A coordinator of an older start may commit an attempt only if the record of the newest start lists it as surviving.
-  START-2  The record of the newest start stays, so that the next number is greater. Each new start removes the records of
-      starts that are KEPT and more starts older, except those in which an attempt runs that survives.
-  START-3  No number is used twice. A process that was stopped between its choice of a number and its put may find that the
-      number was used and its record removed. So it looks after the put. If the newest start is so far ahead, the put does not
-      count.
+  START-1  A coordinator of an older start may commit an attempt only if the newest start spares it.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import partial
 
-from checkpointd.errors import DamagedError, FencedError, NotFoundError, StoreError
-from checkpointd.layout.keys import SERVICE, AttemptId, start_key, start_of
-from checkpointd.layout.manifest import Start, decode, encode
+import msgspec
+
+from checkpointd.commit.log import check, check_all, fenced_by, may_be_spared
+from checkpointd.errors import DamagedError, FencedError, FormatError, NotFoundError, UsageError
+from checkpointd.layout.keys import LOG_ROOT, START_MAX, AttemptId
+from checkpointd.layout.log_records import AbortRecord, BeginRecord, CommitRecord, LogState, Record
 from checkpointd.pipeline.identity import writer
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root.log import RootLog, new_nonce
+from checkpointd.pipeline.root_id import made_id
 from checkpointd.store.base import Store
-from checkpointd.store.patient import Patience, PatientStore
+from checkpointd.store.identity import identity_of
 from checkpointd.store.writers import new_writer
-from checkpointd.waits import ABSENCE_S
-
-log = logging.getLogger("checkpointd")
-
-KEPT = 16
-"""The number of newest starts whose records stay, for people and for ranks and daemons of ended starts."""
-REMOVED_MAX = 64
-"""A start removes at most this many records, since each removal takes a sync."""
 
 
 async def newest(store: Store) -> int:
-    """The number of the newest start; 0 if no job ever ran here."""
-    return max(await _numbers(store), default=0)
+    """The number of the newest start; 0 if no job ever ran here. Raises DamagedError if the log cannot be read to its end."""
+    return (await _state(store, whole=False)).start
 
 
-async def _numbers(store: Store) -> list[int]:
-    entries = await store.list(f"{SERVICE}/starts")
-    return sorted(number for entry in entries if (number := start_of(entry.name)) is not None)
+async def _state(store: Store, *, whole: bool) -> LogState:
+    log = RootLog.of(store)
+    state = await log.look(whole=whole)
+    if log.fault:
+        raise DamagedError(log.unreadable)
+    return state
 
 
-async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> Start:
+async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, commit_timeout_s: float = 0.0) -> BeginRecord:
     """Take the next start for a job of `world_size` ranks (0: for a recovery without a job), even if another job is alive.
 
     This fences every older start at the root. Only the attempts `surviving` (`<tag>/<attempt>`), whose writers have outlived
     their trainers, go on. A job calls `leases.begin` instead, which leaves a living job alone.
     """
-    number = await following(store)
     while True:
-        start = await begin(store, number, world_size, surviving, commit_timeout_s=commit_timeout_s)
-        if start is not None:
-            return start
-        number = max(number, await newest(store)) + 1
-
-
-async def following(store: Store, known: CatalogLog | None = None) -> int:
-    """The first number that no start has used."""
-    # A start's record may be lost. A start that took the same number again would write into existing attempts.
-    _, named = await catalog.may_be_undecided(store, known)
-    return max(await newest(store), named) + 1
+        number = await newest(store) + 1
+        begun = await begin(store, number, world_size, surviving, commit_timeout_s=commit_timeout_s)
+        if begun is not None:
+            return begun
 
 
 async def begin(
@@ -71,121 +58,130 @@ async def begin(
     world_size: int,
     surviving: Sequence[str] = (),
     *,
+    decided: Sequence[CommitRecord | AbortRecord] = (),
+    then: Sequence[Record] = (),
     commit_timeout_s: float = 0.0,
     job: str = "",
     process: str | None = None,
-) -> Start | None:
-    """Take start `number`, as `take` does; None if it exists or did exist (START-3). `process`: the holder, by default this
-    process.
+    origin: str = "",
+    seen: int | None = None,
+) -> BeginRecord | None:
+    """Take start `number`, as `take` does, in one entry with what is `decided` of older attempts (LOG-7), and what it does
+    `then`; None if there is a newer one than `seen`, by default than the one before it. `process`: the holder, by default this
+    process. `origin`: of a mirror, the id of the root that it follows. Raises NotFoundError if the log refuses `then`, and
+    UsageError if the store does not tell names apart.
     """
-    start = Start(
+    named(store, number)
+    newest_seen, refused = number - 1 if seen is None else seen, ""
+    begun = BeginRecord(
         start=number,
-        nonce=secrets.token_hex(16),
+        nonce=new_nonce(),
         world_size=world_size,
         process=new_writer() if process is None else process,
-        surviving=tuple(surviving),
         commit_timeout_s=commit_timeout_s,
         job=job,
+        origin=origin,
         writer=writer(),
     )
-    if not await store.put_if_absent(start_key(number), encode(start)):
-        return None
-    if is_over(number, await newest(store)):
-        return None
-    try:
-        await remove_older(store, number, surviving)
-    except StoreError as error:
-        log.warning("records of old starts at %s cannot be removed: %s; the next start tries again", store.url, error)
-    return start
+
+    def wanted(state: LogState) -> list[Record]:
+        nonlocal refused
+        refused = ""
+        if state.start > newest_seen:
+            return []
+        still = [one for one in map(partial(_with_start, begun), decided) if not check(state, one)]
+        spared = tuple(one for one in surviving if may_be_spared(state, one))
+        records = [*still, msgspec.structs.replace(begun, spared=spared), *then]
+        refused = check_all(state, records) if then else ""
+        return [] if refused else records
+
+    await made_id(store)
+    await _check_names(store)
+    log = RootLog.of(store)
+    state = await log.append(wanted)
+    if refused:
+        raise NotFoundError(f"nothing has changed at {store.url}: {refused}")
+    return state.begin if is_taken(state, number, begun.nonce) else None
 
 
-def is_over(number: int, current: int) -> bool:
-    """Whether the record of start `number` may have been removed, when `current` is the newest start (START-2)."""
-    return number <= current - KEPT
+def _with_start(begun: BeginRecord, decided: CommitRecord | AbortRecord) -> CommitRecord | AbortRecord:
+    """`decided`, with the word that the start `begun` ended the attempt, if votes were missing."""
+    if isinstance(decided, CommitRecord) or decided.error.phase != "recovery":
+        return decided
+    return msgspec.structs.replace(decided, error=fenced_by(begun, f": {decided.error.message}"))
 
 
-async def remove_older(store: Store, number: int, surviving: Collection[str] = (), *, most: int = REMOVED_MAX) -> None:
-    """Remove at most `most` records that nobody needs beside that of start `number`, in which the attempts `surviving` survive
-    (START-2).
-    """
-    staying = {attempt.start for one in surviving if (attempt := AttemptId.parse(one.rpartition("/")[2])) is not None}
-    over = [old for old in await _numbers(store) if is_over(old, number) and old not in staying]
-    for old in over[:most]:
-        await store.delete(start_key(old))
+def named(store: Store, number: int) -> int:
+    """`number`, if a start can have it. Raises FormatError if not."""
+    if number > START_MAX:
+        raise FormatError(f"start {number} has no name: somebody has put start {START_MAX} into {store.url}")
+    return number
 
 
-async def read(store: Store, number: int) -> Start:
-    """The record of start `number`. Raises NotFoundError if the store does not show it."""
-    key = start_key(number)
-    return decode(await store.get(key), Start, key)
+async def _check_names(store: Store) -> None:
+    """Raise UsageError if names that differ in case are one name at `store`."""
+    with suppress(NotFoundError):
+        if await identity_of(store, LOG_ROOT.upper()) is not None:
+            raise UsageError(
+                f"the file system at {store.url} does not tell small letters from capitals, so two tags such as best and Best "
+                "would share a directory. Nothing was begun; put the root on a file system, or in a directory, that does"
+            )
+
+
+def is_taken(state: LogState, number: int, nonce: str) -> bool:
+    """Whether start `number` with this nonce was taken at the root, as far back as the log tells."""
+    return any((one.start, one.nonce) == (number, nonce) for one in state.begins)
+
+
+async def read(store: Store, number: int) -> BeginRecord:
+    """Start `number`. Raises NotFoundError if the log does not tell of it."""
+    for whole in (False, True):
+        for one in (await _state(store, whole=whole)).begins:
+            if one.start == number:
+                return one
+    raise NotFoundError(f"the log of {store.url} does not tell of start {number}")
 
 
 async def is_of_root(store: Store, number: int, nonce: str) -> bool:
     """Whether start `number` with `nonce` was taken at this root, and not at a root that was removed since. True if unknown."""
-    patient = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
-    try:
-        return (await read(patient, number)).nonce == nonce
-    except NotFoundError:
-        return False
-    except (StoreError, DamagedError):
-        return True
+    log = RootLog.of(store)
+    state = await log.look()
+    oldest = state.begins[0].start if state.begins else 0
+    return is_taken(state, number, nonce) or number < oldest or bool(log.fault)
 
 
-async def check_fence(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
-    """Raise FencedError if there is a newer start than `number` and `attempt` (`<tag>/<attempt>`) does not survive in it.
+async def check_fence(store: Store, number: int, attempt: str | None = None) -> None:
+    """Raise FencedError if there is a newer start than `number` and it does not spare `attempt` (`<tag>/<attempt>`)."""
+    refuse_fenced(store, await _state(store, whole=False), number, attempt)
 
-    `proved`: if the newer start's record cannot be read, raise NotFoundError or DamagedError instead.
-    """
-    current = await newest(store)
-    if current > number and not (attempt and await _survives(store, current, attempt, proved=proved)):
-        raise FencedError(await fence_message(store, number, current))
+
+def refuse_fenced(store: Store, state: LogState, number: int, attempt: str | None = None) -> None:
+    """The same, as of `state`."""
+    if state.begin is not None and state.start > number and attempt not in state.begin.spared:
+        raise FencedError(fence_message(store, number, state.begin))
 
 
 async def unfenced(store: Store, attempts: Collection[str]) -> tuple[str, ...]:
-    """Those of `attempts` (`<tag>/<attempt>`) that the newest start has not fenced: they are of it, or survive in it."""
-    current = await newest(store)
-    parsed = {one: AttemptId.parse(one.rpartition("/")[2]) for one in attempts}
-    older = {one for one, attempt in parsed.items() if attempt is None or attempt.start < current}
-    try:
-        surviving = set((await read(store, current)).surviving) if older else set()
-    except (NotFoundError, DamagedError) as error:
-        log.error("%s, so no attempt of an older start survives", error)
-        surviving = set()
-    return tuple(one for one in attempts if one not in older or one in surviving)
+    """Those of `attempts` (`<tag>/<attempt>`) that the newest start has not fenced: they are of it, or it spares them."""
+    state = await RootLog.of(store).look()
+    return tuple(one for one in attempts if may_be_spared(state, one))
 
 
 async def check_not_over(store: Store, number: int) -> None:
-    """Raise FencedError if there is a newer start than `number` and no attempt of start `number` survives in it.
-
-    Raises NotFoundError or DamagedError if the newer start's record cannot be read.
-    """
-    current = await newest(store)
-    if current <= number:
+    """Raise FencedError if there is a newer start than `number`, and it spares no attempt of start `number`."""
+    state = await _state(store, whole=False)
+    if state.begin is None or state.start <= number:
         return
-    surviving = (AttemptId.parse(one.rpartition("/")[2]) for one in (await read(store, current)).surviving)
-    if not any(attempt is not None and attempt.start == number for attempt in surviving):
-        raise FencedError(await fence_message(store, number, current))
+    spared = (AttemptId.parse(one.rpartition("/")[2]) for one in state.begin.spared)
+    if not any(attempt is not None and attempt.start == number for attempt in spared):
+        raise FencedError(fence_message(store, number, state.begin))
 
 
-async def _survives(store: Store, current: int, attempt: str, *, proved: bool) -> bool:
-    """Whether `attempt` survives in start `current`. If the record cannot be read, False, or with `proved` that error."""
-    try:
-        return attempt in (await read(store, current)).surviving
-    except (NotFoundError, DamagedError):
-        if proved:
-            raise
-        return False
-
-
-async def fence_message(store: Store, number: int, current: int) -> str:
-    """The message of FencedError: who took start `current`, and what to do."""
-    try:
-        found = (await read(store, current)).writer
-        who = f"process {found.pid} on {found.host} at {found.time}"
-    except (NotFoundError, DamagedError) as error:
-        who = f"a process whose record cannot be read ({error})"
+def fence_message(store: Store, number: int, newest: BeginRecord) -> str:
+    """The message of FencedError for start `number`: who took the `newest` one, and what to do."""
+    who = newest.writer
     return (
-        f"another job has taken over {store.url}: start {current}, by {who}. This job is start {number}, and its further saves "
-        "fail, too. Stop one of the two jobs and start the other one again, or give each its own root; a script that only "
-        "reads a root calls open_checkpoint(), which takes no root over"
+        f"another job has taken over {store.url}: start {newest.start}, by process {who.pid} on {who.host} at {who.time}. This "
+        f"job is start {number}, and its further saves fail, too. Stop one of the two jobs and start the other one again, or "
+        "give each its own root; a script that only reads a root calls open_checkpoint(), which takes no root over"
     )

@@ -8,9 +8,10 @@ Invariants
   TAGDIR-2  `latest` names the newest directory beside it that is shown and whose save asked for it. If another program wrote
       `latest` after that commit, it stays.
   TAGDIR-3  A rank reports an attempt as committed only after its files are shown. If showing fails, the next start shows them.
-  TAGDIR-4  Only removed checkpoints are hidden: the mark is durable before the files go. A user who removes the directory of a
-      checkpoint, or the directory in which it would be shown, removes the checkpoint; neither directory is made again. One look
-      that does not find a directory proves nothing: it may be about to be replaced, or a file server may lag behind.
+  TAGDIR-4  Only removed checkpoints are hidden: the log has them as removed, durably, before the files go. A user who removes
+      the directory of a checkpoint, or the directory in which it would be shown, removes the checkpoint; neither directory is
+      made again. One look that does not find a directory proves nothing: it may be about to be replaced, or a file server may
+      lag behind.
   TAGDIR-5  Checkpoints appear in the order of their saves. A writer shows a commit after its earlier attempts are decided and
       shown if they committed; a start shows the oldest first. A checkpoint never appears if it was removed before, or if its
       directory shows a newer one. A checkpoint that cannot be shown now does not delay later ones.
@@ -46,23 +47,19 @@ from checkpointd.layout.files import (
     unfinished_start,
 )
 from checkpointd.layout.keys import (
-    DELETED,
-    LEFT_BEHIND,
-    OUTCOME,
     SERVICE,
     SHOWN,
-    AttemptId,
     file_name,
     object_key,
     object_takeover,
     shown_key,
 )
-from checkpointd.layout.manifest import Outcome, Shown, decode, encode
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import Shown, decode, encode
 from checkpointd.phrases import listed
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.ballots import votes_of
-from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.ballots import ballot_key, votes_of
+from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.plain import PlainFiles
@@ -81,18 +78,18 @@ HIDE_S = 10.0
 """After an error, directories are hidden only for so long, since the root's lock is held. The next call hides the others."""
 
 
-def leftover_test(outcome: Outcome) -> Callable[[str], bool]:
+def leftover_test(outcome: CommitRecord) -> Callable[[str], bool]:
     """A test of file names: whether a file beside the files of the commit `outcome` is a leftover that must go."""
     ends = check_leftovers(outcome.leftovers)
     return lambda name: name.endswith(ends)
 
 
-async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
+async def show(store: Store, outcome: CommitRecord, *, wait_s: float = 0.0) -> None:
     """Show the files of the commit `outcome`, unless the directory shows a newer commit. They are durable on return.
 
     `wait_s`: how long to wait first for another process that shows the same files. Raises StoreError if it fails.
     """
-    if outcome.outcome != "commit" or not outcome.shown_at:
+    if not outcome.shown_at:
         return
     plain, deadline = _plain(store), asyncio.get_running_loop().time() + wait_s
     while not await _is_shown(store, outcome):
@@ -101,7 +98,7 @@ async def show(store: Store, outcome: Outcome, *, wait_s: float = 0.0) -> None:
             continue
         async with _alone(store, plain):
             if await _is_removed(store, outcome):
-                log.info("%s/%s was removed before it was shown", outcome.tag, outcome.attempt)
+                log.info("%s was removed before it was shown", outcome.attempt)
                 return
             if not await _is_shown(store, outcome):
                 await _show(store, plain, outcome)
@@ -114,7 +111,7 @@ class Queue:
         self._store = store
         self._undecided: dict[str, tuple[int, asyncio.Event]] = {}
         """The attempts whose turn is not over, by prefix: the number of the save, and the event that ends the turn."""
-        self._late: list[Outcome] = []
+        self._late: list[CommitRecord] = []
         """Commits that could not be shown, oldest first. They are tried again once, before the next one is shown."""
 
     def expect(self, info: AttemptInfo) -> None:
@@ -126,9 +123,11 @@ class Queue:
         _, over = self._undecided.pop(info.prefix, (0, asyncio.Event()))
         over.set()
 
-    async def show(self, info: AttemptInfo, outcome: Outcome, *, wait_s: float = 0.0) -> None:
-        """`show` in the attempt's turn. If it raises, the files are tried again before the next attempt is shown."""
-        if outcome.outcome != "commit" or not outcome.shown_at:
+    async def show(self, info: AttemptInfo, outcome: CommitRecord | None, *, wait_s: float = 0.0) -> None:
+        """`show` in the attempt's turn, if it has committed. If it raises, the files are tried again before the next attempt is
+        shown.
+        """
+        if outcome is None or not outcome.shown_at:
             return
         await self._turn(info)
         late, self._late = self._late, []
@@ -148,7 +147,7 @@ class Queue:
                 await over.wait()
 
 
-async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
+async def _show(store: Store, plain: PlainFiles, outcome: CommitRecord) -> None:
     at, files = check_place(outcome.shown_at), await files_of(store, outcome)
     leftover = leftover_test(outcome)
     check_beside([file.path for file in outcome.beside])
@@ -169,12 +168,12 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
     elif not filled:
         await plain.show(at, files, leftover)
         if files:
-            await _point(store, plain, folder, newest, since=_outcome_key(outcome))
+            await _point(store, plain, folder, newest, since=ballot_key(outcome))
     elif not await plain.reveal(outcome.unfinished, at, files, os.path.basename(at) if newest else None, leftover):
-        await _point(store, plain, folder, newest, since=_outcome_key(outcome))
+        await _point(store, plain, folder, newest, since=ballot_key(outcome))
     record = Shown(
         tag=outcome.tag,
-        attempt=outcome.attempt,
+        attempt=str(outcome.id),
         order=outcome.order,
         save_latest=is_pointed,
         files=tuple(sorted(files)),
@@ -185,11 +184,11 @@ async def _show(store: Store, plain: PlainFiles, outcome: Outcome) -> None:
         await plain.unfinished.discard(outcome.unfinished)
 
 
-async def _is_overtaken(store: Store, plain: PlainFiles, outcome: Outcome, at: str, files: Mapping[str, str]) -> bool:
+async def _is_overtaken(store: Store, plain: PlainFiles, outcome: CommitRecord, at: str, files: Mapping[str, str]) -> bool:
     """Whether somebody else has saved in the directory `at` since the commit `outcome`, which was never shown (TAGDIR-1)."""
     folder, name = os.path.split(at)
     # This project moves `latest` before it writes the record; another program that saves moves `latest` later.
-    if await plain.pointed(folder) != name or not await plain.pointed_after(folder, _outcome_key(outcome), shown_key(at)):
+    if await plain.pointed(folder) != name or not await plain.pointed_after(folder, ballot_key(outcome), shown_key(at)):
         return False
     if not await plain.is_there(at) or not await plain.changed(at, files):
         return False
@@ -198,34 +197,35 @@ async def _is_overtaken(store: Store, plain: PlainFiles, outcome: Outcome, at: s
 
 
 async def _has_changed(store: Store, plain: PlainFiles, at: str, record: Shown) -> bool:
-    """Whether the directory `at` shows other files than its `record` says. True if the attempt of the record is gone."""
-    attempt = AttemptId.parse(record.attempt)
-    try:
-        outcome = await catalog.read_outcome(store, record.tag, attempt) if attempt is not None else None
-    except NotFoundError:
-        return True
-    return outcome is None or bool(await plain.changed(at, await files_of(store, outcome)))
+    """Whether the directory `at` shows other files than its `record` says. True if the attempt of the record was removed."""
+    one = (await root_view.state_of(store)).attempts.get(record.prefix)
+    return (
+        one is None
+        or one.status != "checkpoint"
+        or one.commit is None
+        or bool(await plain.changed(at, await files_of(store, one.commit)))
+    )
 
 
-def _is_pointed_at(outcome: Outcome) -> bool:
+def _is_pointed_at(outcome: CommitRecord) -> bool:
     """Whether the `latest` beside the directory may name it. Programs that fill it themselves (`WHOLE`) know no such file, and
     may take it for a checkpoint.
     """
     return outcome.save_latest and not outcome.unfinished.endswith(WHOLE)
 
 
-async def point_at(store: Store, outcome: Outcome) -> None:
+async def point_at(store: Store, outcome: CommitRecord) -> None:
     """Let the `latest` beside the directory of a commit name it, after somebody went back to that commit."""
     plain = plain_files_of(store)
     if plain is None or not outcome.shown_at or not _is_pointed_at(outcome):
         return
     async with _alone(store, plain):
         record = await _record(store, outcome.shown_at)
-        if record is not None and record.prefix == outcome.prefix and _has_files(outcome.shown_at, record):
+        if record is not None and record.prefix == outcome.attempt and _has_files(outcome.shown_at, record):
             await plain.point(os.path.dirname(outcome.shown_at), os.path.basename(outcome.shown_at))
 
 
-async def _is_filled(plain: PlainFiles, outcome: Outcome) -> bool:
+async def _is_filled(plain: PlainFiles, outcome: CommitRecord) -> bool:
     """Whether other programs filled a directory for the files, and it has not got its name yet (TAGDIR-6)."""
     if not outcome.unfinished:
         return False
@@ -233,7 +233,7 @@ async def _is_filled(plain: PlainFiles, outcome: Outcome) -> bool:
     return await plain.unfinished.is_there(name, unfinished_folder(name, outcome.shown_at))
 
 
-async def unseen_of(store: Store, outcome: Outcome) -> str | None:
+async def unseen_of(store: Store, outcome: CommitRecord) -> str | None:
     """Show the files of the commit `outcome` if they are not shown yet. Returns why they are not there, or None if they are.
 
     Raises UnreadableError if they cannot be shown, since the stored files may be whole.
@@ -265,11 +265,7 @@ async def unseen_of(store: Store, outcome: Outcome) -> str | None:
     )
 
 
-def _outcome_key(outcome: Outcome) -> str:
-    return f"{outcome.prefix}/{OUTCOME}"
-
-
-async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
+async def files_of(store: Store, outcome: CommitRecord) -> dict[str, str]:
     """The keys of a commit's files, by the names under which they are shown."""
     found: dict[str, str] = {}
     for rank, vote in (await votes_of(store, outcome)).items():
@@ -277,7 +273,7 @@ async def files_of(store: Store, outcome: Outcome) -> dict[str, str]:
             raise vote
         takeover = object_takeover(vote.index.name) if vote.index is not None else None
         for number, name in enumerate(vote.files or ()):
-            found[name] = object_key(outcome.prefix, file_name(rank, number, takeover or 0))
+            found[name] = object_key(outcome.attempt, file_name(rank, number, takeover or 0))
     return found
 
 
@@ -303,7 +299,7 @@ async def _point(
         if record is not None and not _has_files(at, record):
             continue
         is_newer = record is not None and record.save_latest and (newest is None or record.order > newest[0])
-        if record is not None and is_newer and await store.stat(f"{record.prefix}/{LEFT_BEHIND}") is None:
+        if record is not None and is_newer and not await _is_left(store, record):
             newest = record.order, at
     pointed = await plain.pointed(folder)
     if pointed not in {None, *names} and (candidate is None or await _is_later(plain, folder, str(pointed), since)):
@@ -354,8 +350,8 @@ async def hide(store: Store, prefixes: Collection[str]) -> dict[str, StoreError]
                 plain.unhidden.discard(at)
             except StoreFullError:
                 raise  # `reserve.on_full_disk` makes room
-            except StoreError as error:
-                failed[record.prefix] = error
+            except (StoreError, DamagedError) as error:
+                failed[record.prefix] = error if isinstance(error, StoreError) else StoreError(str(error))
                 plain.unhidden.add(at)
     return failed
 
@@ -394,8 +390,8 @@ async def _is_removed_by_others(plain: PlainFiles, at: str, record: Shown) -> bo
 async def _is_awaited(store: Store, at: str, record: Shown) -> bool:
     """Whether a newer commit will be shown at `at`. Until then the old files stay, so that the directory is complete
     (TAGDIR-1)."""
-    attempts = await catalog.attempts_of(store, record.tag)
-    newer = [c.outcome for c in catalog.checkpoints_of(attempts) if c.outcome.order > record.order]
+    attempts = await root_view.attempts_of(store, record.tag)
+    newer = [c.commit for c in root_view.checkpoints_of(attempts) if c.commit.order > record.order]
     return any(outcome.shown_at == at for outcome in newer)
 
 
@@ -430,11 +426,10 @@ async def is_gone(plain: PlainFiles, at: str, absence_s: float = ABSENCE_S) -> b
     return False
 
 
-async def mend(store: Store, before: int = 0, known: CatalogLog | None = None) -> None:
+async def mend(store: Store, before: int = 0) -> None:
     """Show the commits that are not shown, and hide removed checkpoints, for a start. A failure is left to the next start.
 
     `before`: unfinished directories of starts before this one are removed, since nobody fills them any more (TAGDIR-6).
-    `known`: the catalog's log as this process has read it already.
     """
     plain = plain_files_of(store)
     if plain is None:
@@ -444,13 +439,13 @@ async def mend(store: Store, before: int = 0, known: CatalogLog | None = None) -
             await plain.finish()
     except StoreError as error:
         log.error("directories whose replacement was interrupted cannot be put back: %s; the next start tries again", error)
-    views = await catalog.scan(store, known)
-    for checkpoint in reversed(catalog.checkpoints_of(views)):  # oldest first (TAGDIR-5)
+    views = root_view.views_of(await root_view.state_of(store))
+    for checkpoint in reversed(root_view.checkpoints_of(views)):  # oldest first (TAGDIR-5)
         try:
-            await show(store, checkpoint.outcome)
+            await show(store, checkpoint.commit)
         except CheckpointdError as error:
             log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
-    # Only attempts with a mark are hidden (TAGDIR-4), not those that cannot be read now or have committed meanwhile.
+    # Only attempts that the log has as removed are hidden (TAGDIR-4).
     for prefix, fault in (await hide(store, {view.prefix for view in views if view.state == "deleted"})).items():
         log.error("%s was removed, and its files cannot be: %s; the next start tries again", prefix, fault)
     for folder, entries in await _record_folders(store):
@@ -464,7 +459,7 @@ async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[Atte
     names = await plain.unfinished.names()
     if not names:
         return
-    committed = [view.outcome for view in views if view.outcome is not None and view.state == "committed"]
+    committed = [view.commit for view in views if view.commit is not None and view.state == "committed"]
     needed = {outcome.unfinished for outcome in committed if outcome.unfinished and not await _is_shown(store, outcome)}
     unsure = {view.attempt.start for view in views if view.state not in ("committed", "aborted", "deleted")}
     for name in names:
@@ -498,20 +493,26 @@ def _plain(store: Store) -> PlainFiles:
     return plain
 
 
-async def _is_shown(store: Store, outcome: Outcome) -> bool:
+async def _is_shown(store: Store, outcome: CommitRecord) -> bool:
     record = await _record(store, outcome.shown_at)
     return record is not None and record.order >= outcome.order
 
 
-async def _is_removed(store: Store, outcome: Outcome) -> bool:
-    """Whether the attempt of `outcome` has a mark, so its objects may be gone."""
-    return any(entry.name == DELETED for entry in await store.list(outcome.prefix))
+async def _is_removed(store: Store, outcome: CommitRecord) -> bool:
+    """Whether the attempt of `outcome` is no checkpoint any more, so its objects may be gone."""
+    one = (await root_view.state_of(store)).attempts.get(outcome.attempt)
+    return one is None or one.status != "checkpoint"
 
 
-async def _is_of(store: Store, outcome: Outcome) -> bool:
+async def _is_left(store: Store, record: Shown) -> bool:
+    one = (await root_view.state_of(store)).attempts.get(record.prefix)
+    return one is not None and one.left_behind
+
+
+async def _is_of(store: Store, outcome: CommitRecord) -> bool:
     """Whether the directory of the commit `outcome` shows this commit."""
     record = await _record(store, outcome.shown_at)
-    return record is not None and record.prefix == outcome.prefix
+    return record is not None and record.prefix == outcome.attempt
 
 
 async def _records(store: Store) -> list[tuple[str, Shown]]:

@@ -14,40 +14,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Literal
 
 import msgspec
 
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import DamagedError, NotFoundError, StoreError, UnreadableError
-from checkpointd.layout.keys import (
-    BALLOT,
-    COORDINATOR,
-    SERVICE,
-    AttemptId,
-    holder_of,
-    holds_bytes,
-    index_name,
-    index_rank,
-    object_key,
-    object_rank,
-)
-from checkpointd.layout.manifest import Outcome, Vote
+from checkpointd.layout.keys import COORDINATOR, SERVICE, AttemptId, holder_of, object_key, object_rank
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
+from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import listed
-from checkpointd.pipeline.root import ballots, catalog
-from checkpointd.pipeline.root.ballots import ballot_ref
-from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
+from checkpointd.pipeline.root import ballots, root_view
+from checkpointd.pipeline.root.ballots import ballot_key
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned, files_of, is_gone
-from checkpointd.store.base import Store
+from checkpointd.store.base import Store, each
 from checkpointd.store.patient import Patience
 from checkpointd.store.showing import plain_files_of
 
 log = logging.getLogger("checkpointd")
-
-Votes = Mapping[int, Vote | str]
-"""By rank; in place of an unreadable vote, the reason."""
-NO_VOTES: Votes = MappingProxyType({})
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,135 +50,106 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     def rank(self) -> int | None:
         """The rank that wrote the object; None if that is not one object."""
         name = self.key.rpartition("/")[2]
-        return COORDINATOR if name == BALLOT else object_rank(name)
+        return COORDINATOR if name.startswith("ballot-") else object_rank(name)
 
 
-def directory_of(at: str) -> Lost:
+def _directory(at: str) -> Lost:
     """The loss of the directory `at`, which somebody has removed."""
     return Lost(key=at, removed=at, is_directory=True)
 
 
-class Wholeness:
-    """Finds what is missing, given `attempts` that were listed a moment ago.
+async def lost(store: Store, attempt: LoggedAttempt, gone: Collection[str] | None = None) -> tuple[Lost, ...]:
+    """What is missing of this checkpoint, by a look at its objects and at those that its votes name; nothing if it is no
+    checkpoint any more. `gone`: what `abandoned` has just found, if the caller has looked.
 
-    If an object seems to be gone, its attempt is listed once more, since a checkpoint may be committed or removed in between.
+    Raises StoreError if the storage cannot be read, since the caller loads or removes something because of the answer.
     """
-
-    def __init__(self, store: Store, attempts: Iterable[AttemptView] = ()) -> None:
-        self._store = store
-        known = list(attempts)
-        self._listed: dict[str, Mapping[str, int]] = {a.prefix: a.sizes for a in known if a.entry is None}
-        self._recorded = {a.prefix for a in known if a.entry is not None}
-        self._again: dict[str, Mapping[str, int]] = {}
-        self._abandoned: set[str] | None = None
-
-    async def abandoned(self) -> set[str]:
-        """The checkpoints (`<tag>/<attempt>`) whose directory somebody has removed. The first call looks, and the others repeat
-        what it found. Raises StoreError if the storage cannot be read.
-        """
-        if self._abandoned is None:
-            self._abandoned = await abandoned(self._store, restores=False)
-        return self._abandoned
-
-    async def seen_abandoned(self) -> set[str]:
-        """The same for those who only report: empty if the storage cannot be read."""
-        try:
-            return await self.abandoned()
-        except StoreError as error:
-            log.info("cannot tell whether directories of checkpoints were removed: %s", error)
-            return set()
-
-    async def lost(self, attempt: AttemptView, votes: Votes = NO_VOTES) -> tuple[Lost, ...]:
-        """What is missing of `attempt`, which is committed; empty if nothing is, or if the storage cannot be read now.
-
-        `votes` name the index and the chunks objects of their ranks. Without a rank's vote, only a missing index is noticed,
-        and an older attempt of which no chunks object is left. If nobody has looked at the objects of `attempt`, only an older
-        attempt that is gone is noticed.
-        """
-        try:
-            return await self._lost_of(attempt, votes)
-        except StoreError as error:
-            log.info("%s: cannot tell whether it is whole: %s", attempt.prefix, error)
-            return ()
-
-    async def lost_now(self, tag: str, attempt: AttemptId) -> tuple[Lost, ...]:
-        """What is missing of this checkpoint by a look at its objects now, and at those that its votes name.
-
-        Raises StoreError if the storage cannot be read, since the caller loads or removes something because of the answer.
-        """
-        view = await catalog.view(self._store, tag, attempt)
-        if view.outcome is None or view.state != "committed":
-            return ()
-        self._listed[view.prefix] = view.sizes
-        self._again.pop(view.prefix, None)
-        return await self._lost_of(view, await counted_votes(self._store, view.outcome))
-
-    async def _lost_of(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
-        if attempt.outcome is not None and attempt.outcome.shown_at and attempt.prefix in await self.abandoned():
-            return (directory_of(attempt.outcome.shown_at),)
-        return await self._looked(attempt, votes)
-
-    async def _looked(self, attempt: AttemptView, votes: Votes) -> tuple[Lost, ...]:
-        needed = _needed(attempt, votes) if attempt.entry is None else self._of_unknown(attempt)
-        doubtful = {key: size for key, size in needed.items() if not _is_there(self._listed, key, size)}
-        for prefix in {holder_of(key) for key in doubtful} - self._again.keys():
-            self._again[prefix] = {entry.name: entry.size for entry in await catalog.objects_of(self._store, prefix)}
-        gone = [key for key, size in doubtful.items() if not _is_there(self._again, key, size)]
-        if not gone or (await catalog.view(self._store, attempt.tag, attempt.attempt)).state != "committed":
-            return ()
-        return tuple([await self._lost(key) for key in sorted(gone)])
-
-    def _of_unknown(self, attempt: AttemptView) -> dict[str, int | None]:
-        """The objects to which it refers, of attempts that are not at the root."""
-        holders = attempt.outcome.holders if attempt.outcome is not None else ()
-        return {f"{one}/": None for one in holders if one not in self._recorded and one not in self._listed}
-
-    async def _lost(self, key: str) -> Lost:
-        prefix, name = holder_of(key), key.rpartition("/")[2]
-        left = self._again[prefix].get(name)
-        if left is not None:
-            return Lost(key=key, removed="", bytes_left=left)
-        key = key.rstrip("/")
-        if self._again[prefix]:
-            return Lost(key=key, removed=key)
-        tag = prefix.rpartition("/")[0]
-        attempts = [entry for entry in await self._store.list(tag) if entry.is_prefix and AttemptId.parse(entry.name)]
-        return Lost(key=key, removed=prefix if attempts else tag)
+    commit = attempt.commit
+    if commit is None or attempt.status != "checkpoint":
+        return ()
+    if commit.shown_at and attempt.attempt in (await abandoned(store, restores=False) if gone is None else gone):
+        return (_directory(commit.shown_at),)
+    needed = _needed(commit, await counted_votes(store, commit))
+    sizes = {
+        prefix: {entry.name: entry.size for entry in await root_view.objects_of(store, prefix)}
+        for prefix in sorted(set(map(holder_of, needed)))
+    }
+    found = [await _lost(store, key, sizes[holder_of(key)]) for key in sorted(needed) if not _is_there(sizes, key, needed[key])]
+    return tuple(found) if found and await _is_checkpoint(store, attempt.attempt) else ()
 
 
-def _is_there(listed: Mapping[str, Mapping[str, int]], key: str, size: int | None) -> bool:
-    name = key.rpartition("/")[2]
-    there = listed.get(holder_of(key), {})
-    if not name:
-        return any(map(holds_bytes, there))
-    found = there.get(name)
+async def seen_lost(store: Store, attempt: LoggedAttempt) -> tuple[Lost, ...]:
+    """The same for those who only report: nothing if the storage cannot be read."""
+    try:
+        return await lost(store, attempt)
+    except StoreError as error:
+        log.info("%s: cannot tell whether it is whole: %s", attempt.attempt, error)
+        return ()
+
+
+async def lost_at_a_glance(store: Store, checkpoints: Iterable[Checkpoint]) -> dict[str, tuple[Lost, ...]]:
+    """What is missing of `checkpoints`, by prefix, as far as one listing of the root shows: tags that they need, and
+    directories that showed their files. Their objects are not looked at. Raises StoreError if the storage cannot be read.
+    """
+    tags, gone = set(await root_view.tags(store)), await abandoned(store, restores=False)
+    found = {one.prefix: missing for one in checkpoints if (missing := _glanced(one, tags, gone))}
+    removed = {one.removed for missing in found.values() for one in missing if not one.is_directory}
+    await each(store.list, sorted(removed))  # raises for a symbolic link, which is not gone
+    return {prefix: missing for prefix, missing in found.items() if await _is_checkpoint(store, prefix)}
+
+
+async def seen_at_a_glance(store: Store, checkpoints: Iterable[Checkpoint]) -> dict[str, tuple[Lost, ...]]:
+    """The same for those who only report: nothing if the storage cannot be read."""
+    try:
+        return await lost_at_a_glance(store, checkpoints)
+    except StoreError as error:
+        log.warning("cannot tell whether anything was removed by hand at %s: %s", store.url, error)
+        return {}
+
+
+def _glanced(one: Checkpoint, tags: Collection[str], gone: Collection[str]) -> tuple[Lost, ...]:
+    if one.prefix in gone:
+        return (_directory(one.commit.shown_at),)
+    needed = {prefix: prefix.rpartition("/")[0] for prefix in (one.prefix, *one.commit.holders)}
+    return tuple(Lost(key=prefix, removed=tag) for prefix, tag in needed.items() if tag not in tags)
+
+
+async def _is_checkpoint(store: Store, prefix: str) -> bool:
+    now = (await root_view.state_of(store)).attempts.get(prefix)
+    return now is not None and now.status == "checkpoint"
+
+
+async def _lost(store: Store, key: str, there: Mapping[str, int]) -> Lost:
+    prefix, name = holder_of(key), key.rpartition("/")[2]
+    if name in there:
+        return Lost(key=key, removed="", bytes_left=there[name])
+    if there:
+        return Lost(key=key, removed=key)
+    tag = prefix.rpartition("/")[0]
+    attempts = [entry for entry in await store.list(tag) if entry.is_prefix and AttemptId.parse(entry.name)]
+    return Lost(key=key, removed=prefix if attempts else tag)
+
+
+def _is_there(sizes: Mapping[str, Mapping[str, int]], key: str, size: int | None) -> bool:
+    found = sizes[holder_of(key)].get(key.rpartition("/")[2])
     return found is not None and size in (None, found)
 
 
-def _needed(attempt: AttemptView, votes: Votes) -> dict[str, int | None]:
-    """The keys that `attempt` needs, with their sizes in bytes where these are known. `<tag>/<attempt>/` stands for any chunks
-    object of another attempt.
-    """
-    outcome = attempt.outcome
-    assert outcome is not None
-    needed: dict[str, int | None] = {f"{attempt.prefix}/{BALLOT}": ballot_ref(outcome).size}
+def _needed(commit: CommitRecord, votes: Mapping[int, Vote | str]) -> dict[str, int | None]:
+    """The keys that the checkpoint needs, with their sizes in bytes where these are known. A load does without a joint plan."""
+    needed: dict[str, int | None] = {ballot_key(commit): commit.ballot.size}
     referred: set[str] = set()
-    known = {rank: vote for rank, vote in votes.items() if isinstance(vote, Vote)}
-    for vote in known.values():
+    for vote in votes.values():
+        if not isinstance(vote, Vote):
+            continue
         if vote.index is not None:
-            needed[object_key(attempt.prefix, vote.index.name)] = vote.index.size
-        needed |= {object_key(attempt.prefix, ref.name): ref.size for ref in vote.objects}
+            needed[object_key(commit.attempt, vote.index.name)] = vote.index.size
+        needed |= {object_key(commit.attempt, ref.name): ref.size for ref in vote.objects}
         referred |= set(vote.refers)
-    indexed = {index_rank(name) for name in attempt.sizes}
-    for rank in range(outcome.world_size):
-        if rank not in known and rank not in indexed:
-            needed[object_key(attempt.prefix, index_name(rank))] = None
-    if len(known) < outcome.world_size:
-        referred |= {f"{holder}/" for holder in outcome.holders}
     return needed | dict.fromkeys(referred)
 
 
-async def counted_votes(store: Store, commit: Outcome) -> dict[int, Vote | str]:
+async def counted_votes(store: Store, commit: CommitRecord) -> dict[int, Vote | str]:
     """The votes that `commit` counted, by rank; in place of an unreadable vote, the reason."""
     try:
         votes = await ballots.votes_of(store, commit)
@@ -207,16 +163,17 @@ async def check_whole(store: Store, checkpoint: Checkpoint, patience: Patience) 
     with patience.looks() as looks:
         while True:
             try:
-                lost = await Wholeness(store).lost_now(checkpoint.tag, checkpoint.attempt)
+                now = await root_view.logged(store, checkpoint.tag, checkpoint.attempt)
+                missing = () if now is None else await lost(store, now)
             except UnreadableError as error:
                 await looks.unreadable(error)
                 continue
-            if not lost:
+            if not missing:
                 return
-            if await looks.is_lost(lost[0].key):
-                advice = lost_advice(store.url, checkpoint.tag, lost)
-                message = f"{checkpoint.tag} is not whole: {lost_text(lost)}{_of_ranks(lost)}; {advice}"
-                raise DamagedError(message, key=lost[0].key, rank=lost[0].rank)
+            if await looks.is_lost(missing[0].key):
+                advice = lost_advice(store.url, checkpoint.tag, missing)
+                message = f"{checkpoint.tag} is not whole: {lost_text(missing)}{_of_ranks(missing)}; {advice}"
+                raise DamagedError(message, key=missing[0].key, rank=missing[0].rank)
 
 
 # --- in words ------------------------------------------------------------------------------------------------------
@@ -277,15 +234,15 @@ async def without_directory(store: Store, checkpoints: Collection[Checkpoint], a
     plain = plain_files_of(store)
     if plain is None:
         return set()
-    files = [checkpoint for checkpoint in checkpoints if checkpoint.outcome.shown_at]
-    gone = await asyncio.gather(*(is_gone(plain, one.outcome.shown_at, absence_s) for one in files))
+    files = [checkpoint for checkpoint in checkpoints if checkpoint.commit.shown_at]
+    gone = await asyncio.gather(*(is_gone(plain, one.commit.shown_at, absence_s) for one in files))
     # While a file system is not mounted, everything is gone, this root as well.
     if not await plain.is_there(SERVICE):
         return set()
     return {checkpoint.prefix for checkpoint, missing in zip(files, gone, strict=True) if missing}
 
 
-async def unlike(store: Store, outcome: Outcome, absence_s: float) -> str | None:
+async def unlike(store: Store, outcome: CommitRecord, absence_s: float) -> str | None:
     """The files of the commit `outcome` that its directory does not show as they were stored, in words; None if it shows
     all."""
     plain = plain_files_of(store)

@@ -21,7 +21,7 @@ from checkpointd.commit.facts import Order
 from checkpointd.config import SpoolConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import AttemptId, is_tag, object_key, object_rank, object_takeover
-from checkpointd.pipeline.root.catalog import objects_of
+from checkpointd.pipeline.root.root_view import objects_of
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.spool.places import RESERVE, DiskPlace, Room, SpoolPlace, name_of
 from checkpointd.pipeline.spool.record import SPOOLED, decode_record, record_key

@@ -15,7 +15,7 @@ SPOOLED = f"{SERVICE}/spooled"
 """Below this prefix of a spool lie the records."""
 
 Note = Literal["announced", "superseded", "committed"]
-"""What is noted beside a record. `announced`: the catalog of the root names the attempt. `superseded`: the rank votes no, for a
+"""What is noted beside a record. `announced`: the log of the root names the attempt. `superseded`: the rank votes no, for a
 newer save. `committed`: the attempt has committed, and the shard stays for restarts."""
 
 

@@ -66,7 +66,7 @@ class SpooledShard:
 
     @property
     def is_announced(self) -> bool:
-        """Whether its coordinator has announced the attempt in the catalog, so that others see it at the root."""
+        """Whether its coordinator has announced the attempt in the log, so that others see it at the root."""
         return "announced" in self.notes
 
     @property

@@ -20,8 +20,9 @@ import msgspec
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, DamagedError, LinkError, StoreError, SupersededError
 from checkpointd.layout.indexes import Index
-from checkpointd.pipeline.announcement import CatalogAnnouncement, DecidedBefore
+from checkpointd.pipeline.announcement import Announcement
 from checkpointd.pipeline.gc.tidying import Tidier
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, ShardProgress
 from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.pipeline.spool.shards import SpooledShard
@@ -63,7 +64,7 @@ class SpoolHooks:
     ends_fenced: Callable[[], Coroutine[Any, Any, bool]]
     check_stop: Callable[[], None]
     over: asyncio.Event
-    announcement: CatalogAnnouncement
+    announcement: Announcement
 
 
 @dataclass(eq=False, slots=True)
@@ -143,7 +144,7 @@ class SpoolSide:
                 on_start()
                 has_voted = await self._uploaded(shard)
                 return has_voted
-            except (DecidedBefore, LinkError):
+            except LinkError:
                 raise
             except StoreError as error:
                 unread = [*unread, asyncio.get_running_loop().time()] if isinstance(error, SpoolUnreadError) else []
@@ -160,11 +161,13 @@ class SpoolSide:
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
     async def _led(self, prefixes: Collection[str]) -> Collection[str]:
-        """Which of these attempts the catalog shows as announced and undecided; none if it cannot be read."""
-        known = self.state.tidier.known
-        await known.refresh()
-        found = {prefix: known.state.entries.get(prefix) for prefix in prefixes}
-        return [] if known.fault else [prefix for prefix, entry in found.items() if entry is not None and entry.is_open]
+        """Which of these attempts the log shows as announced and undecided; none if it cannot be read."""
+        try:
+            attempts = (await RootLog.of(self.state.store).look()).attempts
+        except CheckpointdError as error:
+            log.debug("%s: which saves are announced cannot be told yet: %s", self.info.prefix, error)
+            return ()
+        return [prefix for prefix in prefixes if prefix in attempts and attempts[prefix].status == "undecided"]
 
     async def pause(self, seconds: float = PAUSE_S_MAX) -> None:
         """Wait before the next try. Raises Stopped if the attempt was decided meanwhile."""
@@ -198,20 +201,13 @@ class SpoolSide:
         self.own.directory.counts.uploaded_bytes += upload.sent.nbytes
         self.hooks.check_stop()
         await unless(self.hooks.over, self.hooks.check_root())
-        await unless(self.hooks.over, self.hooks.announcement.check_undecided())
         shard.may_have_voted = True  # SPOOL-10
         standing = await put_yes(self.state.store, self.info, shard.record.vote)
         self.own_vote_stands = is_own(self.info, standing)
         return True
 
     async def _announce(self, shard: SpooledShard, until: float) -> None:
-        """See that the catalog announces the attempt. A coordinator that has announced it before does not do so again, since
-        the attempt may have been decided and forgotten meanwhile (ANNOUNCE-1).
-        """
-        if self.info.rank == COORDINATOR and shard.is_announced:
-            await unless(self.hooks.over, self.hooks.announcement.check_undecided())
-            self.hooks.announcement.stood_before()
-            return
+        """See that the log announces the attempt."""
         await unless(self.hooks.over, self.hooks.announcement.awaited(until))
         if self.info.rank == COORDINATOR:
             await shard.try_to_note("announced")

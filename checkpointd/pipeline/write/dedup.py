@@ -5,11 +5,9 @@ Invariants
       reference names the same attempt as the base's.
   DEDUP-2  A chunk is referred to only if its place (FQN, dtype, shape, box, scope, first byte), its raw length and its digest
       are those of a chunk of the base. The base is a shard of an attempt whose commit was seen and is durable.
-  DEDUP-3  A rank votes for an index with references only if, after the index was durable, each object that it refers to existed
-      and was not condemned by a mark of its attempt. A collector makes its marks durable before it looks for indexes, and
-      removes only objects that no index names (COLLECT-6 in `collect.py`). So either the rank sees the mark or the collector
-      sees the index, whatever runs at the same time: another collection, a save of the same tag, retention, recovery by a newer
-      start, another writer. The checkpoint from which the references were taken may be gone by then.
+  DEDUP-3  A rank votes for an index with references only if, after the index was durable, each object that it refers to was
+      there, and stays for the announced attempt: its base holds it (LOG-10). A commit that refers to what is no checkpoint and
+      does not stay is refused.
   DEDUP-4  A shard that was read back and found damaged stops being the base. So does a shard that was not read because another
       rank had found its own damaged, and the shard of a save that took such a base before the damage was found. Chunks that an
       earlier process wrote are read and verified before the first vote for references to them. Damaged storage is a common
@@ -19,21 +17,21 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 from checkpointd.commit.facts import Order
+from checkpointd.commit.log import base_in, fate, pinned_by
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
+from checkpointd.errors import CheckpointdError, FormatError, StoreError
 from checkpointd.layout import tree
 from checkpointd.layout.indexes import Chunk, Index, PlanTensor, TensorEntry
-from checkpointd.layout.keys import DAMAGED, OUTCOME
 from checkpointd.layout.manifest import ObjectRef, Trained
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.index import chunk_starts, read_index
 from checkpointd.pipeline.read.plan import StoredObjects
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.marks import greatest_mark
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import checkpoint_of
 from checkpointd.pipeline.shard import AttemptInfo, ShardTensor
 from checkpointd.pipeline.workers import answered, aside
 from checkpointd.store.base import Store
@@ -58,6 +56,8 @@ class Base:
     """How many checkpoints in a row, up to this one, have deltas."""
     is_read: bool = True
     """Whether this process has written or verified the chunks (DEDUP-4)."""
+    going: frozenset[int] = frozenset()
+    """The places in `objects` of those that may be removed."""
 
     @staticmethod
     def of(index: Index, order: Order, *, is_read: bool = True) -> Base:
@@ -71,9 +71,14 @@ class Base:
     def held(self, tensor: ShardTensor, start: int, nbytes: int) -> Held | None:
         """The chunk at the place of the `nbytes` bytes of `tensor` from `start` on; None if there is none of this length."""
         chunk = self.chunks.get(tensor.part, {}).get(start)
-        if chunk is None or chunk.raw != nbytes:
+        if chunk is None or chunk.raw != nbytes or chunk.object in self.going or chunk.full.object in self.going:
             return None
         return self.objects[chunk.object], chunk
+
+    def within(self, holders: Collection[str]) -> Base:
+        """The same without the chunks in objects of attempts that are none of `holders` (`<tag>/<attempt>`)."""
+        going = frozenset(place for place, ref in enumerate(self.objects) if ref.held_by not in holders)
+        return replace(self, going=going) if going else self
 
     def full(self, chunk: Chunk) -> Held:
         """What `chunk`, one of this base, is stored in full as: its own base if it is a delta, else itself."""
@@ -141,16 +146,11 @@ async def base_in_time(bases: Bases, info: AttemptInfo, seconds: float | None) -
 
 
 async def _stored_base(store: Store, info: AttemptInfo) -> Base | None:
-    tag = await catalog.latest(store)
-    if tag is None:
-        return None
-    checkpoint = await catalog.find(store, tag)
-    if checkpoint.attempt.start > info.attempt.start:
-        return None  # this writer is fenced and must not refer to checkpoints of a newer start
-    if await store.stat(f"{checkpoint.prefix}/{DAMAGED}") is not None:
-        return None
-    await store.settle(f"{checkpoint.prefix}/{OUTCOME}")
-    return Base.of(await read_index(store, checkpoint, info.rank), checkpoint.outcome.order, is_read=False)
+    state = await RootLog.of(store).look(settles=True, whole=False)
+    newest = state.attempts.get(base_in(state))
+    if newest is None or newest.id.start > info.attempt.start:
+        return None  # a fenced writer must not refer to checkpoints of a newer start
+    return Base.of(await read_index(store, checkpoint_of(newest), info.rank), newest.order, is_read=False)
 
 
 # --- references -------------------------------------------------------------------------------------------------
@@ -162,14 +162,19 @@ def referred(index: Index) -> tuple[str, ...]:
 
 
 async def lost(store: Store, index: Index) -> str | None:
-    """Why a rank must not vote for the durable `index`: an older attempt's object is condemned or gone (DEDUP-3)."""
-    for prefix in sorted({ref.held_by for ref in index.objects if ref.held_by}):
-        try:
-            fault = await _fault(store, prefix, [ref for ref in index.objects if ref.held_by == prefix])
-        except (DamagedError, NotFoundError) as error:
-            fault = f"the mark of {prefix} cannot be read: {error}"
-        if fault:
-            return fault
+    """Why a rank must not vote for the durable `index`: an older attempt's object may go, or is gone (DEDUP-3)."""
+    if not any(ref.held_by for ref in index.objects):
+        return None
+    root_log = RootLog.of(store)
+    await root_log.follow(lambda _: False)
+    state = root_log.state
+    own = state.attempts.get(index.prefix)
+    staying = pinned_by(state, "" if own is None else own.base)
+    for ref in index.objects:
+        if ref.held_by and ref.held_by not in staying:
+            return f"{ref.held_by} {fate(state, ref.held_by)}, and is not kept for this save"
+        if ref.held_by and await store.stat(ref.key("")) != ref.size:
+            return f"{ref.key('')} is gone"
     return None
 
 
@@ -184,22 +189,6 @@ async def damaged(store: Store, prefix: str, index: Index, config: LoadConfig, o
     ]
     found = await read_chunks(store, wanted, config, on_bytes)
     return str(found[0]) if found else None
-
-
-async def _fault(store: Store, prefix: str, refs: Iterable[ObjectRef]) -> str | None:
-    """Why `refs`, objects of the attempt `prefix`, may not be referred to. Looks at them alone, whatever the number of ranks.
-
-    The marks come first: if they are gone, they went last (MARK-5), so the objects are seen to be gone, too.
-    """
-    mark = await greatest_mark(store, prefix)
-    if await store.stat(f"{prefix}/{OUTCOME}") is None:
-        return f"{prefix} has no outcome any more"
-    for ref in refs:
-        if await store.stat(ref.key("")) != ref.size:
-            return f"{ref.key('')} is gone"
-        if mark is not None and ref.name not in mark.kept:
-            return f"{ref.key('')} is being removed"
-    return None
 
 
 # --- no progress -----------------------------------------------------------------------------------------------

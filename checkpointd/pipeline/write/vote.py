@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import chunks_name, group_prefix, index_name, object_rank, object_takeover, rank_group, vote_name
@@ -22,7 +24,8 @@ from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, Inde
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.contents import content_of
-from checkpointd.pipeline.root.catalog import read_vote
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import read_vote
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
 from checkpointd.pipeline.write.dedup import referred, trained
@@ -63,6 +66,7 @@ async def yes_vote(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vo
 
 async def put_yes(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
     """Put the yes `vote` unless this rank has a vote. Returns the rank's yes vote, which may be another writer's."""
+    vote = msgspec.structs.replace(vote, root=RootLog.of(store).root_id)
     try:
         standing = await _put_vote(store, info, vote)
     except CheckpointdError as error:
@@ -155,23 +159,6 @@ def is_own(info: AttemptInfo, vote: Vote) -> bool:
     return vote.index is not None and vote.index.name == index_name(info.rank, info.takeover)
 
 
-async def check_own_vote(store: Store, info: AttemptInfo) -> None:
-    """Raise StoreError if this rank's vote is gone, because somebody removed it or because the attempt was forgotten
-    (GARBAGE-3). Then an abort could contradict the outcome, and a commit could have come after it (COMMIT-5).
-    """
-    own_vote = info.key(vote_name(info.rank))
-    if await store.stat(own_vote) is None:
-        raise StoreError(f"{own_vote}, this rank's own vote, is gone")
-
-
-async def check_own_part(store: Store, info: AttemptInfo) -> None:
-    """Raise StoreError if this rank's vote and its index are both gone: then the attempt was aborted and forgotten before
-    the commit (COMMIT-5). The vote alone may be lost, since nothing made it durable (PERSIST-7).
-    """
-    if await store.stat(info.key(index_name(info.rank, info.takeover))) is None:
-        await check_own_vote(store, info)
-
-
 async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
     """Remove this writer's objects, which frees the space that a vote may need, and vote no.
 
@@ -188,7 +175,7 @@ async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
         await drop_shard(store, info)
     elif info.may_be_taken_over:
         await drop_unless_named(store, info)
-    vote = _vote(info, vote="no", error=error)
+    vote = _vote(info, vote="no", root=RootLog.of(store).root_id, error=error)
     if await store.put_if_absent(key, encode(vote), durable=False) or not info.may_be_taken_over:
         return True
     return _checked(info, await read_vote(store, key)).vote == "no"

@@ -66,6 +66,7 @@ class ObjectStore(Store):
             alignment=1,
             shared=True,
             can_be_full=False,
+            can_lose=False,
             gap_bytes=GAP_BYTES,
             look_s=LOOK_S,
             at_once=AT_ONCE,

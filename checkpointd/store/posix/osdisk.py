@@ -118,8 +118,8 @@ class OsDisk:
         is_link = stat.S_ISLNK(found.st_mode)
         return FileStatus(found.st_ino, found.st_size, found.st_mtime_ns, is_link, found.st_dev, found.st_ctime_ns)
 
-    async def children(self, path: str, *, links: bool = False) -> list[Child]:
-        return await self._small.run(_children, self._anchor, path, links)
+    async def children(self, path: str, *, links: bool = False, sizes: bool = True) -> list[Child]:
+        return await self._small.run(_children, self._anchor, path, links, sizes)
 
     async def size(self, path: str) -> int:
         status = await self._small.run(_stat, self._anchor, path)
@@ -487,7 +487,7 @@ def _protect(anchor: Anchor, path: str) -> None:
 _WRITE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
-def _children(anchor: Anchor, path: str, links: bool) -> list[Child]:
+def _children(anchor: Anchor, path: str, links: bool, sizes: bool) -> list[Child]:
     """The names in `path`. No link counts as the directory that it leads to: to clear it away would delete files elsewhere."""
     found = []
     with _opened(anchor, path, os.O_DIRECTORY) as descriptor, os.scandir(descriptor) as entries:
@@ -496,7 +496,7 @@ def _children(anchor: Anchor, path: str, links: bool) -> list[Child]:
                 found.append(Child(entry.name, 0, is_directory=True))
             elif not entry.is_symlink():
                 with suppress(FileNotFoundError):  # removed since
-                    size = entry.stat(follow_symlinks=False).st_size
+                    size = entry.stat(follow_symlinks=False).st_size if sizes else 0
                     found.append(Child(entry.name, size, is_directory=False))
             elif links:
                 found.append(Child(entry.name, 0, is_directory=False, is_link=True))

@@ -31,8 +31,8 @@ class ReadOnlyDisk:
     async def read_parts(self, path: str, offset: int, parts: Sequence[memoryview], then: Callable[[int], None]) -> int:
         return await self._disk.read_parts(path, offset, parts, then)
 
-    async def children(self, path: str, *, links: bool = False) -> list[Child]:
-        return await self._disk.children(path, links=links)
+    async def children(self, path: str, *, links: bool = False, sizes: bool = True) -> list[Child]:
+        return await self._disk.children(path, links=links, sizes=sizes)
 
     async def size(self, path: str) -> int:
         return await self._disk.size(path)

@@ -127,10 +127,10 @@ class Root:
         finally:
             await lock.release()
 
-    async def children(self, path: str, *, links: bool = False) -> list[Child]:
+    async def children(self, path: str, *, links: bool = False, sizes: bool = True) -> list[Child]:
         """The names in a directory; none if there is no such directory."""
         try:
-            return await self.disk.children(path, links=links)
+            return await self.disk.children(path, links=links, sizes=sizes)
         except (FileNotFoundError, NotADirectoryError) as error:
             await self.check(error)
             return []

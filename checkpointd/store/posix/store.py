@@ -35,7 +35,7 @@ from checkpointd.errors import CheckpointdError, ClosedError, DamagedError, Link
 from checkpointd.store import writers
 from checkpointd.store.base import SMALL_BYTES_MAX, Capabilities, Entry, ObjectWriter, Store, each
 from checkpointd.store.identity import Identity
-from checkpointd.store.names import SERVICE, TEMPORARY, check_key, is_key
+from checkpointd.store.names import LOG, SERVICE, TEMPORARY, check_key, is_key
 from checkpointd.store.posix.disk import Disk, WritableFile
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.plain import PlainFiles, can_show
@@ -209,7 +209,7 @@ class PosixStore(Store):
     async def list(self, prefix: str) -> list[Entry]:
         path = self._path(prefix) if prefix else self._open().path
         async with self._root.guard("listing", prefix, reads=True):
-            children = await self._root.children(path)
+            children = await self._root.children(path, sizes=prefix != LOG)  # of the log, names are enough, and it has hundreds
         above = f"{prefix}/" if prefix else ""
         entries = [Entry(c.name, c.size, c.is_directory) for c in children if is_key(above + c.name)]
         if not prefix and not await self._has_service_objects(entries):

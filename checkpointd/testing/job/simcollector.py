@@ -8,7 +8,7 @@ import random
 from checkpointd.admin.gc import CollectionReport, collection, deletion
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.base import Store
 from checkpointd.testing.job.simledger import Ledger
 
@@ -35,5 +35,5 @@ async def collect_now_and_then(store: Store, rules: Retention, rng: random.Rando
 
 async def _delete_one(store: Store, rng: random.Random) -> CollectionReport:
     """Delete a random checkpoint. If it is the newest, this is refused."""
-    tags = [checkpoint.tag for checkpoint in await catalog.checkpoints(store)]
+    tags = [checkpoint.tag for checkpoint in await root_view.checkpoints(store)]
     return await deletion(store, rng.choice(tags or ["none"]), force=False, dry_run=False)

@@ -20,20 +20,17 @@ from typing import Any
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, RootInUseError
-from checkpointd.layout.keys import LEASE, AttemptId, holder_of
-from checkpointd.layout.manifest import Outcome
+from checkpointd.layout.keys import AttemptId, holder_of
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import AttemptView, Checkpoint
-from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.pipeline.root.latest import PATIENCE_S
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
-from checkpointd.testing.job.simcatalog import DAMAGER, damage_now_and_then
 from checkpointd.testing.job.simcollector import collect_now_and_then
-from checkpointd.testing.job.simledger import InvariantError, Key, Ledger
+from checkpointd.testing.job.simledger import InvariantError, Ledger
 from checkpointd.testing.job.simrank import JobConfig, Rank, SimBoard, read_contents
 from checkpointd.testing.job.simreader import read_now_and_then
 from checkpointd.testing.job.simroot import BucketRoot, DiskRoot, SimRoot
@@ -76,8 +73,6 @@ class SimReport:
     """Sidecars that were started."""
     surviving: int = 0
     """Attempts that survived into a newer start, and that their own coordinator then committed."""
-    forgotten: int = 0
-    """Aborted attempts of which nothing was left at some time."""
     cared_for: int = 0
     """Attempts that a newly started sidecar decided, although it has no save job for them."""
     collected: int = 0
@@ -86,6 +81,8 @@ class SimReport:
     """Starts that found another job alive."""
     read: int = 0
     """Checkpoints that readers beside the job read completely."""
+    entries_max: int = 0
+    """The most entries that the log had at once."""
     read_back: int = 0
     """Checkpoints that were recorded as read back whole at the end."""
 
@@ -164,7 +161,7 @@ class SimJob:
         self.report.surviving = self.ledger.surviving_commits
         self.report.collected = self.ledger.collected
         self.report.read = self.ledger.read
-        self.report.forgotten = len(self.ledger.forgotten)
+        self.report.entries_max = self.ledger.log.entries_max
         self.report.cared_for = sum(sidecar.decided for sidecar in self._restarted)
         return self.report
 
@@ -218,8 +215,6 @@ class SimJob:
             self._collect(config, f"gc{collector}.{number}")
         for reader in range(config.readers):
             self._read(config, f"reader{reader}.{number}")
-        if config.damages_catalog:
-            self._damage(config, f"{DAMAGER}.{number}")
         self._newest = Incarnation(number, ranks, tasks, self.storage.loop.create_future())
         return self._newest
 
@@ -235,12 +230,6 @@ class SimJob:
         process, store = self.root.store(name, read_only=True)
         rng = random.Random(f"read {config.seed} {name}")
         process.spawn(read_now_and_then(store, name, rng, self.ledger), name=name)
-
-    def _damage(self, config: JobConfig, name: str) -> None:
-        """Begin a process that damages the catalog, and makes it again."""
-        process, store = self.root.store(name)
-        work = damage_now_and_then(store, random.Random(f"damage {config.seed} {name}"), self.ledger.report)
-        process.spawn(work, name=name)
 
     def _sidecar(self, config: JobConfig, rank: int) -> SimSidecar:
         """The sidecar of `rank`'s node; a new one if the last one is lost."""
@@ -313,7 +302,6 @@ class SimJob:
         config = replace(
             self.schedule.job,
             deviations=False,
-            damages_catalog=False,
             steps=1,
             commit=CommitConfig(timeout_s=600.0, poll_max_s=0.5),
         )
@@ -334,41 +322,25 @@ class SimJob:
         await process.spawn(self._check(store))
 
     async def _check(self, store: Store) -> None:
-        """Everything that was ever seen committed is still there, and every checkpoint loads whole."""
-        views = await catalog.look_everywhere(store)
-        await self._check_catalog(store, views)
-        self._check_uploads(max(view.attempt.start for view in views))
-        now: dict[Key, Outcome | None] = {(v.tag, str(v.attempt)): v.outcome for v in views if not v.is_void}
-        self.ledger.check_kept(now, {(v.tag, str(v.attempt)) for v in views if v.state == "deleted"})
-        for attempt in views:
-            if attempt.state == "committed" and attempt.outcome is not None:
-                await self._check_whole(store, Checkpoint(attempt.tag, attempt.attempt, attempt.outcome))
-            if attempt.state == "committed" and attempt.read_back == "damaged":
-                raise InvariantError("nothing-lost", f"{attempt.prefix} is whole, and is recorded as damaged")
-        states = [attempt.state for attempt in views]
-        self.report.read_back = sum(view.read_back == "whole" for view in views if view.state == "committed")
-        self.report.committed, self.report.aborted = states.count("committed"), states.count("aborted")
+        """Everything that was ever reported is still there, and every checkpoint loads whole."""
+        root_log = RootLog.of(store)
+        state = await root_log.look()
+        if root_log.fault or state != self.ledger.log.state:
+            raise InvariantError("durable", f"the log is read as {state.number}: {root_log.fault or 'another state'}")
+        self.ledger.check_kept()
+        self._check_uploads(state.start)
+        checkpoints = root_view.commits_of(root_view.views_of(state))
+        for checkpoint in checkpoints:
+            await self._check_whole(store, checkpoint)
+            if checkpoint.read_back == "damaged":
+                raise InvariantError("nothing-lost", f"{checkpoint.prefix} is whole, and is recorded as damaged")
+        if fault := self.ledger.latest_fault():
+            raise InvariantError("latest-follows", fault)
+        self.report.read_back = sum(checkpoint.read_back == "whole" for checkpoint in checkpoints)
+        self.report.committed = len(checkpoints)
+        self.report.aborted = self.ledger.log.count("aborted")
         if self.report.aborted and self.schedule.is_calm:
             raise InvariantError("always-commits", f"{self.report.aborted} saves were aborted, and there was no fault")
-
-    async def _check_catalog(self, store: Store, views: list[AttemptView]) -> None:
-        """The catalog names every attempt that has objects besides a lease, and no close differs from its outcome."""
-        log = CatalogLog(store)
-        await log.refresh()
-        if log.fault:
-            raise InvariantError("catalog-tells", log.fault)
-        for view in views:
-            entry = log.state.entries.get(view.prefix)
-            # A power cut brings back a directory, but not what was in it; or it comes when only the lease is there.
-            if view.is_void or not view.sizes or (entry is None and view.sizes.keys() == {LEASE}):
-                continue
-            if entry is None:
-                raise InvariantError("catalog-tells", f"{view.prefix} has objects, and the catalog does not name it")
-            is_forgotten = (view.tag, str(view.attempt)) in self.ledger.forgotten
-            if entry.digest and view.outcome != entry.decoded and view.state != "deleted" and not is_forgotten:
-                raise InvariantError("catalog-tells", f"the close of {view.prefix} is not of its outcome")
-            if entry.removed and view.state == "committed":
-                raise InvariantError("catalog-tells", f"{view.prefix} is a checkpoint, and removed in the catalog")
 
     def _check_uploads(self, newest_start: int) -> None:
         for key in self.root.unfinished():
@@ -382,7 +354,7 @@ class SimJob:
                 contents = await read_contents(store, checkpoint, rank)
             except CheckpointdError as error:
                 raise InvariantError("nothing-lost", f"{checkpoint.prefix} is committed, but {error}") from error
-            self.ledger.whole((checkpoint.tag, str(checkpoint.attempt)), rank, contents)
+            self.ledger.whole(checkpoint.prefix, rank, contents)
 
     # --- faults ------------------------------------------------------------------------------------------------
 
@@ -392,16 +364,21 @@ class SimJob:
                 self.ledger.watch(effect)
         except InvariantError as error:
             self.ledger.report(error)
-        for when in (effect.number, self._moment(effect)):
+        moments: list[int | Moment] = [effect.number, *self._moments(effect)]
+        for when in moments:
             fault = self._faults.pop(when, None)
             if fault is not None and self._newest is not None:
                 self.report.struck += 1
                 self._strike(fault, self._newest, effect.process)
 
-    def _moment(self, effect: Effect) -> Moment:
-        name = next((name for name in NAMES if f"/{effect.path}".endswith(name)), "")
-        self._counts[effect.kind, name] += 1
-        return Moment(effect.kind, name, self._counts[effect.kind, name])
+    def _moments(self, effect: Effect) -> list[Moment]:
+        """The moments at which `effect` is the last one; of an entry of the log, one for each kind of record in it, too."""
+        other = "ballot" if "/ballot-" in effect.path else ""
+        names = [next((name for name in NAMES if f"/{effect.path}".endswith(name)), other)]
+        names += sorted({str(record.__struct_config__.tag) for record in self.ledger.log.put})
+        for name in names:
+            self._counts[effect.kind, name] += 1
+        return [Moment(effect.kind, name, self._counts[effect.kind, name]) for name in names]
 
     def _strike(self, fault: Fault, incarnation: Incarnation, actor: str) -> None:
         alive = self.storage.alive()
@@ -435,19 +412,12 @@ class SimJob:
             case Outage(seconds, fate, share) if isinstance(self.storage, SimBucket):
                 self.storage.note(f"for {seconds:.3f} s, {share:.0%} of the requests: {fate}")
                 self.storage.troubles.append(Trouble(self.storage.loop.time() + seconds, fate, share))
-                self._moves_may_take(seconds)
 
     def _pause(self, name: str, seconds: float) -> None:
         self.ledger.hindered = True
-        self._moves_may_take(seconds)
         self.storage.pause(name)
         # The timer belongs to no process: the current process triggered the fault, and may be the paused one.
         self.storage.loop.call_later(seconds, self._resume, name, context=Context())
-
-    def _moves_may_take(self, seconds: float) -> None:
-        """A move of `latest` may take so long from now on."""
-        watch = self.ledger.latest
-        watch.hindered_until = max(watch.hindered_until, self.storage.loop.time() + seconds + 2 * PATIENCE_S)
 
     def _resume(self, name: str) -> None:
         if name in self.storage.alive():
@@ -456,7 +426,7 @@ class SimJob:
     def _cut_power(self) -> None:
         self.storage.power_cut()
         try:
-            self.ledger.after_power_cut()
+            self.ledger.log.after_power_cut()
         except InvariantError as error:
             self.ledger.report(error)
 

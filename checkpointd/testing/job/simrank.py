@@ -17,22 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import AttemptId, default_tag
+from checkpointd.layout.log_records import BeginRecord
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.pipeline.outcome.starting import begin
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root import catalog, leases, starts
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.candidates import candidates
-from checkpointd.pipeline.root.catalog import Checkpoint
 from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardTensor, aligned
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
@@ -110,8 +111,6 @@ class JobConfig:
     """Whether a start asks rank 0's sidecar for its attempts. Otherwise, as on another node, it knows only the leases."""
     readers: int = 0
     """The number of processes that read the newest checkpoint now and then."""
-    damages_catalog: bool = False
-    """Whether a process beside the job damages the catalog now and then, or makes it again."""
     read_back: bool = False
     """Whether each rank reads its shards back while it has no save in flight."""
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=20.0, poll_min_s=0.02, poll_max_s=0.5))
@@ -175,7 +174,6 @@ class Rank:
     done: dict[str, Phase] = field(default_factory=dict)
     """The phase in which each attempt ended on this rank's handle."""
     _start: int = 0
-    _began: float = 0.0
     _saves: int = 0
     _saves_of_tag: Counter[str] = field(default_factory=Counter)
     _runner: SimRunner = field(init=False)
@@ -186,8 +184,9 @@ class Rank:
         """Start, load, and save after every step up to the last. Raises CheckpointdError if starting or loading fails."""
         state = WriterState(store=self.store, persist=self.config.persist, commit=self.config.committing, sight=self.sight)
         self._runner = SimRunner(self.name, state, self.ledger)
-        self._start = await self._begin()
-        await state.own_root.begun(self._start, (await starts.read(self.store, self._start)).nonce)
+        begun = await self._begin()
+        self._start = begun.start
+        await state.own_root.begun(begun.start, begun.nonce)
         first = await self._load()
         free = asyncio.Semaphore(IN_FLIGHT_MAX)
         async with asyncio.TaskGroup() as attempts:
@@ -204,7 +203,7 @@ class Rank:
 
     # --- starting ----------------------------------------------------------------------------------------------
 
-    async def _begin(self) -> int:
+    async def _begin(self) -> BeginRecord:
         if self.rank == 0:
             try:
                 self.board.post("start", await self._take_start())
@@ -213,12 +212,11 @@ class Rank:
         heard = await self.board.read("start")
         if isinstance(heard, CheckpointdError):
             raise heard
-        assert isinstance(heard, int)
-        await starts.read(self.store, heard)
+        assert isinstance(heard, BeginRecord)
         return heard
 
-    async def _take_start(self) -> int:
-        self._began = began = asyncio.get_running_loop().time()
+    async def _take_start(self) -> BeginRecord:
+        began = asyncio.get_running_loop().time()
         self.ledger.start_began(self.name, began, take_over=self.take_over)
         surviving = self.sidecar().in_flight() if self.sidecar is not None and self.config.asks_sidecar else ()
         beginner = Beginner(
@@ -228,19 +226,16 @@ class Rank:
             surviving=surviving,
             sight=self.sight,
         )
-        taken, self._lease = await leases.begin(self.store, beginner)
-        start, self._surviving = taken.start, taken.surviving
-        self.ledger.job_began(
-            self.name, self.config.name, start, asyncio.get_running_loop().time() - began, self.config.lease_s
-        )
+        taken = await begin(self.store, beginner)
+        self._lease, self._surviving = taken.lease, taken.start.spared
+        seconds = asyncio.get_running_loop().time() - began
+        self.ledger.job_began(self.name, self.config.name, taken.start.start, seconds, self.config.lease_s)
         self.ledger.recovery_began(self.name, self._surviving)
-        done = await recover(self.store, start, self._surviving)
+        done = await recover(self.store, taken.before)
         self.ledger.recovery_ended(self.name)
-        for outcome in done.decided:
-            self.ledger.learned((outcome.tag, outcome.attempt), outcome, f"recovery by {self.name}")
-        if not self.ledger.excuses(self.name):
-            self.ledger.recovery_returned(start)
-        return start
+        for decided in done.decided:
+            self.ledger.learned(decided.attempt, decided, f"recovery by {self.name}")
+        return taken.start
 
     async def _load(self) -> int:
         """The step from which training continues."""
@@ -256,37 +251,19 @@ class Rank:
             if self.name not in self.ledger.refused and await self._is_newest():
                 raise InvariantError("latest-whole", f"{self.name} cannot load {chosen.prefix}: {error}") from error
             raise
-        self.ledger.loaded(self.rank, chosen.outcome, contents)
-        return chosen.outcome.step + 1
+        self.ledger.loaded(self.rank, chosen, contents)
+        return chosen.commit.step + 1
 
     async def _newest(self) -> Checkpoint | None:
-        """The checkpoint that load() takes: the newest that moved `latest`. `latest` names it unless there is a newer start."""
-        floor = self.ledger.latest_floor
+        """The checkpoint that load() takes. `latest` names it, unless a spared attempt was committed just now."""
+        floor = self.ledger.newest
         found = await candidates(self.store, Patience(retry_s=0.0, absence_s=0.0))
-        owed = self.ledger.latest.may_be_back_after(self._began)
-        named = await catalog.latest(self.store)
-        newest = found.checkpoints[0] if found.checkpoints else None
-        if not await self._is_newest():
-            return newest
-        if found.passed_over:
-            raise InvariantError("nothing-lost", f"{self.name} passes over: {found.passed_over[0].error}")
-        if self.ledger.excuses(self.name):
-            return newest
-        if self._surviving:
-            self._check_floor(newest, floor)
-            return newest  # a surviving attempt may be committed, and latest moved, between two looks
-        if named != (newest.tag if newest else None) and not owed:
-            raise InvariantError("latest-forward", f"latest names {named}, the newest is {newest and newest.prefix}")
-        self._check_floor(newest, floor)
-        if newest is not None:
-            self.ledger.latest_stands(newest.outcome.order, f"recovery by {self.name}")
+        newest = found[0] if found else None
+        if await self._is_newest():
+            self.ledger.not_older(newest, floor, self.name)
+            if not self._surviving and not self.ledger.excuses(self.name) and (fault := self.ledger.latest_fault()):
+                raise InvariantError("latest-follows", f"after the recovery by {self.name}, {fault}")
         return newest
-
-    def _check_floor(self, newest: Checkpoint | None, floor: Order | None) -> None:
-        if floor is not None and (newest is None or newest.outcome.order < floor):
-            raise InvariantError(
-                "nothing-lost", f"{self.name} finds {newest and newest.prefix}; latest was reported at {floor}"
-            )
 
     async def _is_newest(self) -> bool:
         return await starts.newest(self.store) == self._start
@@ -308,11 +285,10 @@ class Rank:
         return info
 
     async def _save(self, plan: SavePlan, info: AttemptInfo, free: Callable[[], None]) -> None:
-        key = (info.tag, str(info.attempt))
         contents = tensors_of(f"{self.config.seed} {info.prefix} {self.rank} {self.incarnation}")
         if self.config.frozen and not plan.thawed:
             contents = {**contents, **frozen_tensors(f"{self.config.seed} {self.rank}", contents)}
-        self.ledger.save_called(key, self.rank, contents)
+        self.ledger.save_called(info.prefix, self.rank, contents)
         if self.sidecar is None:
             attempt = await self._runner.run(info, self._staged(plan, contents), free)
         else:

@@ -156,7 +156,7 @@ class BucketRoot:
     def __init__(self, bucket: SimBucket, client: type[SimClient] = SimClient) -> None:
         self.storage = bucket
         self._client = client
-        self._known: set[str] = set()
+        self._known: dict[str, bytes] = {}
         """The objects that were there after the last effect."""
         self._writers: dict[str, str] = {}
         """The process that began the upload of each large object."""
@@ -166,19 +166,21 @@ class BucketRoot:
         return client.process, ObjectStore(client, read_only=read_only)
 
     def change(self, effect: Effect) -> ObjectChange | None:
-        key, was_there, is_there = effect.path, effect.path in self._known, effect.path in self.storage.state.objects
+        key, before, now = effect.path, self._known.get(effect.path), self.visible(effect.path)
         if effect.kind == "begin":
             self._writers[key] = effect.process
         if effect.kind == "abort" and effect.process != self._writers[key]:
             return ObjectChange(effect.process, "given up", key)
         if effect.kind in ("begin", "part", "abort"):
             return None
-        if not is_there:
-            self._known.discard(key)
-            return ObjectChange(effect.process, "removed", key) if was_there else None
-        self._known.add(key)
+        if now is None:
+            self._known.pop(key, None)
+            return None if before is None else ObjectChange(effect.process, "removed", key)
+        self._known[key] = now
+        if now == before:
+            return None  # as by the second try of a put
         # A small object that is put without a condition may be there or not, as on a disk; a large one is new.
-        may_be_there = was_there or (effect.kind == "put" and not holds_bytes(key.rpartition("/")[2]))
+        may_be_there = before is not None or (effect.kind == "put" and not holds_bytes(key.rpartition("/")[2]))
         return ObjectChange(effect.process, "replaced" if may_be_there else "made", key)
 
     def visible(self, key: str) -> bytes | None:

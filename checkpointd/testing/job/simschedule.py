@@ -99,7 +99,9 @@ Fault: TypeAlias = Kill | Pause | PowerCut | Refuse | Fail | Outage | SecondJob 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The `count`th effect, from 1, of kind `kind` on an object whose name ends in `name`."""
+    """The `count`th effect, from 1, of kind `kind` on an object whose name ends in `name`, or on a `ballot`. If `name` is a
+    kind of record, as `commit`, it is the effect that puts the `count`th entry of the log with such a record.
+    """
 
     kind: str
     name: str
@@ -139,18 +141,21 @@ class Schedule:
     @property
     def is_calm(self) -> bool:
         """Whether nothing happens for which a save may be aborted."""
-        return not (self.faults or self.job.deviations or self.job.damages_catalog or self.sweeps_foreign)
+        return not (self.faults or self.job.deviations or self.sweeps_foreign)
 
 
 Storage: TypeAlias = Literal["disk", "bucket"]
 EFFECTS_PER_STEP = 120
 ERRORS = (errno.EIO, errno.ENOSPC, errno.ETIMEDOUT)
 KINDS = ("", "", "fsync", "sync-dir", "write", "link", "create")
-NAMES = (".chunks", ".index", ".vote", "/outcome", "/latest", "/deleted")
+NAMES = (".chunks", ".index", ".vote", ".json", ".state", "/latest")
 """The kinds of objects that a Moment can name."""
 MOMENTS = (
     (".vote", ("link",), 3),
-    ("/outcome", ("link", "fsync"), 1),
+    ("ballot", ("link",), 1),
+    ("commit", ("link",), 1),
+    ("announce", ("link",), 1),
+    ("begin", ("link",), 1),
     ("/latest", ("link", "rename"), 1),
     (".index", ("link",), 3),
     (".chunks", ("write", "fsync"), 3),
@@ -161,10 +166,13 @@ MOMENTS = (
 EFFECTS_PER_STEP_IN_BUCKET = 32
 FATES: tuple[Fate, ...] = ("lost", "unanswered", "late", "late", "repeated", "slow down", "denied")
 KINDS_IN_BUCKET = ("", "", "create", "create", "replace", "put", "part", "complete", "delete", "get", "look", "list")
-NAMES_IN_BUCKET = (*NAMES, "/lease", "/ballot", ".records", ".summary", "/verified", "/starts/00000002", "/starts/00000003")
+NAMES_IN_BUCKET = (*NAMES, "/00000002", "/00000003", "/log/000000000003.json", "/log/000000000005.json")
 MOMENTS_IN_BUCKET = (
     (".vote", ("create",), 3),
-    ("/outcome", ("create",), 1),
+    ("ballot", ("create",), 1),
+    ("commit", ("create",), 1),
+    ("announce", ("create",), 1),
+    ("begin", ("create",), 1),
     ("/latest", ("create", "replace"), 1),
     (".index", ("create",), 3),
     (".chunks", ("begin", "part", "complete", "put"), 3),

@@ -16,7 +16,7 @@ from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root import catalog, leases
+from checkpointd.pipeline.root import leases, root_view
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
 from checkpointd.testing.job.simledger import InvariantError, Ledger
@@ -58,9 +58,8 @@ class SimRunner:
 
     def _entered(self, attempt: Attempt, phase: Phase) -> None:
         if phase in FINAL:
-            info = attempt.info
             try:
-                self.ledger.ended((info.tag, str(info.attempt)), self.name, info.rank, phase, attempt.outcome)
+                self.ledger.ended(attempt.info.prefix, self.name, phase, attempt.outcome)
             except InvariantError as error:
                 self.ledger.report(error)
 
@@ -126,11 +125,11 @@ async def look_after(sidecar: SimSidecar, rng: random.Random) -> None:
     for _ in range(LOOKS):
         await asyncio.sleep(rng.random() * LOOK_S_MAX)
         try:
-            undecided = [view for view in await catalog.scan(store) if view.state == "in-doubt" and view.sizes]
+            undecided = [view for view in await root_view.scan(store) if view.state == "in-doubt" and view.sizes]
             decided = await doubts.settle(store, undecided, sidecar.in_flight(), asyncio.get_running_loop().time())
-            for outcome in decided:
+            for one in decided:
                 sidecar.decided += 1
-                sidecar.runner.ledger.learned((outcome.tag, outcome.attempt), outcome, f"root monitor of {sidecar.name}")
+                sidecar.runner.ledger.learned(one.attempt, one, f"root monitor of {sidecar.name}")
         except CheckpointdError:
             continue  # the next look may have more luck
         except InvariantError as error:

@@ -58,7 +58,7 @@ class StateDict(Mapping[str, torch.Tensor]):
 
     @property
     def step(self) -> int:
-        return self._world.checkpoint.outcome.step
+        return self._world.checkpoint.commit.step
 
     def exported(self, name: str) -> Exported:
         """Where a tensor is read from."""

@@ -8,6 +8,7 @@ import msgspec
 
 from checkpointd.daemon.protocol.wire import RetainedSnapshot
 from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, MismatchError
+from checkpointd.layout.log_records import CommitRecord
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,9 +75,10 @@ class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The candidate that rank 0 chose: an attempt at a tag, none (`tag` is None), or the problem that prevented a choice.
 
     `in_memory`: load it from the snapshots of the sidecars. `in_spool`: load it from the spools of the nodes, since it is not
-    decided yet. `near`: each rank may read what its node has of it, in memory or in the spool. `passed_over`: the damage of
-    newer checkpoints. `share_reads`: ranks that read the same share the reading, as rank 0 was asked to. `is_missing`: rank 0
-    passed over a checkpoint of which something is not there, so a copy of it may be.
+    decided yet. `near`: each rank may read what its node has of it, in memory or in the spool. `commit`: its record in the
+    log, and `nonce`: that of its start, so that no other rank reads the log. `share_reads`: ranks that read the same share the
+    reading, as rank 0 was asked to. `is_missing`: rank 0 passed over a checkpoint of which something is not there, so a copy of
+    it may be.
     """
 
     in_memory: bool = False
@@ -84,8 +86,9 @@ class CandidateChoice(msgspec.Struct, frozen=True, kw_only=True):
     near: bool = False
     tag: str | None = None
     attempt: str = ""
+    commit: CommitRecord | None = None
+    nonce: str = ""
     problem: Problem | None = None
-    passed_over: tuple[Problem, ...] = ()
     share_reads: bool = False
     is_missing: bool = False
 

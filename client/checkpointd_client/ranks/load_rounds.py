@@ -297,7 +297,7 @@ def _warn_once(warnings: dict[int, str]) -> None:
 def _gravity(kind: type[CheckpointdError]) -> int:
     """The order of problems: the smallest number counts. A mismatch comes first, since only the caller can mend it. Damage
     comes last: it makes the ranks take an older checkpoint, which they must not do while one of them cannot read this one
-    (CANDIDATE-2 in `candidates.py`).
+    (CANDIDATE-1 in `candidates.py`).
     """
     return 2 if issubclass(kind, DamagedError) else 1 if issubclass(kind, UnreadableError) else 0
 

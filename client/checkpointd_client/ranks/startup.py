@@ -7,18 +7,22 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+import msgspec
 from torch.distributed import Store as MeetingStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
+from checkpointd.commit.log import for_followers
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
-from checkpointd.layout.keys import start_key
+from checkpointd.layout.log_records import BeginRecord, decode_state, encode_state
 from checkpointd.phrases import listed, rank_runs
+from checkpointd.pipeline.outcome import starting
 from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.root import catalog, leases, reserve, starts
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root import leases, reserve, starts
+from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.report.neighbours import is_new, neighbours
 from checkpointd.store import writers
 from checkpointd.store.base import Store
@@ -52,6 +56,10 @@ class Begun:
     latest: str | None
     checkpoints: int = 0
     """The number of checkpoints of earlier starts."""
+    entry: int = 0
+    """The number of the last entry in the root's log, as rank 0 has read it."""
+    log: str = ""
+    """The state of the log there, as far as another rank needs it to follow the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ def begin_start(
         )
         started.append(begun_here)
         begun = begun_here.begun
-        return {"number": begun.number, "nonce": begun.nonce, "latest": begun.latest, "checkpoints": begun.checkpoints}
+        return asdict(begun)
 
     try:
         heard = broadcast_from_coordinator(
@@ -105,10 +113,7 @@ def begin_start(
         for one in started:
             end(writer, one)
         raise
-    latest = heard["latest"]
-    checkpoints = int(str(heard["checkpoints"]))
-    begun = Begun(int(str(heard["number"])), str(heard["nonce"]), None if latest is None else str(latest), checkpoints)
-    return begun, next(iter(started), None)
+    return msgspec.convert(heard, Begun), next(iter(started), None)
 
 
 def end(writer: WriterThread, started: Started | None, timeout_s: float = 2 * leases.ANSWER_S) -> None:
@@ -151,34 +156,30 @@ async def _say_new(store: Store) -> None:
 
 async def begin(store: Store, beginner: Beginner) -> Started:
     """Take the next start, and recover: decide the attempts that older starts left in doubt."""
-    before, known = await starts.newest(store), CatalogLog(store)
-    if not before and await is_new(store):
+    is_first = await is_new(store)
+    if is_first:
         await _say_new(store)
-    await check_conditions_of(store, new=not before)
+    await check_conditions_of(store, new=is_first)
     try:
-        start, lease = await leases.begin(store, beginner, known)
+        taken = await starting.begin(store, beginner)
     except StoreFullError as error:
         log.error("%s; dropping the ballast to make room for a start", error)
         await reserve.drop(store)
-        start, lease = await leases.begin(store, beginner, known)
+        taken = await starting.begin(store, beginner)
+    start = taken.start
     try:
-        if before:
-            await _say_who_is_fenced(store, start.start, before)
-        found = await recover(store, start.start, start.surviving, known=known)
+        if taken.before.begin is not None:
+            _say_who_is_fenced(store, start.start, taken.before.begin)
+        found = await recover(store, taken.before)
         await reserve.lay(store)
-        latest = await _latest(store)
     except BaseException:
-        await lease.release()
+        await taken.lease.release()
         raise
-    return Started(Begun(start.start, start.nonce, latest, found.checkpoints), lease, start.surviving)
-
-
-async def _latest(store: Store) -> str | None:
-    try:
-        return await catalog.latest(store)
-    except CheckpointdError as error:
-        log.error("%s", error)
-        return None
+    state = RootLog.of(store).state
+    newest = newest_of(state)
+    latest, followed = None if newest is None else newest.tag, encode_state(for_followers(state)).decode()
+    begun = Begun(start.start, start.nonce, latest, found.checkpoints, state.number, followed)
+    return Started(begun, taken.lease, start.spared)
 
 
 def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
@@ -198,12 +199,7 @@ def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
         )
 
 
-async def _say_who_is_fenced(store: Store, start: int, before: int) -> None:
-    try:
-        holder = await starts.read(store, before)
-    except CheckpointdError as error:
-        log.error("the record of start %d cannot be read: %s", before, error)
-        return
+def _say_who_is_fenced(store: Store, start: int, holder: BeginRecord) -> None:
     who = holder.writer
     # A start of this very process has ended: its Checkpointer was closed, since a second one at the root is refused.
     ended = writers.is_this_process(holder.process) or writers.has_ended(holder.process)
@@ -212,7 +208,7 @@ async def _say_who_is_fenced(store: Store, start: int, before: int) -> None:
         "this is start %d at %s. Start %d (process %d on %s, %s) %s",
         start,
         store.url,
-        before,
+        holder.start,
         who.pid,
         who.host,
         who.time,
@@ -255,6 +251,16 @@ def reach_sidecars(ranks: Ranks, board: Board, reach: Callable[[], object], time
         raise problem
 
 
+async def _follows(store: Store, begun: Begun) -> bool:
+    """Whether this rank begins to follow the log where rank 0 has read it to, and sees the same entry there. Later entries may
+    have covered that one since; then the log tells whether the start was taken.
+    """
+    root_log = RootLog.of(store)
+    if root_log.state.number or not begun.log:
+        return False
+    return await root_log.goes_on_from(decode_state(begun.log.encode(), begun.entry))
+
+
 def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
     """ "ok", or the reason why this rank does not see the start that rank 0 wrote."""
     problem = ""
@@ -262,9 +268,11 @@ def root_fault(writer: WriterThread, store: Store, begun: Begun) -> str:
     for look in range(_LOOKS):
         pause.wait(0.05 * (2**look - 1))
         try:
+            if writer.call(_follows(store, begun), LOOK_TIMEOUT_S):
+                return "ok"
             seen = writer.call(starts.read(store, begun.number), LOOK_TIMEOUT_S)
         except NotFoundError:
-            problem = f"{store.url} on {socket.gethostname()} does not have {start_key(begun.number)}"
+            problem = f"{store.url} on {socket.gethostname()} does not have start {begun.number}"
             continue
         except CheckpointdError as error:
             problem = str(error)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import CommitRecord
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.plan import Restoration
 from checkpointd_client.restore.store_source import CandidateSource
@@ -25,6 +26,10 @@ class Candidate:
     near: bool = False
     share_reads: bool = False
     """Whether ranks that read the same share the reading."""
+    commit: CommitRecord | None = None
+    """Of a checkpoint at the root, as rank 0 has read it."""
+    nonce: str = ""
+    """That of its start, if the log still tells it: a snapshot in memory with another one is of another root."""
 
     @property
     def is_not_of_root(self) -> bool:

@@ -115,7 +115,7 @@ def merged_content(world: CheckpointView, *, keep: int | None, alone: bool, plan
         elsewhere=frozenset() if alone else frozenset(merging.partial),
         among_many=not alone,
         resharded=keep is None,
-        spread=not alone and world.checkpoint.outcome.world_size == 1,
+        spread=not alone and world.checkpoint.commit.world_size == 1,
     )
 
 

@@ -28,15 +28,14 @@ from checkpointd.commit.machine import FINAL
 from checkpointd.config import PINNED_BYTES, Ranks
 from checkpointd.daemon.memory.layouts import shard_tensors
 from checkpointd.daemon.protocol.wire import Layout, RetainedSnapshot, Snapshot
-from checkpointd.errors import DamagedError, NotFoundError, SidecarError, UnreadableError, UsageError
+from checkpointd.errors import DamagedError, SidecarError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, intersect, tiling_fault, whole
-from checkpointd.layout.keys import AttemptId, is_tag
+from checkpointd.layout.log_records import LogState
 from checkpointd.layout.regions import relative, slices
 from checkpointd.pipeline.read.plan import CARRIERS, BoxRequest, BoxSink, SharedRun
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.shard import Bytes, ShardTensor
-from checkpointd.store.base import Store
 from checkpointd_client.restore.bind import Target
 from checkpointd_client.restore.content import RankContent, check_contexts
 from checkpointd_client.restore.store_source import Prints, same_bits, same_prints, scratch, stands_below, wants
@@ -67,27 +66,18 @@ def _identity(held: RetainedSnapshot) -> tuple[str, str, int, int, str]:
     return (held.tag, held.attempt, held.step, held.world_size, held.nonce)
 
 
-async def counts(store: Store, held: RetainedSnapshot) -> bool:
-    """Whether `held` was saved at this very root, and is a checkpoint there or may still become one (RETAINED-3).
-
-    UnreadableError if that cannot be read now: otherwise a deleted checkpoint could come back.
+def counts(state: LogState, held: RetainedSnapshot) -> bool:
+    """Whether `held` was saved at the root with this state of the log, and is a checkpoint there or may still become one
+    (RETAINED-3).
     """
-    try:
-        if (await starts.read(store, held.order[0])).nonce != held.nonce:
-            return False
-    except (NotFoundError, DamagedError):
+    one = state.attempts.get(f"{held.tag}/{held.attempt}")
+    if one is None or not starts.is_taken(state, one.id.start, held.nonce):
         return False
-    attempt = AttemptId.parse(held.attempt)
-    if attempt is None or not is_tag(held.tag):
-        return False
-    view = await catalog.view(store, held.tag, attempt)
-    if view.unreadable:
-        raise UnreadableError(f"cannot read now whether {view.prefix} is a checkpoint: {view.unreadable}") from view.unreadable
-    if view.state == "in-doubt":
+    if one.status == "undecided":
         return held.phase not in FINAL
-    if view.state != "committed":
-        log.info("%s is %s at the root, so its snapshot in memory is not loaded", view.prefix, view.state)
-    return view.state == "committed" and not view.left_behind
+    if one.status != "checkpoint":
+        log.info("%s was %s at the root, so its snapshot in memory is not loaded", one.attempt, one.status)
+    return one.status == "checkpoint" and not one.left_behind
 
 
 class FetchedSnapshot:

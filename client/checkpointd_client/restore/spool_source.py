@@ -2,7 +2,7 @@
 
 Invariants
   NEAR-1  A byte from the spool is used only after the check that a byte from the root has to pass: the chain of digests that
-      begins at the outcome, or for an attempt that is not decided yet, at the record in the spool, which has a checksum.
+      begins at the commit in the log, or for an undecided attempt, at the record in the spool, which has a checksum.
   NEAR-2  An object that is missing in the spool, too short there, or cannot be read, is read at the root. If its bytes are
       wrong, all ranks load the same checkpoint once more, from the root alone.
   NEAR-3  An attempt that is not decided is loaded only if it may still commit: every rank has its shard in the spool of its
@@ -18,15 +18,17 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from checkpointd.commit.facts import Order
+from checkpointd.commit.log import is_admitted
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, SidecarError, StoreError
 from checkpointd.layout.indexes import Index, decode_index
-from checkpointd.layout.keys import AttemptId, holds_bytes, object_key
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Outcome, digest
+from checkpointd.layout.keys import holds_bytes, object_key
+from checkpointd.layout.log_records import CommitRecord, LogState
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, BallotRef, digest
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import starts
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, decode_record
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
@@ -153,18 +155,17 @@ class NodeSpoolView:
         indexes = self.writer.call(self._indexes(records), LOOK_S)
         first = next(iter(records.values()))
         vote = first.vote
-        outcome = Outcome(
-            tag=vote.tag,
-            attempt=vote.attempt,
+        commit = CommitRecord(
+            attempt=prefix,
+            n=first.order[1],
             step=vote.step,
             world_size=vote.world_size,
-            outcome="abort",  # nobody has committed it; the view is of this load alone
-            order=first.order,
             save_latest=vote.save_latest,
+            ballot=BallotRef(digest="", size=0),  # nobody has committed it; the view is of this load alone
             decided_by=vote.rank,
             writer=writer(),
         )
-        return CheckpointView(Checkpoint(vote.tag, first.attempt, outcome), dict(sorted(indexes.items())))
+        return CheckpointView(Checkpoint(vote.tag, first.attempt, commit), dict(sorted(indexes.items())))
 
     async def _indexes(self, records: Mapping[int, SpoolRecord]) -> dict[int, Index]:
         found = {}
@@ -219,13 +220,10 @@ def _order(one: SpooledOffer) -> Order:
     return one.order
 
 
-async def may_commit(store: Store, offered: SpooledOffer, surviving: Iterable[str]) -> bool:
-    """Whether the attempt is undecided and may still commit (NEAR-3). Raises StoreError if the storage does not tell."""
-    start = offered.order[0]
+def may_commit(state: LogState, offered: SpooledOffer) -> bool:
+    """Whether the attempt may still commit at the root with this state of the log (NEAR-3). It may still be announced."""
     prefix = f"{offered.tag}/{offered.attempt}"
-    if prefix not in surviving and start != await starts.newest(store):
+    one = state.attempts.get(prefix)
+    if one is not None and one.status != "undecided":
         return False
-    if not await starts.is_of_root(store, start, offered.nonce):
-        return False
-    attempt = AttemptId.parse(offered.attempt)
-    return attempt is not None and (await catalog.view(store, offered.tag, attempt)).state == "in-doubt"
+    return is_admitted(state, prefix) and starts.is_taken(state, offered.order[0], offered.nonce)

@@ -19,7 +19,7 @@ from checkpointd.pipeline.read.joint_plan import ranks_with, read_joint_plan
 from checkpointd.pipeline.read.load import read_boxes, read_tensors
 from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, parts_of, unheld
 from checkpointd.pipeline.read.shared_reads import Sharing
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -213,11 +213,11 @@ class StoredSource:
 
     @property
     def step(self) -> int:
-        return self.checkpoint.outcome.step
+        return self.checkpoint.commit.step
 
     @property
     def _same_world(self) -> bool:
-        return self.checkpoint.outcome.world_size == self.ranks.world_size
+        return self.checkpoint.commit.world_size == self.ranks.world_size
 
     def content(self) -> RankContent:
         if self._same_world:
@@ -240,7 +240,7 @@ class StoredSource:
 
     def _whole_world(self) -> CheckpointView:
         """The view with the indexes of all ranks."""
-        self._widen(range(self.checkpoint.outcome.world_size))
+        self._widen(range(self.checkpoint.commit.world_size))
         return self._world
 
     def _widen(self, ranks: Iterable[int]) -> None:

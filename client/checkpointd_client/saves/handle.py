@@ -29,7 +29,7 @@ class Timings(msgspec.Struct):
     `call_s`: save() returned. `waited_s` is a duration: how long save() waited because two earlier saves were not written yet.
     `safe_s`: the tensors were free to change again. `staged_s`: the snapshot was whole. `spooled_s`:
     it was durable in the spool of this node. `durable_s`: this rank's shard was durable at the root and it had voted.
-    `committed_s`: the outcome was durable. `fence_s` is a duration: how long optimizer steps waited for the snapshot.
+    `committed_s`: the decision was durable. `fence_s` is a duration: how long optimizer steps waited for the snapshot.
     `rested_s`: how long the workers rested so that training kept its speed, added up. `copy_rested_s`: how long the background
     copy rested for that. `overhead`: how much longer the steps took while it was in flight, as a part of a step; None if too
     few steps say it.
@@ -291,7 +291,7 @@ class OwnHandle(SaveHandle):
             self._future.set_exception(self._error)
 
     def leave(self, error: CheckpointdError) -> None:
-        """This process closes while the shard is in the spool: nobody here hears of the outcome. Who waits gets `error`."""
+        """This process closes while the shard is in the spool: nobody here hears of the decision. Who waits gets `error`."""
         with self._change:
             if self.done():
                 return

@@ -1,4 +1,4 @@
-"""Drives one save from the snapshot to the outcome: in this process, or by the sidecar.
+"""Drives one save from the snapshot to the decision: in this process, or by the sidecar.
 
 Invariants
   RUNNER-1  A runner's `run` returns when the job has ended. It never raises: the handle gets the error.

@@ -10,7 +10,7 @@ from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.pace import PaceReason
 from checkpointd.pipeline.read.readback import ReadBackStatus
-from checkpointd.pipeline.root.catalog import Checkpoint, ReadBackState
+from checkpointd.pipeline.root.root_view import Checkpoint, ReadBackState
 from checkpointd.store.requests import Requests
 
 
@@ -40,13 +40,13 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 def info_of(checkpoint: Checkpoint) -> CheckpointInfo:
     """Describe a checkpoint of the store."""
-    outcome = checkpoint.outcome
+    commit = checkpoint.commit
     return CheckpointInfo(
         tag=checkpoint.tag,
-        step=outcome.step,
-        committed_at=seconds_of(outcome.writer.time),
-        nbytes=outcome.cost.raw_bytes if outcome.cost else None,
-        metrics=dict(outcome.metrics),
+        step=commit.step,
+        committed_at=seconds_of(commit.writer.time),
+        nbytes=commit.cost.raw_bytes if commit.cost else None,
+        metrics=dict(commit.metrics),
         read_back=checkpoint.read_back,
         problem="it was read back, and is damaged" if checkpoint.read_back == "damaged" else "",
     )

@@ -24,8 +24,6 @@ STATE = ("a_state_is_saved_and_loaded",)
 SHARDED = ("eight_sharded_steps_are_four_and_four_that_are_resumed", "a_sharded_state_is_saved_and_loaded")
 GATHERED = ("eight_gathered_steps_are_four_and_four_that_are_resumed", "a_gathered_state_is_saved_and_loaded")
 WITHOUT_DCP = ("shards_without_dcp_are_saved_and_loaded",)
-ON_TWO_RANKS = [TRAINER, REFUSED[:1], STATE, *((case,) for case in (*SHARDED, *GATHERED, *WITHOUT_DCP))]
-
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("ray", reason="needs ray: make test-all installs it")
 
 import torch
 
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import open_checkpoint
 
@@ -95,4 +95,4 @@ def test_ray_keeps_the_best_checkpoints_and_the_newest(tmp_path: Path) -> None:
 async def committed(root: Path) -> set[int]:
     """The steps of the checkpoints at a root."""
     async with PosixStore(root, read_only=True) as store:
-        return {checkpoint.outcome.step for checkpoint in await catalog.checkpoints(store)}
+        return {checkpoint.commit.step for checkpoint in await root_view.checkpoints(store)}

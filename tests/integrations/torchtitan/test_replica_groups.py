@@ -20,6 +20,7 @@ from torchft.coordination import LighthouseServer
 
 from checkpointd_client import open_checkpoint
 from tests.faults.jobs import wait_until
+from tests.logged_roots import log_state
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[2]
@@ -68,8 +69,7 @@ def test_a_group_that_is_killed_comes_back_and_the_folder_goes_from_hand_to_hand
     one, two = groups.start(0, dies=True), groups.start(1, together=9)
     try:
         assert one.wait(120) == -9, groups.said()
-        starts = folder / ".checkpointd" / "starts"
-        wait_until(lambda: len(list(starts.iterdir())) > 1, f"group 1 has taken the folder over\n{groups.said()}")
+        wait_until(lambda: log_state(folder).start > 1, f"group 1 has taken the folder over\n{groups.said()}")
         one = groups.start(0, together=6)
         assert (one.wait(120), two.wait(120)) == (0, 0), groups.said()
     finally:

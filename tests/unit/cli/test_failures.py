@@ -10,7 +10,7 @@ import pytest
 
 from checkpointd.cli import COMMANDS, failures, run
 from checkpointd.errors import ERRORS, AbortedError, CheckpointdError, DamagedError, FencedError, MismatchError, StoreError
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from tests.builders import break_file, save_checkpoint
 from tests.unit.cli.conftest import Cli, With
 
@@ -78,7 +78,7 @@ def test_every_class_of_error_ends_with_its_own_code(
     async def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr(catalog, "scan", fail)
+    monkeypatch.setattr(root_view, "state_of", fail)
     answer = cli("list", root)
     assert (answer.code, answer.err) == (error.exit_code, "error: the message\n")
     found = cli("list", root, "--json").error
@@ -109,7 +109,7 @@ def test_a_defect_is_said_without_a_traceback_and_shown_with_debug(
     async def fail(_: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(catalog, "scan", fail)
+    monkeypatch.setattr(root_view, "state_of", fail)
     answer = cli("list", root)
     assert answer.code == 1
     assert answer.err.startswith("error: ZeroDivisionError: division by zero: this is a defect of checkpointd")
@@ -122,7 +122,7 @@ def test_a_hostile_message_is_printed_harmless(root: Path, cli: Cli, monkeypatch
     async def fail(_: object) -> None:
         raise DamagedError("evil \x1b[2J\nsecond line")
 
-    monkeypatch.setattr(catalog, "scan", fail)
+    monkeypatch.setattr(root_view, "state_of", fail)
     assert cli("list", root).err == "error: evil \\x1b[2J\nsecond line\n"
 
 
@@ -130,7 +130,7 @@ def test_an_interrupt_ends_with_130_and_no_words(root: Path, cli: Cli, monkeypat
     async def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(catalog, "scan", interrupted)
+    monkeypatch.setattr(root_view, "state_of", interrupted)
     answer = cli("list", root)
     assert (answer.code, answer.out, answer.err) == (130, "", "")
 

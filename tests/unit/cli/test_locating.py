@@ -47,7 +47,7 @@ def suggested(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", ONE_ROOT)
-@pytest.mark.parametrize("spelling", ["{root}/", "{root}/.checkpointd", "{root}/.checkpointd/starts", "{root}/../run1"])
+@pytest.mark.parametrize("spelling", ["{root}/", "{root}/.checkpointd", "{root}/log", "{root}/../run1"])
 def test_spellings_of_a_root(used: Path, cli: Cli, name: str, spelling: str) -> None:
     answer = call(cli, name, spelling.format(root=used), "--json")
     assert answer.code == 0, answer.err
@@ -66,7 +66,7 @@ def test_spellings_of_a_root(used: Path, cli: Cli, name: str, spelling: str) -> 
         "{root}/global_step148000",
         "{root}/global_step148000/",
         "{root}/global_step148000/00000001-0",
-        "{root}/global_step148000/00000001-0/outcome",
+        "{root}/global_step148000/00000001-0/00000.index",
         "{root}/148000",
     ],
 )
@@ -230,7 +230,7 @@ def test_a_defect_prints_the_call_that_shows_where_it_happened(used: Path, cli: 
     async def fail(_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("checkpointd.pipeline.root.catalog.scan", fail)
+    monkeypatch.setattr("checkpointd.pipeline.root.root_view.state_of", fail)
     assert suggested(cli("list", used).err) == [["--debug", "list", str(used)]]
 
 

@@ -125,9 +125,9 @@ def as_stranger() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("tag", "closed"),
     [
-        *((None, closed) for closed in ("..", ".", ".checkpointd", "global_step1", "latest")),
-        *(("latest", closed) for closed in ("..", ".", "global_step1", "latest")),
-        *(("global_step1", closed) for closed in ("..", ".", "global_step1")),
+        *((None, closed) for closed in ("..", ".", "log", "global_step1")),
+        *(("latest", closed) for closed in ("..", ".", "log", "global_step1")),
+        *(("global_step1", closed) for closed in ("..", ".", "log", "global_step1")),
     ],
 )
 def test_a_root_that_may_not_be_read_is_said_at_once(root: Path, closed: str, tag: str | None) -> None:

@@ -19,10 +19,7 @@ from checkpointd.cli import run
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError, StateError, StoreError, UnreadableError, UsageError
 from checkpointd.pipeline.gc.retire import retire
-from checkpointd.pipeline.root import catalog, tag_directories
-from checkpointd.pipeline.root.catalog import AttemptView
-from checkpointd.pipeline.root.catalog_log import CatalogLog
-from checkpointd.store.base import Store
+from checkpointd.pipeline.root import root_view, tag_directories
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.posix.disk import Child
 from checkpointd.store.posix.osdisk import OsDisk
@@ -201,8 +198,10 @@ def retained(ckpt: Checkpointer) -> list[str]:
 
     async def look() -> list[str]:
         store = core_of(ckpt)._store
-        await retire(store, await catalog.scan(store), Retention(keep_last=1))
-        return sorted(view.tag for view in await catalog.look_everywhere(store) if view.facts.bulk)
+        await retire(store, await root_view.scan(store), Retention(keep_last=1))
+        found = await root_view.directories(store)
+        views = [await root_view.view(store, tag, attempt) for tag, attempt in found]
+        return sorted(view.tag for view in views if view is not None and view.has_shards)
 
     return core_of(ckpt)._writer.call(look(), 60)
 
@@ -260,12 +259,12 @@ def test_a_directory_that_is_out_of_sight_for_a_moment_was_not_removed(
     save(ckpt, example(), tag="one")
     shown, children, left = str(beside(ckpt) / "one"), OsDisk.children, looks
 
-    async def lagging(disk: OsDisk, path: str, *, links: bool = False) -> list[Child]:
+    async def lagging(disk: OsDisk, path: str, **asked: bool) -> list[Child]:
         nonlocal left
         if path == shown and left > 0:
             left -= 1
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return await children(disk, path, links=links)
+        return await children(disk, path, **asked)
 
     monkeypatch.setattr(OsDisk, "children", lagging)
     assert ckpt._core._writer.call(tag_directories.abandoned(ckpt._core._store), 60) == set()
@@ -363,27 +362,15 @@ def test_a_start_shows_over_what_was_shown_before_whenever_latest_was_moved(
 
 
 def test_a_start_hides_nothing_because_it_cannot_be_read(tmp_path: Path) -> None:
-    """A sector of the outcome is bad, or a read of it failed once: the files themselves are whole."""
+    """A sector of the log is bad: the files themselves are whole."""
     with Checkpointer(tmp_path / ".checkpointd") as ckpt:
         save(ckpt, example(), tag="global_step1")
-    next(tmp_path.glob(".checkpointd/global_step1/*/outcome")).write_bytes(b"unreadable")
+    for entry in (tmp_path / ".checkpointd" / "log").glob("*.json"):
+        if b'"kind": "commit"' in entry.read_bytes():
+            entry.write_bytes(b"unreadable")
     with Checkpointer(tmp_path / ".checkpointd"):
         assert sorted(os.listdir(tmp_path / "global_step1")) == sorted(example())
         assert (tmp_path / "latest").read_text() == "global_step1"
-
-
-def test_a_start_hides_nothing_that_is_committed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a sidecar, which goes on with what an earlier incarnation of the job had handed to it."""
-    with Checkpointer(tmp_path / ".checkpointd") as ckpt:
-        save(ckpt, example(), tag="global_step1")
-        scan, looked = catalog.scan, ckpt._core._store
-
-        async def late(store: Store, known: CatalogLog | None = None) -> list[AttemptView]:
-            return [view for view in await scan(store, known) if view.tag != "global_step1"]
-
-        monkeypatch.setattr(catalog, "scan", late)  # a scan that began before the commit
-        ckpt._core._writer.call(tag_directories.mend(looked), 60)
-        assert sorted(os.listdir(tmp_path / "global_step1")) == sorted(example())
 
 
 def test_the_old_files_stay_until_those_of_the_newer_commit_can_be_shown(
@@ -451,7 +438,7 @@ def test_a_directory_that_somebody_removed_is_removed_and_not_damaged(
         assert core_of(ckpt).removed() == {newest.prefix}
 
         async def retired() -> None:
-            await retire(ckpt._core._store, await catalog.scan(ckpt._core._store), Retention())
+            await retire(ckpt._core._store, await root_view.scan(ckpt._core._store), Retention())
 
         ckpt._core._writer.call(retired(), 60)
         assert ([one.tag for one in ckpt.list()], ckpt.latest()) == (["one"], "one")

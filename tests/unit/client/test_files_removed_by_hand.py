@@ -42,7 +42,7 @@ def test_every_command_names_it(root: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows == {"two": "removed", "one": "committed"}
     status = answer(capsys, "status", root)
     assert (status["checkpoints"], [one["tag"] for one in status["incomplete"]]) == (1, ["two"])
-    assert "latest names two, and somebody removed its directory two" in status["latest"]["damage"]
+    assert [lost["removed"] for lost in status["incomplete"][0]["lost"]] == ["two"]
     [explained] = answer(capsys, "explain", root, "two")["attempts"]
     assert explained["state"] == "removed"
     assert "somebody removed its directory two" in explained["why"]
@@ -78,7 +78,7 @@ def test_a_job_counts_only_what_is_left(root: Path) -> None:
     """Its rule keeps two: the new one, and the only old one that is left."""
     with Checkpointer(root, absence_s=ABSENCE_S, retention=Retention(keep_last=2), afresh=True) as ckpt:
         save(ckpt, example(), tag="three")
-        core_of(ckpt)._writer.call(core_of(ckpt)._saver._state.tidier.finish(is_alone=False), 60)
+        core_of(ckpt)._writer.call(core_of(ckpt)._saver._state.tidier.finish(), 60)
     assert sorted(path.name for path in root.parent.iterdir() if path.is_dir()) == [".checkpointd", "one", "three"]
 
 

@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointd.errors import DamagedError, PartlyLoadedError
+from checkpointd.admin.gc import deletion
+from checkpointd.errors import DamagedError, NotFoundError, PartlyLoadedError
 from checkpointd.pipeline.read import decode
+from checkpointd.pipeline.root.root_view import Checkpoint
+from checkpointd.store.base import Store
+from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
-from checkpointd_client import Checkpointer
+from checkpointd_client import Checkpointer, loader
 from checkpointd_client.checkpointer import core_of
 from tests.builders import objects
 from tests.faults.jobs import wait_until
@@ -274,3 +278,43 @@ def test_readback_4_nothing_is_read_back_while_a_load_reads(how: str, tmp_path: 
         assert all(seen)
         assert bool(seen) == (how != "by Ctrl-C as it begins")
         wait_until(lambda: not reader.is_paused, "reading back may go on")
+
+
+def _removes(monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    """Let another process remove the checkpoint `tag` when rank 0 has chosen it."""
+    check = loader.check_whole
+
+    async def removed_first(store: Store, checkpoint: Checkpoint, patience: Patience) -> None:
+        if checkpoint.tag == tag:
+            async with PosixStore(store.url) as other:
+                await deletion(other, tag, force=True, dry_run=False)
+        await check(store, checkpoint, patience)
+
+    monkeypatch.setattr(loader, "check_whole", removed_first)
+
+
+def test_load_9_a_checkpoint_that_is_removed_meanwhile_is_no_damage(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _removes(monkeypatch, "global_step2")
+    with Checkpointer(root) as ckpt:
+        state = state_of(0)
+        loaded = ckpt.load(state, fallback=False)
+    assert loaded is not None
+    assert (loaded.tag, loaded.fell_back_from) == ("global_step1", ())
+    assert bits_of(state) == bits_of(state_of(1))
+    assert "global_step2 was removed while it was loaded: deleted on request. Loading the newest" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_load_9_the_last_checkpoint_may_go_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _removes(monkeypatch, "global_step2")
+    with Checkpointer(root) as ckpt:
+        ckpt.delete("global_step1")
+        assert ckpt.load(state_of(0)) is None
+
+
+def test_load_9_a_named_checkpoint_that_is_removed_meanwhile_is_not_found(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _removes(monkeypatch, "global_step1")
+    with Checkpointer(root) as ckpt, pytest.raises(NotFoundError, match="global_step1 was removed while it was loaded"):
+        ckpt.load(state_of(0), tag="global_step1")

@@ -50,8 +50,7 @@ def test_the_best_come_first_by_a_metric_and_none_without_it(root: Path) -> None
 def test_one_whose_objects_are_gone_says_so_and_is_never_the_best(root: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
-    for chunks in (copy / "global_step2").rglob("*.chunks"):
-        chunks.unlink()
+    shutil.rmtree(copy / "global_step2")
     found = {one.step: one for one in list_checkpoints(copy)}
     assert not found[2].whole
     assert "global_step2" in found[2].problem
@@ -75,8 +74,10 @@ def test_latest_can_be_opened_loaded_and_deleted_by_that_name(tmp_path: Path) ->
     with Checkpointer(tmp_path) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"w": torch.full((4,), float(step))}).wait()
+        (tmp_path / "latest").write_text("global_step1\n")  # an edit of the file changes nothing
         with open_checkpoint(tmp_path, "latest") as checkpoint:
             assert checkpoint.step == 2
+        assert (ckpt.latest(), ckpt.latest_step()) == ("global_step2", 2)
         ckpt.delete("latest", force=True)
         assert [one.step for one in ckpt.list()] == [1]
         with pytest.raises(UsageError, match="contains a slash; use a plain name such as 'global_step2'"):

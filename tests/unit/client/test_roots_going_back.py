@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpointd.admin import rollback as admin
+from checkpointd.admin.rollback import RollbackReport
+from checkpointd.commit.log_access import Wanted
 from checkpointd.errors import DamagedError, NotFoundError, RootInUseError, StoreError, UsageError
-from checkpointd.layout.keys import LEFT_BEHIND
+from checkpointd.layout.log_records import LogState, RollbackRecord
 from checkpointd.mirror.mirroring import Mirroring, run_once
-from checkpointd.pipeline.outcome import after_commit, branches
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog_mending import rebuild
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.report.listing import listing
 from checkpointd.report.status import standing
 from checkpointd.store import open_store
+from checkpointd.store.base import Store
 from checkpointd_client import Checkpointer, consolidate, open_checkpoint, rollback
 from tests.job_elsewhere import live_job
 
@@ -40,7 +42,7 @@ def run(root: Path, *steps: int, load: str | None = None, offset: float = 0.0, r
 def states(root: Path) -> dict[str, str]:
     """The rows of a listing: the state of each attempt, by tag, with its start if that is not the first."""
     found = asyncio.run(_ask(root, listing))
-    assert not found.latest.problem, found.latest.problem
+    assert not found.latest.note, found.latest.note
     return {f"{row.tag}/{int(row.attempt[:8])}".removesuffix("/1"): row.state for row in found.rows}
 
 
@@ -154,46 +156,28 @@ def test_branch_3_a_load_of_an_older_one_leaves_the_branch_at_its_first_commit(r
     assert run(root) == "global_step2"
 
 
-def test_branch_3_the_next_start_repairs_what_a_kill_at_the_commit_left(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def killed(*_: object) -> None:
-        return
-
-    with monkeypatch.context() as patch:
-        patch.setattr(after_commit, "leave_by_commit", killed)
-        run(root, 6, load="global_step2")
-    assert set(states(root).values()) == {"committed"}
+def test_what_fails_at_the_record_changes_nothing_and_can_be_repeated(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(root)
-    assert {name: kind for name, kind in states(root).items() if name in LEFT} == LEFT
+    append = RootLog.append
 
-
-def test_branch_2_after_a_failure_in_the_middle_a_branch_can_be_loaded_and_the_command_repeated(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(root)
-    puts = 0
-    store_type = type(open_store(root))
-    put = store_type.put_if_absent
-
-    async def failing(self: object, key: str, data: bytes, **options: bool) -> bool:
-        nonlocal puts
-        puts += key.endswith(LEFT_BEHIND)
-        if key.endswith(LEFT_BEHIND) and puts == 3:
+    async def failing(self: RootLog, wanted: Wanted) -> LogState:
+        if any(isinstance(record, RollbackRecord) for record in wanted(self.state)):
             raise StoreError("the storage is gone")
-        return await put(self, key, data, **options)
+        return await append(self, wanted)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_type, "put_if_absent", failing)
+        patch.setattr(RootLog, "append", failing)
         with pytest.raises(StoreError):
             rollback(root, "global_step2")
-    assert run(root) == "global_step3"
+    assert run(root) == "global_step5"
     rollback(root, "global_step2")
     assert states(root) == LEFT | BEFORE
 
 
-def test_branch_1_nothing_is_removed_by_going_back(root: Path) -> None:
+def test_nothing_is_removed_by_going_back(root: Path) -> None:
     before = {path: path.read_bytes() for path in root.glob("global_step*/**/*") if path.is_file()}
     rollback(root, "global_step1")
-    after = {path: path.read_bytes() for path in root.glob("global_step*/**/*") if path.is_file() and path.name != LEFT_BEHIND}
+    after = {path: path.read_bytes() for path in root.glob("global_step*/**/*") if path.is_file()}
     assert after == before
 
 
@@ -206,20 +190,12 @@ def test_retention_removes_by_its_rule_alone_and_keeps_the_current_branch(root: 
     assert "global_step3" not in kept
 
 
-def test_the_catalog_is_made_again_with_the_branches(root: Path) -> None:
+def test_a_log_that_is_made_again_keeps_the_branches(root: Path) -> None:
     rollback(root, "global_step2")
-    shutil.rmtree(root / ".checkpointd" / "catalog")
-    asyncio.run(_ask(root, rebuild))
+    newest = max((root / "log").glob("*.json"))
+    newest.with_name(f"{int(newest.stem) + 1:012d}.json").write_bytes(b"damaged")
+    assert run(root) == "global_step2"
     assert states(root) == LEFT | BEFORE
-    assert run(root) == "global_step2"
-
-
-def test_many_more_than_one_look_can_be_left_behind(root: Path) -> None:
-    run(root, *range(100, 130))
-    rollback(root, "global_step2")
-    assert run(root) == "global_step2"
-    with open_checkpoint(root) as opened:
-        assert opened.tag == "global_step2"
 
 
 def test_a_mirror_follows_both_ways(root: Path, tmp_path: Path) -> None:
@@ -264,11 +240,11 @@ def test_an_edit_of_latest_is_answered_and_all_take_the_newest(
         with open_checkpoint(root, tag) as opened:
             assert opened.tag == "global_step5"
     found = asyncio.run(_ask(root, listing)).latest  # type: ignore[attr-defined]
-    assert "An edit of latest alone changes no load" in found.problem
-    assert f"checkpointd rollback {root} global_step2" in found.problem
+    assert "An edit of latest alone changes no load" in found.note
+    assert f"checkpointd rollback {root} global_step2" in found.note
     caplog.set_level(logging.WARNING, "checkpointd")
     assert run(root) == "global_step5"
-    said = [r.getMessage() for r in caplog.records if "latest named global_step2, and names global_step5 now" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "latest named global_step2; it names global_step5 now" in r.getMessage()]
     assert len(said) == 1
     assert f"checkpointd rollback {root} global_step2" in said[0]
     assert taken_by_all(root, tmp_path / "out") == {"global_step5"}
@@ -278,7 +254,7 @@ def test_an_edit_that_names_what_was_left_is_answered_too(root: Path, caplog: py
     rollback(root, "global_step2")
     (root / "latest").write_text("global_step5\n")
     found = asyncio.run(_ask(root, listing)).latest  # type: ignore[attr-defined]
-    assert "which was left behind: loads take global_step2" in found.problem
+    assert "latest names global_step5, although loads take global_step2" in found.note
     with open_checkpoint(root, "latest") as opened:
         assert opened.tag == "global_step2"
     assert run(root) == "global_step2"
@@ -293,7 +269,7 @@ def test_it_is_refused_while_a_job_runs_and_for_what_is_no_checkpoint(root: Path
         rollback(root, "global_step2")
     with live_job(root, "train"), pytest.raises(RootInUseError, match=r"checkpointd rollback .* global_step2 --take-over"):
         rollback(root, "global_step2")
-    with pytest.raises(NotFoundError, match=r"there is no tag .global_step9."):
+    with pytest.raises(NotFoundError, match=r"global_step9 at .* is not a checkpoint"):
         rollback(root, "global_step9")
     with pytest.raises(UsageError, match="there is no attempt 'x'"):
         rollback(root, "global_step2", attempt="x")
@@ -303,12 +279,11 @@ def test_it_is_refused_while_a_job_runs_and_for_what_is_no_checkpoint(root: Path
 
 
 def test_what_is_planned_changes_nothing(root: Path) -> None:
-    async def plan() -> None:
-        async with open_store(root) as store:
-            head = await catalog.find(store, "global_step2")
-            found = branches.planned(await catalog.scan(store), head.outcome, beyond=True)
-            assert [prefix.split("/")[0] for prefix in found.left] == list(LEFT)
-            assert not branches.planned(await catalog.scan(store), head.outcome, beyond=False).left
+    async def plan(store: Store) -> RollbackReport:
+        return await admin.rollback(store, "global_step2", dry_run=True)
 
-    asyncio.run(plan())
-    assert set(states(root).values()) == {"committed"}
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    planned = asyncio.run(_ask(root, plan))
+    assert isinstance(planned, RollbackReport)
+    assert [prefix.split("/")[0] for prefix in planned.left_behind] == list(LEFT)
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from checkpointd.commit.log import check, check_all, following
-from checkpointd.commit.log_records import (
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import (
     AbortRecord,
     AnnounceRecord,
     BeginRecord,
@@ -31,6 +32,12 @@ WRITER = WriterIdentity(host="node-1", pid=77, time="2026-11-28T12:00:00Z")
 BALLOT = BallotRef(digest="ab" * 16, size=4096)
 
 
+def _n(attempt: str) -> int:
+    """The number of the save: here that of the attempt; 0 if `attempt` is the name of none."""
+    found = AttemptId.parse(attempt.rpartition("/")[2])
+    return 0 if found is None else found.k
+
+
 def nonce(number: int) -> str:
     return f"{number:032x}"
 
@@ -40,12 +47,14 @@ def begin(start: int, *spared: str, origin: str = "", **options: Any) -> BeginRe
 
 
 def announce(attempt: str, *, base: str = "", step: int = 10) -> AnnounceRecord:
-    return AnnounceRecord(attempt=attempt, step=step, base=base)
+    return AnnounceRecord(attempt=attempt, n=_n(attempt), step=step, base=base)
 
 
 def commit(attempt: str, **options: Any) -> CommitRecord:
     return CommitRecord(
-        attempt=attempt, **{"step": 10, "world_size": 2, "ballot": BALLOT, "decided_by": 0, **options}, writer=WRITER
+        attempt=attempt,
+        **{"n": _n(attempt), "step": 10, "world_size": 2, "ballot": BALLOT, "decided_by": 0, **options},
+        writer=WRITER,
     )
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.commit import decide as decisions
-from checkpointd.commit.decide import deadline, decide, moves_latest, recover, unshared, vote_fault
-from checkpointd.commit.facts import Order
+from checkpointd.commit.decide import deadline, decide, recover, unshared, vote_fault
 from checkpointd.layout.keys import index_name
 from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, IndexRef, Vote, WriterIdentity, digest
 
@@ -182,26 +181,3 @@ def test_recovery_aborts_where_votes_speak_of_different_worlds() -> None:
     assert not recovered({0: yes(0, 2), 1: yes(1, 3)}).commit
     assert not recovered({0: yes(0, 1), 1: yes(1, 2)}).commit
     assert not recovered({0: None}).commit
-
-
-# --- moving `latest` ------------------------------------------------------------------------------------------------------
-
-orders = st.tuples(st.integers(0, 5), st.integers(0, 20))
-
-
-@given(st.lists(orders, max_size=20))
-def test_latest_never_goes_back_whatever_is_committed_in_whatever_order(commits: list[Order]) -> None:
-    current: Order | None = None
-    for candidate in commits:
-        before = current
-        if moves_latest(current, candidate):
-            current = candidate
-        assert current is not None
-        assert before is None or current >= before
-    assert current == max(commits, default=None)
-
-
-@given(orders)
-def test_latest_does_not_move_to_where_it_is(order: Order) -> None:
-    assert not moves_latest(order, order)
-    assert moves_latest(None, order)

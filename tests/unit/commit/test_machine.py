@@ -134,7 +134,7 @@ def test_every_phase_and_event_is_in_use() -> None:
 def test_an_abort_or_a_lost_outcome_ends_an_attempt_in_any_phase() -> None:
     for phase in set(Phase) - FINAL:
         assert step(phase, Event.SAW_ABORT) in (Phase.ABORTED, Phase.FAILED, Phase.SKIPPED)
-        assert step(phase, Event.OUTCOME_LOST) in (Phase.FAILED, Phase.SKIPPED)
+        assert step(phase, Event.LOG_LOST) in (Phase.FAILED, Phase.SKIPPED)
         assert step(phase, Event.DEADLINE) is phase
 
 

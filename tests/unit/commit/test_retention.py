@@ -5,13 +5,13 @@ never are.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.commit.facts import AttemptFacts
 from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
 from checkpointd.errors import UsageError
 from checkpointd.layout.keys import AttemptId
@@ -19,19 +19,22 @@ from checkpointd.layout.keys import AttemptId
 
 def checkpoint(n: int, **options: Any) -> CheckpointFacts:
     """The `n`th checkpoint, of step 10 * n."""
-    facts = AttemptFacts(f"step{10 * n}", AttemptId(1, 0), "committed", (1, n), True)
-    return CheckpointFacts(attempt=facts, order=(1, n), step=10 * n, **options)
+    return CheckpointFacts(attempt=f"step{10 * n}/{AttemptId(1, n)}", order=(1, n), step=10 * n, **options)
 
 
 def commit(tag: str, start: int, n: int, **options: Any) -> CheckpointFacts:
     """The `n`th save of `start`, of a tag that may have been saved before."""
-    facts = AttemptFacts(tag, AttemptId(start, n), "committed", (start, n), True)
-    return CheckpointFacts(attempt=facts, order=(start, n), **{"step": n, **options})
+    return CheckpointFacts(attempt=f"{tag}/{AttemptId(start, n)}", order=(start, n), **{"step": n, **options})
 
 
 def gone(choice: RemovalChoice) -> list[tuple[int, int]]:
     """The orders of what goes."""
-    return [facts.order for facts, _ in choice.going if facts.order is not None]
+    return orders(prefix for prefix, _ in choice.going)
+
+
+def orders(prefixes: Iterable[str]) -> list[tuple[int, int]]:
+    attempts = [AttemptId.of(prefix) for prefix in prefixes]
+    return [(attempt.start, attempt.k) for attempt in attempts]
 
 
 def left(checkpoints: list[CheckpointFacts], rules: Retention) -> list[int]:
@@ -75,17 +78,17 @@ def test_rules_add_up() -> None:
     assert left(TEN, Retention(keep_last=2, every_steps=50)) == [0, 5, 8, 9]
 
 
-def test_the_newest_verified_one_stays_and_what_latest_names_and_the_newest_that_asked_for_it() -> None:
+def test_the_newest_verified_one_stays_and_the_newest_that_asked_for_latest() -> None:
     known = [
         checkpoint(0, verified=True),
         checkpoint(1, verified=True),
-        checkpoint(2, is_latest=True),
+        checkpoint(2),
         checkpoint(3),
         checkpoint(4),
         checkpoint(5, save_latest=False),
         checkpoint(6, save_latest=False),
     ]
-    assert left(known, Retention(keep_last=1)) == [1, 2, 4, 6]
+    assert left(known, Retention(keep_last=1)) == [1, 4, 6]
 
 
 def test_the_reason_names_the_rules() -> None:
@@ -96,16 +99,14 @@ def test_the_reason_names_the_rules() -> None:
 
 
 facts = st.builds(
-    lambda step, latest, named, verified, age, loss: {
+    lambda step, latest, verified, age, loss: {
         "step": step,
         "save_latest": latest,
-        "is_latest": named,
         "verified": verified,
         "age_s": age,
         "metrics": {} if loss is None else {"loss": loss},
     },
     st.integers(0, 100),
-    st.booleans(),
     st.booleans(),
     st.booleans(),
     st.none() | st.floats(0, 1e6),
@@ -118,16 +119,13 @@ counts = st.none() | st.integers(1, 5)
 def test_retention_2_holds_for_all_rules(
     drawn: list[dict[str, Any]], last: int | None, every: int | None, age: float | None, best: int | None, mode: Any
 ) -> None:
-    known = [
-        CheckpointFacts(attempt=AttemptFacts(f"t{n}", AttemptId(1, n), "committed", (1, n), True), order=(1, n), **options)
-        for n, options in enumerate(drawn)
-    ]
+    known = [CheckpointFacts(attempt=f"t{n}/{AttemptId(1, n)}", order=(1, n), **options) for n, options in enumerate(drawn)]
     metric = None if best is None else "loss"
     rules = Retention(keep_last=last, every_steps=every, younger_than_s=age, best=best, metric=metric, mode=mode)
     stays = left(known, rules)
     if known:
         assert known[-1].order[1] in stays
-    for chosen in ([c for c in known if c.save_latest], [c for c in known if c.verified], [c for c in known if c.is_latest]):
+    for chosen in ([c for c in known if c.save_latest], [c for c in known if c.verified]):
         assert not chosen or chosen[-1].order[1] in stays
     assert set(range(len(known) - (last or 0), len(known))) & set(range(len(known))) <= set(stays)
     measured = sorted(c.metrics["loss"] for c in known if c.metrics)
@@ -142,7 +140,7 @@ def test_retention_1_what_its_tag_was_saved_again_for_goes_with_and_without_rule
     known = [commit("best", 1, 0), commit("other", 1, 1), commit("best", 1, 2)]
     for rules in (Retention(), Retention(keep_last=5)):
         choice = choose(known, rules)
-        assert [(facts.attempt.k, why) for facts, why in choice.going] == [(0, "the tag was saved again since")]
+        assert [(AttemptId.of(prefix).k, why) for prefix, why in choice.going] == [(0, "the tag was saved again since")]
 
 
 def test_retention_1_a_damaged_commit_replaces_nothing() -> None:
@@ -154,7 +152,7 @@ def test_retention_1_a_damaged_commit_replaces_nothing() -> None:
 def test_retention_2_what_was_verified_stays_until_something_newer_is() -> None:
     known = [commit("best", 1, 0, verified=True), commit("best", 1, 1), commit("best", 1, 2)]
     choice = choose(known, Retention())
-    assert (gone(choice), [facts.attempt.k for facts in choice.surplus]) == ([(1, 1)], [0])
+    assert (gone(choice), orders(choice.surplus)) == ([(1, 1)], [(1, 0)])
     choice = choose([*known, commit("best", 1, 3, verified=True)], Retention())
     assert (gone(choice), choice.surplus) == ([(1, 0), (1, 1), (1, 2)], ())
 
@@ -165,10 +163,6 @@ def test_retention_2_what_was_verified_stays_until_something_newer_is() -> None:
 def test_retention_3_what_is_damaged_is_never_counted() -> None:
     known = [checkpoint(n, damaged=n in (2, 4), verified=n in (0, 2)) for n in range(5)]
     assert left(known, Retention(keep_last=2)) == [0, 1, 3]
-
-
-def test_retention_3_a_damaged_one_that_latest_names_stays() -> None:
-    assert left([checkpoint(0), checkpoint(1), checkpoint(2, damaged=True, is_latest=True)], Retention(keep_last=1)) == [1, 2]
 
 
 def test_retention_3_where_all_is_damaged_nothing_goes() -> None:
@@ -268,13 +262,13 @@ def _mode(fields: dict[str, Any]) -> Retention:
 def test_retention_7_what_an_export_needs_stays_and_the_rules_count_as_without_it() -> None:
     choice = choose([*TEN[:4], checkpoint(4, exporting=True), *TEN[5:9], checkpoint(9, exporting=True)], Retention(keep_last=2))
     assert gone(choice) == [(1, n) for n in (0, 1, 2, 3, 5, 6, 7)]
-    assert [facts.order for facts in choice.exporting] == [(1, 4)]
+    assert orders(choice.exporting) == [(1, 4)]
 
 
 def test_retention_7_so_does_an_older_commit_of_its_tag() -> None:
     both = [commit("best", 1, 1, exporting=True), commit("best", 1, 2)]
     assert gone(choose(both, Retention())) == []
-    assert [facts.order for facts in choose(both, Retention()).exporting] == [(1, 1)]
+    assert orders(choose(both, Retention()).exporting) == [(1, 1)]
 
 
 # --- branches that were left ----------------------------------------------------------------------------------------------
@@ -310,7 +304,7 @@ def test_retention_8_what_was_left_is_no_newest_and_no_proof() -> None:
     old = [checkpoint(0, verified=True), checkpoint(1), checkpoint(2, verified=True, left_behind=True)]
     choice = choose(old, Retention(keep_last=1))
     assert gone(choice) == []
-    assert [facts.order for facts in choice.surplus] == [(1, 0)], "the newest one of the branch that is known to be whole"
+    assert orders(choice.surplus) == [(1, 0)], "the newest one of the branch that is known to be whole"
     damaged = [checkpoint(0, damaged=True), checkpoint(1, left_behind=True), checkpoint(2, left_behind=True)]
     assert gone(choose(damaged, Retention(keep_last=1))) == []
 
@@ -343,12 +337,3 @@ def test_an_incomplete_commit_replaces_no_older_one_of_its_tag() -> None:
     """RETENTION-9."""
     again = [commit("same", 1, 0), commit("same", 1, 1, incomplete=True)]
     assert gone(choose(again, Retention())) == []
-
-
-def test_others_go_in_favour_of_what_the_rules_count() -> None:
-    """If one of these cannot be loaded, the choice is another (RETENTION-9)."""
-    choice = choose(TEN, Retention(keep_last=2, every_steps=40))
-    assert {facts.order for facts in choice.relied_on} == {(1, 8), (1, 9)}
-    assert choose(TEN, Retention()).relied_on == ()
-    again = [commit("same", 1, 0), commit("same", 1, 1), commit("other", 1, 2)]
-    assert {facts.order for facts in choose(again, Retention()).relied_on} == {(1, 1), (1, 2)}

@@ -14,7 +14,7 @@ import sys
 from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.protocol import wire
 from tests.builders import make_shard, rank_arrays
-from tests.unit.daemon.conftest import slot_bytes, slot_of
+from tests.unit.daemon.conftest import N1, slot_bytes, slot_of
 
 
 def main(path: str, root: str, *how: str) -> None:
@@ -23,7 +23,7 @@ def main(path: str, root: str, *how: str) -> None:
     connection.connect(path)
     connection.sendall(wire.encode(wire.Hello(protocols=wire.PROTOCOLS, release="child")))
     assert connection.recv(1 << 16), "the daemon hung up"
-    begin = wire.Begin(start=1, nonce="n1", compression="none", chunk_bytes=4096, budget_bytes=64 << 20, commit_timeout_s=60.0)
+    begin = wire.Begin(start=1, nonce=N1, compression="none", chunk_bytes=4096, budget_bytes=64 << 20, commit_timeout_s=60.0)
     save = wire.Save(save=1, tag="global_step1", attempt="00000001-0", step=1, n=1, save_latest=True, takeover=0, left_s=60.0)
     said: list[wire.Message] = [wire.Join(root=root, rank=0, world_size=1), begin, save]
     for message in said:

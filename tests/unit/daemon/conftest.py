@@ -24,10 +24,13 @@ from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel, Received, connect
 from checkpointd.daemon.protocol.parts import contents_parts, layout_parts, snapshot_of
 from checkpointd.daemon.service import Service
-from checkpointd.layout.keys import AttemptId, start_key
-from checkpointd.layout.manifest import ErrorReport, Start, encode
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import BeginRecord
+from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import own_root
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root_id import made_id
 from checkpointd.pipeline.shard import PAGE, Shard
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
@@ -165,7 +168,7 @@ class RawClient:
     async def begin(self, start: int, **options: object) -> None:
         """The job has begun `start`: its record is there, and the daemon is told."""
         settings = {
-            "nonce": "n1",
+            "nonce": N1,
             "compression": "none",
             "chunk_bytes": 4096,
             "budget_bytes": 64 << 20,
@@ -316,6 +319,8 @@ def slot_bytes_charged(daemon: Daemon) -> int:
     return sum(slot.nbytes for slot in daemon.hub.memory._slots.values())
 
 
+N1, N2 = "a1" * 8, "a2" * 8
+"""Nonces of starts."""
 StartDaemon = Callable[..., "contextlib.AbstractAsyncContextManager[Daemon]"]
 
 
@@ -345,15 +350,16 @@ async def daemon(root: Path) -> AsyncIterator[Daemon]:
 async def store(root: Path) -> AsyncIterator[PosixStore]:
     """The store at `root`, with start 1 begun."""
     async with PosixStore(root) as opened:
-        await put_start(opened, 1, "n1")
+        await put_start(opened, 1, N1)
         yield opened
 
 
-async def put_start(store: Store, start: int, nonce: str) -> None:
-    """The record of a start with a nonce that the test knows."""
-    await store.put(
-        start_key(start), encode(Start(start=start, nonce=nonce, world_size=1, process=new_writer(), writer=writer()))
-    )
+async def put_start(store: Store, start: int, nonce: str, spared: tuple[str, ...] = ()) -> None:
+    """Take a start with a nonce that the test knows."""
+    await made_id(store)
+    process = new_writer()
+    begin = BeginRecord(start=start, nonce=nonce, world_size=1, process=process, spared=spared, writer=writer())
+    assert not await RootLog.of(store).add(begin)
 
 
 def shard_of(seed: int = 0) -> Shard:

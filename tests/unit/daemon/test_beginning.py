@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import shutil
@@ -11,18 +12,19 @@ from pathlib import Path
 import pytest
 
 from checkpointd.daemon.protocol import wire
-from checkpointd.errors import StoreError, UnreadableError
-from checkpointd.layout.keys import AttemptId, start_key
-from checkpointd.layout.manifest import Start, encode
-from checkpointd.pipeline.identity import writer
-from checkpointd.pipeline.root import own_root
-from checkpointd.store.base import SMALL_BYTES_MAX
+from checkpointd.errors import RootGoneError, StoreError, UnreadableError
+from checkpointd.layout.keys import LOG, AttemptId
+from checkpointd.layout.log_records import entry_key
+from checkpointd.pipeline import root_id
+from checkpointd.pipeline.root import own_root, root_view
+from checkpointd.pipeline.writer_state import WriterState
+from checkpointd.store.base import Entry
 from checkpointd.store.posix.store import PosixStore
-from checkpointd.store.writers import new_writer
-from tests.unit.daemon.conftest import Daemon, RawClient, shard_of, until
+from tests.unit.daemon import conftest
+from tests.unit.daemon.conftest import N1, N2, Daemon, RawClient, put_start, shard_of, until
 
 SHARD = shard_of()
-RECORD = start_key(1)
+RECORD = entry_key(1)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ async def test_a_start_that_the_store_does_not_show_is_refused(
         (root / RECORD).symlink_to(root / "elsewhere")
     elif shown == "a record that is damaged":
         (root / RECORD).write_bytes(b"\xff" * 99)
-    await begin_unseen(client, "n2" if shown == "another nonce" else "n1")
+    await begin_unseen(client, N2 if shown == "another nonce" else N1)
     refused = await client.refused()
     assert f"file system at {root}, does not see that the job began there: " in refused.message
     assert ("same node, mount namespace or volume" in refused.message) == (refused.code == "RootGoneError")
@@ -68,10 +70,10 @@ async def test_a_refused_start_changes_nothing_of_the_one_before(daemon: Daemon,
     await client.outcome(1)
     remade: list[str] = []
     daemon.hub.on_remade = remade.append
-    await begin_unseen(client, "n2")
+    await begin_unseen(client, N2)
     assert (await client.refused()).code == "RootGoneError"
     await client.send(wire.Look())
-    assert [held.nonce for held in (await client.next(wire.Joined)).held] == ["n1"]
+    assert [held.nonce for held in (await client.next(wire.Joined)).held] == [N1]
     assert remade == []
     await client.slot(1, SHARD)
     await client.whole_save(2, SHARD, slot=1)
@@ -83,16 +85,20 @@ async def test_a_storage_that_cannot_tell_now_refuses_nobody(
     daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """Its saves look again before they vote."""
-    works, get = asyncio.Event(), PosixStore.get
+    works, listed = asyncio.Event(), PosixStore.list
 
-    async def troubled(self: PosixStore, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
-        if key == RECORD and not works.is_set():
+    async def troubled(self: PosixStore, prefix: str) -> list[Entry]:
+        if prefix == LOG and not works.is_set():
             if how == "fails":
                 raise UnreadableError("EIO")
             await works.wait()
-        return await get(self, key, size_max=size_max)
+        return await listed(self, prefix)
 
-    monkeypatch.setattr(PosixStore, "get", troubled)
+    async def begun_already(*_: object) -> None:
+        """Its start is there, and the storage would not answer."""
+
+    monkeypatch.setattr(conftest, "put_start", begun_already)
+    monkeypatch.setattr(PosixStore, "list", troubled)
     monkeypatch.setattr(own_root, "ANSWER_S", 0.2)
     client = await daemon.client()
     with caplog.at_level(logging.WARNING, "checkpointd"):
@@ -114,7 +120,11 @@ async def test_what_could_not_be_seen_then_is_not_believed_later(
     async def troubled(self: PosixStore, key: str) -> None:
         raise StoreError("EIO")
 
+    async def begun_already(*_: object) -> None:
+        """Its start is there, and the storage would not answer."""
+
     identity = PosixStore.identity
+    monkeypatch.setattr(conftest, "put_start", begun_already)
     monkeypatch.setattr(PosixStore, "identity", troubled)
     client = await daemon.client()
     await client.ready(root, SHARD)
@@ -134,12 +144,11 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     daemon: Daemon, store: PosixStore, root: Path, surviving: tuple[str, ...], goes: str
 ) -> None:
     """Its trainer, which still runs, joins again after the daemon was started anew, say. Its surviving attempts go on."""
-    newer = Start(start=2, nonce="n2", world_size=1, process=new_writer(), surviving=surviving, writer=writer())
-    await store.put(start_key(2), encode(newer))
+    await put_start(store, 2, N2, surviving)
     client = await daemon.client()
     await client.join(root)
     client.root = ""  # the record is there
-    await client.begin(2, nonce="n2")
+    await client.begin(2, nonce=N2)
     await client.slot(0, SHARD)
     await client.layout(0, SHARD)
     await client.whole_save(1, SHARD, attempt=str(AttemptId(2, 0)))
@@ -151,7 +160,7 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     old = await daemon.client()
     await old.join(root, world_size=2)
     old.root = ""
-    await old.begin(1, nonce="n1")
+    await old.begin(1, nonce=N1)
     await old.send(wire.Look())
     if not surviving:
         refused = await old.refused()
@@ -165,8 +174,27 @@ async def test_a_job_that_was_taken_over_touches_nothing_of_the_newer_one(
     old.close()
     await until(lambda: record.connections == 1)
     assert remade == []
-    assert (record.start, record.begun, record.world_size, record.since) == (2, (2, "n2"), 1, since)
+    assert (record.start, record.begun, record.world_size, record.since) == (2, (2, N2), 1, since)
     assert not record.left_well
-    assert [kept.nonce for kept in daemon.hub.tier.at(str(root), os.getuid())] == ["n2"]
+    assert [kept.nonce for kept in daemon.hub.tier.at(str(root), os.getuid())] == [N2]
     if surviving:
         assert not [message for message in old.heard if isinstance(message, wire.Refused)]
+
+
+async def test_a_job_that_has_ended_keeps_nobody_from_reading_what_lies_at_its_path_now(
+    store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later jobs, and the looks of the daemon, use the same store."""
+    monkeypatch.setattr(root_id, "ABSENCE_S", 0.05)
+    ended = WriterState(store=store)
+    await ended.own_root.begun(1, N1)
+    shutil.rmtree(root)
+    async with PosixStore(root) as again:
+        await put_start(again, 1, N2)
+    with pytest.raises(RootGoneError):
+        await root_view.state_of(store)
+    del ended
+    gc.collect()
+    begin = (await root_view.state_of(store)).begin
+    assert begin is not None
+    assert begin.nonce == N2

@@ -17,7 +17,7 @@ from checkpointd.daemon.status.model import RootStatus
 from checkpointd.errors import UnreadableError
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from tests.builders import plan_save
@@ -119,7 +119,8 @@ async def test_no_save_is_answered_by_what_somebody_told(daemon: Daemon, root: P
     await client.ready(root, shard)
     await client.whole_save(1, shard)
     assert (await client.outcome(1)).phase == "committed"
-    assert (root / "global_step1" / "00000001-0" / "outcome").exists()
+    async with PosixStore(root) as store:
+        assert [one.tag for one in await root_view.checkpoints(store)] == ["global_step1"]
 
 
 @pytest.mark.parametrize("strange", [{"attempt": "x"}, {"phase": "persisting"}, {"tag": "../up"}])
@@ -180,7 +181,7 @@ async def test_a_save_that_its_trainer_persisted_is_not_told_as_staging_from_end
 async def test_a_save_is_counted_although_the_first_look_at_its_commit_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The look had read the outcome before it failed, so later looks took the commit for an old one."""
+    """The look had seen the commit before it failed, so later looks took the commit for an old one."""
     hub = Hub(ServeConfig(socket=str(tmp_path / "s"), roots=(str(tmp_path),)))
     root = str(tmp_path / "job")
     monitor = RootMonitor(hub, MonitorPace(patience_s=0.0))
@@ -194,7 +195,7 @@ async def test_a_save_is_counted_although_the_first_look_at_its_commit_fails(
             hub.begun(hub.rank(root, 0, world_size=1, pid=7), 1, "nonce")
             await save.run_all()
             with monkeypatch.context() as patch:
-                patch.setattr(catalog, "latest", fails)
+                patch.setattr(root_view, "latest", fails)
                 await monitor.look(root)
             await monitor.look(root)
     finally:

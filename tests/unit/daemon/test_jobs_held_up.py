@@ -1,4 +1,4 @@
-"""How long saves hold training: metrics and outcomes say what the trainer's handles say, whoever persists."""
+"""How long saves hold training: metrics and commits say what the trainer's handles say, whoever persists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.protocol import wire
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
@@ -37,10 +37,10 @@ def trained(root: Path, socket: str, staging: StagingMode) -> list[float]:
         return [handle.wait(timeout=60).timings.held_s for handle in handles]
 
 
-async def told_by_outcomes(root: Path) -> list[float]:
+async def told_by_commits(root: Path) -> list[float]:
     async with PosixStore(root) as store:
-        found = sorted(await catalog.checkpoints(store), key=lambda checkpoint: checkpoint.outcome.step)
-    return [checkpoint.outcome.cost.held_s for checkpoint in found if checkpoint.outcome.cost is not None]
+        found = sorted(await root_view.checkpoints(store), key=lambda checkpoint: checkpoint.commit.step)
+    return [checkpoint.commit.cost.held_s for checkpoint in found if checkpoint.commit.cost is not None]
 
 
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
@@ -51,7 +51,7 @@ async def test_the_time_that_saves_hold_training(root: Path, staging: StagingMod
         await until(lambda: daemon.hub.tallies[str(root)].committed == 3)
         assert min(held) > 0
         assert stall_s(daemon.hub, root) == pytest.approx(sum(held), abs=1e-5)
-    assert await told_by_outcomes(root) == pytest.approx(held, abs=1e-5)
+    assert await told_by_commits(root) == pytest.approx(held, abs=1e-5)
 
 
 async def test_a_save_that_is_spoiled_and_one_that_is_told_again_count_once(daemon: Daemon, root: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 from checkpointd.daemon import served_roots as roots_module
 from checkpointd.daemon.served_roots import ServedRoots, check_served
 from checkpointd.errors import ClosedError, StoreError, UnreadableError, UsageError
-from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 
 
@@ -47,21 +46,21 @@ async def test_the_roots_of_a_bucket_are_not_forgotten_while_it_is_away(monkeypa
     class Bucket(MemoryStore):
         away = False
 
-        async def list(self, prefix: str) -> list[Entry]:
+        async def stat(self, key: str) -> int | None:
             if self.away:
                 raise UnreadableError("Connection refused")
-            return await super().list(prefix)
+            return await super().stat(key)
 
     bucket = Bucket()
     roots = ServedRoots(["s3://bucket?region=x"])
     monkeypatch.setattr(roots, "_open", lambda *_: bucket)
-    await bucket.put("run/.checkpointd/starts/00000001", b"")
+    await bucket.put("run/log/root", b"")
     found = await roots.seen_in_buckets()
     assert [root.partition("?")[0] for root in found] == ["s3://bucket/run"]
     bucket.away = True
     assert await roots.seen_in_buckets() == found
     bucket.away = False
-    await bucket.delete("run/.checkpointd/starts/00000001")
+    await bucket.delete("run/log/root")
     assert await roots.seen_in_buckets() == [], "it is gone"
 
 
@@ -182,13 +181,15 @@ def test_a_root_that_shows_files_beside_itself_needs_the_directory_that_they_sta
 
 def test_roots_of_plain_files_are_found_too(folder: Path) -> None:
     for place in (folder, folder / "job"):
-        (place / ".checkpointd" / ".checkpointd" / "starts").mkdir(parents=True)
+        (place / ".checkpointd" / "log").mkdir(parents=True)
+        (place / ".checkpointd" / "log" / "root").touch()
     assert ServedRoots([str(folder)]).found() == [str(folder / ".checkpointd"), str(folder / "job" / ".checkpointd")]
 
 
 def test_roots_are_found_at_and_below_the_configured_ones(folder: Path) -> None:
     for root in (folder, folder / "job"):
-        (root / ".checkpointd" / "starts").mkdir(parents=True)
+        (root / "log").mkdir(parents=True)
+        (root / "log" / "root").touch()
     (folder / "link").symlink_to(folder / "job")
     assert ServedRoots([str(folder), "/no/such/place"]).found() == [str(folder), str(folder / "job")]
 

@@ -21,13 +21,15 @@ from checkpointd.daemon.memory.layouts import wire_tensors
 from checkpointd.daemon.process.logs import JsonFormatter
 from checkpointd.daemon.protocol import wire
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline import attempt
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.posix import rooted
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.waits import to_the_end
 from tests.builders import HeldPersist, load_arrays, make_shard, plan_save, rank_arrays
 from tests.unit.daemon.conftest import (
+    N1,
     Daemon,
     answered,
     open_descriptors,
@@ -61,8 +63,8 @@ async def test_a_save_is_committed_and_reads_back_bit_for_bit(daemon: Daemon, st
     assert (ended.phase, ended.error) == ("committed", None)
     assert await load_arrays(store, "global_step1", 0) == expected()
     assert (root / "latest").read_text() == "global_step1\n"
-    checkpoint = await catalog.find(store, "global_step1")
-    assert checkpoint.outcome.step == 1
+    checkpoint = await root_view.find(store, "global_step1")
+    assert checkpoint.commit.step == 1
 
 
 async def test_a_trainer_hears_why_the_daemon_does_not_reach_its_root(daemon: Daemon, store: PosixStore, root: Path) -> None:
@@ -247,7 +249,7 @@ async def test_a_client_that_comes_back_is_attached_to_its_save(
     joined = await second.ready(root, SHARD)
     (known,) = joined.in_flight
     assert (known.tag, known.attempt, known.rank, known.phase) == ("global_step1", "00000001-0", 0, "persisting")
-    assert known.nonce == "n1"
+    assert known.nonce == N1
     await second.save(7, tag="global_step1", step=1, n=1, takeover=1)
     assert (await second.next(wire.PhaseEntered)).phase == "persisting"
     assert len(daemon.hub.jobs) == 1
@@ -356,7 +358,7 @@ async def test_what_a_client_said_before_it_died_is_heard_though_it_cannot_be_an
     client = await daemon.client()
     frames = [
         wire.Join(root=str(root), rank=0, world_size=1),
-        wire.Begin(start=1, nonce="n1", compression="none", chunk_bytes=4096, budget_bytes=1 << 26, commit_timeout_s=60.0),
+        wire.Begin(start=1, nonce=N1, compression="none", chunk_bytes=4096, budget_bytes=1 << 26, commit_timeout_s=60.0),
         *[wire.Look()] * 20,
     ]
     client.channel._socket.setblocking(True)
@@ -521,38 +523,31 @@ async def test_a_slot_that_is_dropped_while_it_is_read(root: Path, store: PosixS
         assert not [message for message in client.heard if isinstance(message, wire.Free)], "the old slot is not its any more"
 
 
-async def test_what_still_runs_behind_an_error_runs_to_its_end(
-    store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_still_runs_behind_an_error_runs_to_its_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SAVEJOB-4: letting go of an error's traceback does not end the calls in it, which have files to remove."""
     late = asyncio.Event()
-    settle, put = rooted.Root.settle, PosixStore.put_if_absent
-    putting = ContextVar("putting", default=False)
+    link, put = rooted.Root.link, PosixStore.put_if_absent
+    aborting = ContextVar("aborting", default=False)
 
-    async def slow_put(self: PosixStore, key: str, data: bytes) -> bool:
-        putting.set(True)
-        return await put(self, key, data)
+    async def slow_put(self: PosixStore, key: str, data: bytes, *, durable: bool = True) -> bool:
+        aborting.set(b'"abort"' in data)
+        return await put(self, key, data, durable=durable)
 
-    async def slow_settle(self: rooted.Root, path: str) -> None:
-        if putting.get():
+    async def slow_link(self: rooted.Root, temporary: str, path: str, key: str, *, durable: bool = True) -> None:
+        if aborting.get():
             await to_the_end(asyncio.ensure_future(late.wait()))
-        await settle(self, path)
+        await link(self, temporary, path, key, durable=durable)
 
     monkeypatch.setattr(PosixStore, "put_if_absent", slow_put)
-    monkeypatch.setattr(rooted.Root, "settle", slow_settle)
+    monkeypatch.setattr(rooted.Root, "link", slow_link)
+    monkeypatch.setattr(attempt, "ANSWER_S", 0.05)
     async with serving(root.parent) as daemon:
-        clients = []
-        for rank in range(2):
-            client = await daemon.client()
-            await client.ready(root, shard_of(rank), rank=rank, world_size=2)
-            await answered(client)  # messages are taken in order: the daemon has begun the start
-            clients.append(client)
-        await starts.take(store, 2)
-        for rank, client in enumerate(clients):  # each puts the abort; one comes second, and makes durable what it finds
-            await client.whole_save(1, shard_of(rank))
-        for client in clients:
-            assert (await client.outcome(1)).phase == "aborted"
+        client = await daemon.client()
+        await client.ready(root, SHARD, world_size=2)
+        await client.whole_save(1, SHARD, left_s=0.1)  # rank 1 never votes
+        assert (await client.outcome(1)).phase == "failed"
         await until(lambda: not daemon.hub.jobs.all())
         gc.collect()
+        assert list((root / TEMPORARY).iterdir())
         late.set()
         await until(lambda: not list((root / TEMPORARY).iterdir()))

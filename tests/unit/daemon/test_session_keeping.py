@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from checkpointd.daemon.roots.root_scan import RootScanner
 from checkpointd.layout import tree
 from checkpointd.pipeline.read import readback
 from checkpointd.pipeline.read.index import read_index
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.shard import Shard
-from checkpointd.store.posix.osfile import OsFile
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import load_arrays, make_shard
 from tests.unit.daemon.conftest import Daemon, RawClient
@@ -40,7 +38,7 @@ async def save(client: RawClient, step: int, snapshot: Shard, **options: object)
 
 
 async def holders(store: PosixStore, tag: str) -> set[str]:
-    index = await read_index(store, await catalog.find(store, tag), 0)
+    index = await read_index(store, await root_view.find(store, tag), 0)
     return {ref.held_by for ref in index.objects if ref.held_by}
 
 
@@ -70,40 +68,13 @@ async def test_the_daemon_reads_back_after_the_trainer_has_left_and_shows_it(
     client.close()
 
     async def read_back() -> str:
-        return (await catalog.attempts_of(store, "global_step1"))[0].read_back
+        return (await root_view.attempts_of(store, "global_step1"))[0].read_back
 
     async with asyncio.timeout(60):
         while await read_back() != "whole":
             await asyncio.sleep(0.01)
     look, _ = await RootScanner().look(store)
     assert [checkpoint.read_back for checkpoint in look.checkpoints] == ["whole"]
-
-
-async def test_a_flipped_bit_and_keep_last_1_with_a_sidecar(
-    daemon: Daemon, store: PosixStore, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = OsFile._write
-
-    def flipped(self: OsFile, offset: int, part: Any) -> None:
-        if part.size > 4096:
-            part = part.copy()
-            part[len(part) // 2] ^= 1
-        write(self, offset, part)
-
-    client = await daemon.client()
-    await client.join(root)
-    await client.begin(1, retention=wire.Rules(keep_last=1), read_back=False, dedup=False)
-    assert (await save(client, 1, shard(1))).phase == "committed"
-    with monkeypatch.context() as patch:
-        patch.setattr(OsFile, "_write", flipped)
-        assert (await save(client, 2, shard(2, weight=2.0))).phase == "committed"
-        async with asyncio.timeout(60):
-            while daemon.service.hub.jobs.all():
-                await asyncio.sleep(0.01)
-            await asyncio.gather(*(tidier.rest() for tidier in daemon.service.hub.tidiers))
-    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step2", "global_step1"]
-    assert (await catalog.attempts_of(store, "global_step2"))[0].read_back == "damaged"
-    assert (await load_arrays(store, "global_step1", 0))["moving"] == np.full(1000, 1, dtype=np.float32).tobytes()
 
 
 async def test_without_dedup_nothing_is_referred_to(daemon: Daemon, store: PosixStore, root: Path) -> None:
@@ -122,7 +93,7 @@ async def test_full_every_reaches_the_writer(daemon: Daemon, store: PosixStore, 
     for step in (1, 2, 3):
         weights = (np.random.default_rng(0).standard_normal(50_000) * 0.02 + step * 1e-9).astype(np.float32)
         await save(client, step, make_shard({"weights": weights}))
-    indexes = [await read_index(store, await catalog.find(store, f"global_step{step}"), 0) for step in (1, 2, 3)]
+    indexes = [await read_index(store, await root_view.find(store, f"global_step{step}"), 0) for step in (1, 2, 3)]
     assert [[chunk.codec for chunk in index.tensors[0].chunks] for index in indexes] == [["planes"], ["delta"], ["planes"]]
 
 
@@ -132,7 +103,7 @@ async def test_retention_and_metrics_reach_the_coordinator(daemon: Daemon, store
     await client.begin(1, retention=wire.Rules(best=1, metric="loss"))
     for step, loss in ((1, 1.0), (2, float("nan")), (3, 3.0)):
         await save(client, step, shard(step, weight=step), metrics={"loss": loss})
-    found = {c.tag: c.outcome.metrics for c in await catalog.checkpoints(store)}
+    found = {c.tag: c.commit.metrics for c in await root_view.checkpoints(store)}
     assert found["global_step1"] == {"loss": 1.0}
     assert found["global_step3"] == {"loss": 3.0}
 

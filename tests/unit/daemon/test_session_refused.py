@@ -384,7 +384,7 @@ async def test_a_defect_of_the_writer_ends_the_save_and_frees_the_client(
     async def broken(*arguments: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("checkpointd.pipeline.attempt.follow_commit", broken)
+    monkeypatch.setattr("checkpointd.pipeline.attempt.point_latest", broken)
     client = await daemon.client()
     await client.ready(root, SHARD)
     await client.whole_save(1, SHARD)

@@ -16,8 +16,10 @@ from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_start, load_arrays, plan_save, rank_arrays
+from tests.builders import load_arrays, plan_save, rank_arrays
 from tests.unit.daemon.conftest import (
+    N1,
+    N2,
     Daemon,
     answered,
     serving,
@@ -44,7 +46,7 @@ async def test_a_restarted_trainer_gets_its_snapshot_back(daemon: Daemon, store:
     client.close()
     again = await daemon.client()
     (held,) = (await again.join(root)).held
-    assert (held.tag, held.attempt, held.step, held.phase, held.nonce) == ("global_step3", "00000001-0", 3, "committed", "n1")
+    assert (held.tag, held.attempt, held.step, held.phase, held.nonce) == ("global_step3", "00000001-0", 3, "committed", N1)
     await again.send(wire.Fetch(tag=held.tag, attempt=held.attempt))
     received = await again.receive()
     snapshot, descriptor = received.message, received.descriptor
@@ -234,11 +236,10 @@ async def test_a_root_that_was_removed_and_made_again_has_saves_of_its_own(
     daemon.hub.on_remade = remade.append
     shutil.rmtree(root)
     async with PosixStore(root) as again:
-        await begin_start(again, 1)
         after = await daemon.client()
         joined = await after.join(root)
-        assert [held.nonce for held in joined.held] == ["n1"]
-        await after.begin(1, nonce="n2")
+        assert [held.nonce for held in joined.held] == [N1]
+        await after.begin(1, nonce=N2)
         other = shard_of(5)
         await after.slot(0, other)
         await after.layout(0, other)
@@ -247,7 +248,7 @@ async def test_a_root_that_was_removed_and_made_again_has_saves_of_its_own(
         assert remade == [str(root)]
         assert await load_arrays(again, "global_step1", 0) == expected(5)
         await after.send(wire.Look())
-        assert [held.nonce for held in (await after.next(wire.Joined)).held] == ["n2"]
+        assert [held.nonce for held in (await after.next(wire.Joined)).held] == [N2]
 
 
 async def test_what_a_restart_would_not_load_from_the_store_is_not_held(daemon: Daemon, store: PosixStore, root: Path) -> None:

@@ -37,7 +37,7 @@ from checkpointd.pipeline.shard import Shard
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.posix.users import User
-from tests.unit.daemon.conftest import Daemon, RawClient, answered, put_start, serving, shard_of, until
+from tests.unit.daemon.conftest import N1, Daemon, RawClient, answered, put_start, serving, shard_of, until
 
 ALICE, BOB, TEAM = 12345, 12346, 12400
 
@@ -116,7 +116,8 @@ def test_looks_are_made_as_the_owner_and_not_as_whoever_joined(tmp_path: Path) -
 def test_user_2_nothing_is_done_with_roots_rights_for_a_user_who_is_not_named(tmp_path: Path) -> None:
     """Not even looking: what was in doubt there would be decided, and written, by root."""
     for name, owner in (("alices", ALICE), ("strangers", 23456)):
-        (tmp_path / name / ".checkpointd" / "starts").mkdir(parents=True)
+        (tmp_path / name / "log").mkdir(parents=True)
+        (tmp_path / name / "log" / "root").touch()
         os.chown(tmp_path / name, owner, owner)
     assert ServedRoots([str(tmp_path)], uids=[ALICE]).found() == [str(tmp_path / "alices")]
     assert len(ServedRoots([str(tmp_path)], uids=[ALICE, 0]).found()) == 2
@@ -240,7 +241,7 @@ async def client_of(daemon: Daemon, uid: int, groups: Sequence[int] = ()) -> Asy
 async def begun(root: Path, uid: int = ALICE) -> None:
     """Let the user's own process begin start 1 there."""
     async with PosixStore(root, user=User(uid, uid)) as store:
-        await put_start(store, 1, "n1")
+        await put_start(store, 1, N1)
 
 
 def below(root: Path) -> list[Path]:
@@ -300,7 +301,7 @@ async def team_root(root: Path, uid: int) -> Path:
     os.chown(team, 0, TEAM)
     team.chmod(0o2770)
     async with PosixStore(team, user=User(uid, uid, (TEAM,))) as store:
-        await put_start(store, 1, "n1")
+        await put_start(store, 1, N1)
     return team
 
 
@@ -391,10 +392,11 @@ async def test_nobody_begins_a_start_whose_record_they_may_not_read(
 ) -> None:
     monkeypatch.setattr(own_root, "ABSENCE_S", 0.05)
     team = await team_root(root, ALICE)
-    (team / ".checkpointd" / "starts").chmod(0o700)
+    (team / "log").chmod(0o700)
     async with client_of(daemon, ALICE, groups=[TEAM]) as alice, client_of(daemon, BOB, groups=[TEAM]) as bob:
         await ready(bob, team, shard_of())
-        assert "does not see that the job began there: reading" in (refused := (await bob.refused()).message)
+        refused = (await bob.refused()).message
+        assert "does not see that the job began there: looking at 'log/root'" in refused
         assert "permission is missing" in refused
         await bob.save(1)
         assert "send begin first" in (await bob.refused()).message

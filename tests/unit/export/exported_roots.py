@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,12 @@ def to_bucket(root: Store, to: Store, *, sight: Sight | None = None, **config: o
     return Exporter(
         root, BucketTarget(to), ExportConfig(to="s3://bucket/exports", **config), ExportPace(poll_s=0.02), sight=sight
     )  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds; the test's own timeout is the limit."""
+    while not condition():
+        await asyncio.sleep(0.002)
 
 
 async def files_at(to: Store, tag: str) -> dict[str, bytes]:

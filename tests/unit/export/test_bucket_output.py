@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 from checkpointd.errors import StoreFullError, UsageError
 from checkpointd.export.bucket_output import BucketOutput, record_at
 from checkpointd.export.consolidate import Consolidation, ExportRequest, Safetensors, consolidate, export_checkpoint
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store import open_store
 from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
@@ -74,7 +74,7 @@ async def export(to: Store, *, most: int | None = 1500, force: bool = False, ste
     await save(root, step)
     request = ExportRequest(only="model", force=force, beside=BESIDE)
     async with BucketOutput(to, "out", force=force) as output:
-        checkpoint = await catalog.find(root, f"global_step{step}")
+        checkpoint = await root_view.find(root, f"global_step{step}")
         return await export_checkpoint(root, checkpoint, output, Safetensors("", most), request)
 
 

@@ -279,7 +279,7 @@ async def test_output_2_what_appears_meanwhile_is_not_overwritten(
 async def test_a_place_inside_the_root_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="lies inside the root"):
         await exported(tmp_path / "root", tmp_path / "root" / "out")
-    assert sorted(os.listdir(tmp_path / "root")) == [".checkpointd", "global_step1", "latest"]
+    assert sorted(os.listdir(tmp_path / "root")) == [".checkpointd", "global_step1", "latest", "log"]
 
 
 async def test_a_place_without_a_directory_is_refused(tmp_path: Path) -> None:

@@ -17,15 +17,14 @@ from checkpointd.export.bucket_output import record_at
 from checkpointd.export.following import Exporter
 from checkpointd.export.record import encode
 from checkpointd.layout.keys import AttemptId
-from checkpointd.pipeline.gc.collect import collect
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.gc.collect import remove, sweep
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from tests.lease_builders import simulated
-from tests.unit.daemon.conftest import until
-from tests.unit.export.exported_roots import CONFIG, check_exported, save, tags_at, to_bucket, to_directory
+from tests.unit.export.exported_roots import CONFIG, check_exported, save, tags_at, to_bucket, to_directory, until
 
 
 @pytest.fixture
@@ -229,7 +228,7 @@ async def test_export_5_retention_leaves_what_is_being_exported(
     assert exporter.progress.left == {}
     assert await tags_at(to) == [f"global_step{step}" for step in (2, 4, 6, 8)]
     await save(root, 9, dedup=False, retention=KEEP_ONE)
-    tags = [c.tag for c in await catalog.checkpoints(root)]
+    tags = [c.tag for c in await root_view.checkpoints(root)]
     assert tags == [
         "global_step9",
         "global_step2",
@@ -322,14 +321,13 @@ async def test_export_3_a_checkpoint_that_is_removed_meanwhile_is_left(root: Sto
     await save(root, 1, 2, dedup=False)
     exporter = to_directory(root, tmp_path / "to", files=files)
 
-    async def remove(_: int) -> None:
+    async def removed_meanwhile(_: int) -> None:
         if exporter.progress.tag != "global_step1":
             return
-        views = await catalog.look_everywhere(root)
-        first = next(view.facts for view in views if view.tag == "global_step1")
-        await collect(root, [view.facts for view in views], [(first, "the test removes it")])
+        assert await remove(root, {"the test removes it": ["global_step1/00000001-0"]}) == ""
+        await sweep(root)
 
-    exporter._turn = remove
+    exporter._turn = removed_meanwhile
     await exporter.round()
     assert exporter.progress.left == {"removed": 1}
     assert (exporter.progress.state, exporter.progress.problem) == ("up to date", None)

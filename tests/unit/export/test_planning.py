@@ -9,27 +9,25 @@ from checkpointd.config import ExportConfig
 from checkpointd.export.planning import planned
 from checkpointd.export.record import ExportRecord
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.manifest import BallotRef, Outcome, WriterIdentity
-from checkpointd.pipeline.root.catalog import Checkpoint, ReadBackState
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import BallotRef, WriterIdentity
+from checkpointd.pipeline.root.root_view import Checkpoint, ReadBackState
 
 ROOT = "/ckpts/run1"
 
 
 def checkpoint(step: int, *, k: int = 0, number: int | None = None, read_back: ReadBackState = "no") -> Checkpoint:
-    attempt, order = AttemptId(1, k), (1, step if number is None else number)
-    outcome = Outcome(
-        tag=f"t{step}",
-        attempt=str(attempt),
+    attempt, n = AttemptId(1, k), step if number is None else number
+    commit = CommitRecord(
+        attempt=f"t{step}/{attempt}",
+        n=n,
         step=step,
         world_size=1,
-        outcome="commit",
-        order=order,
-        save_latest=True,
-        ballot=BallotRef(digest=f"{order}", size=1),
+        ballot=BallotRef(digest=f"{(1, n)}", size=1),
         decided_by=0,
         writer=WriterIdentity(host="h", pid=1, time=""),
     )
-    return Checkpoint(f"t{step}", attempt, outcome, read_back)
+    return Checkpoint(f"t{step}", attempt, commit, read_back)
 
 
 def record(of: Checkpoint, **changes: object) -> ExportRecord:
@@ -38,9 +36,9 @@ def record(of: Checkpoint, **changes: object) -> ExportRecord:
         root=ROOT,
         tag=of.tag,
         attempt=str(of.attempt),
-        order=of.outcome.order,
-        ballot=of.outcome.ballot.digest if of.outcome.ballot else "",
-        step=of.outcome.step,
+        order=of.commit.order,
+        ballot=of.commit.ballot.digest,
+        step=of.commit.step,
         only="model",
         dtype="keep",
         bytes=1,
@@ -74,7 +72,7 @@ def test_export_4_the_rule_chooses(
 ) -> None:
     records = {f"t{step}": record(checkpoint(step)) for step in there}
     agenda = planned(NEWEST_FIRST, records, ExportConfig(to="/m", **rule), ROOT)  # type: ignore[arg-type]
-    assert (tuple(one.outcome.step for one in agenda.due), tuple(one.step for one in agenda.going)) == (due, going)
+    assert (tuple(one.commit.step for one in agenda.due), tuple(one.step for one in agenda.going)) == (due, going)
     assert agenda.blocked == ()
 
 

@@ -24,7 +24,7 @@ from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.memory import MemoryStore
 from tests.builders import Arrays, Piece, save_checkpoint
 
@@ -45,7 +45,7 @@ async def world(
         return [Piece.part(fqn, EMBED, box)] if split else []
 
     await save_checkpoint(store, world_size=len(own), tensors=lambda rank: own[rank], pieces=pieces, aliases=aliases)
-    return await read_view(store, await catalog.find(store, "global_step1"), LoadConfig())
+    return await read_view(store, await root_view.find(store, "global_step1"), LoadConfig())
 
 
 def names(selection: Selection) -> dict[str, tuple[str, int | None]]:
@@ -188,7 +188,7 @@ async def test_parts_of_composite_tensors_do_not_leave() -> None:
     store = MemoryStore()
     tensors = {"model.w.qdata": EMBED, "model.w.scale": EMBED, "other": EMBED}
     await save_checkpoint(store, world_size=1, tensors=lambda _: tensors, values={"state": state})
-    view = await read_view(store, await catalog.find(store, "global_step1"), LoadConfig())
+    view = await read_view(store, await root_view.find(store, "global_step1"), LoadConfig())
     with pytest.raises(
         UsageError, match=r"^global_step1 has composite tensors.*: model.w.qdata \(torchao.quantization:Int8Tensor\), mod"
     ):

@@ -157,7 +157,7 @@ ONE = ["w", "float32", [8], 1]
     [
         (b"", "is damaged"),
         (edited(format="checkpointd.plan"), "is not a checkpointd.joint-plan object"),
-        (edited(version=3), "has format version 3"),
+        (edited(version=4), "has format version 4"),
         (edited(world_size=0), "declares 0 ranks"),
         (edited(world_size=1 << 40), "declares 1099511627776 ranks"),
         (edited(names=b"no frame"), "is damaged"),

@@ -68,6 +68,14 @@ def test_tags_that_cannot_be_say_why_and_what_could_be(tag: str, why: str) -> No
     assert not keys.is_tag(tag)
 
 
+def test_a_text_is_a_tag_in_one_spelling_only() -> None:
+    """Some file systems take both for one name."""
+    with pytest.raises(UsageError, match="another spelling of the same text") as caught:
+        keys.check_tag("e\u0301mile")
+    assert "use a plain name such as '\u00e9mile'" in str(caught.value)
+    assert keys.is_tag("\u00e9mile")
+
+
 @pytest.mark.parametrize("tag", [None, 7, b"best"])
 def test_a_tag_that_is_no_string_is_refused_by_its_type(tag: object) -> None:
     with pytest.raises(UsageError, match=f"not {type(tag).__name__}"):
@@ -79,7 +87,7 @@ def test_whatever_is_a_tag_makes_keys_that_every_store_accepts(tag: str) -> None
     if keys.is_tag(tag):
         prefix = keys.attempt_prefix(tag, AttemptId(1, 0))
         assert prefix.split("/") == [tag, "00000001-0"]
-        assert is_key(f"{prefix}/{keys.OUTCOME}")
+        assert is_key(f"{prefix}/{keys.vote_name(0)}")
 
 
 @given(attempts)
@@ -121,7 +129,8 @@ def test_the_objects_of_256_ranks_share_a_directory(rank: int, group: int) -> No
         assert keys.object_key("tag/00000001-0", name) == f"{folder}/{name}"
         assert keys.holder_of(keys.object_key("tag/00000001-0", name)) == "tag/00000001-0"
     assert keys.is_group(str(group)) == (group > 0)
-    assert keys.object_key("tag/00000001-0", keys.OUTCOME) == "tag/00000001-0/outcome"
+    ballot = keys.ballot_name("0" * 32)
+    assert keys.object_key("tag/00000001-0", ballot) == f"tag/00000001-0/{ballot}"
 
 
 @pytest.mark.parametrize("name", ["0", "01", "-1", "1 ", "1\n", "\u0661", "10000", "outcome", ""])
@@ -156,13 +165,13 @@ def test_the_first_hand_writes_what_was_written_before_there_were_hands() -> Non
     )
 
 
-@pytest.mark.parametrize("name", ["00000.vote", keys.OUTCOME, "00000-0.index", "00000-5000.index", "00000-01.index"])
+@pytest.mark.parametrize("name", ["00000.vote", "ballot-" + "0" * 32, "00000-0.index", "00000-5000.index", "00000-01.index"])
 def test_objects_of_no_hand(name: str) -> None:
     assert keys.object_takeover(name) is None
     assert keys.index_rank(name) is None
 
 
-@pytest.mark.parametrize("name", [keys.OUTCOME, keys.DELETED])
+@pytest.mark.parametrize("name", [keys.ballot_name("0" * 32), keys.joint_plan_name("0" * 32)])
 def test_objects_of_no_rank(name: str) -> None:
     assert keys.check_object_name(name) == name
     assert keys.object_rank(name) is None
@@ -191,7 +200,7 @@ def test_no_name_from_a_file_leads_out_of_its_attempt(name: str) -> None:
         keys.check_chunks_ref(name, 0)
 
 
-@pytest.mark.parametrize("name", ["00001-0.chunks", "00000.index", "00000.vote", "outcome", "deleted"])
+@pytest.mark.parametrize("name", ["00001-0.chunks", "00000.index", "00000.vote", "ballot-" + "0" * 32])
 def test_an_index_may_refer_to_chunks_of_its_own_rank_alone(name: str) -> None:
     with pytest.raises(FormatError, match="not a chunks object of that rank"):
         keys.check_chunks_ref(name, 0)
@@ -207,25 +216,12 @@ def test_a_plan_is_named_by_a_digest_and_nothing_else(digest: str) -> None:
 
 @given(st.integers(0, 10**12 - 1))
 def test_a_start_is_named_and_found_again(start: int) -> None:
-    assert keys.start_of(keys.start_key(start).rpartition("/")[2]) == start
+    assert keys.start_of(keys.job_lease_key(start).rpartition("/")[2]) == start
 
 
 @pytest.mark.parametrize("name", ["", "1", "000000001", "0000000\u0661", "00000001.tmp", "00000001\n", "-0000001"])
 def test_no_other_spelling_names_a_start(name: str) -> None:
     assert keys.start_of(name) is None
-
-
-@pytest.mark.parametrize(("name", "number"), [("deleted", 0), ("deleted-1", 1), ("deleted-20", 20)])
-def test_marks_have_numbers(name: str, number: int) -> None:
-    assert keys.mark_number(name) == number
-    assert keys.mark_name(number) == name
-    assert keys.check_object_name(name) == name
-    assert keys.object_rank(name) is None
-
-
-@pytest.mark.parametrize("name", ["deleted-0", "deleted-01", "deleted-", "deleted-x", "deleted1", "undeleted", "deleted-1\n"])
-def test_what_is_no_mark(name: str) -> None:
-    assert keys.mark_number(name) is None
 
 
 class Kind(str, enum.Enum):  # noqa: UP042  # a StrEnum shows its value, this one its name

@@ -15,24 +15,15 @@ from checkpointd.layout.boxes import whole
 from checkpointd.layout.indexes import Plan, PlanTensor
 from checkpointd.layout.keys import WORLD_SIZE_MAX, index_name
 from checkpointd.layout.manifest import (
-    BALLOT_BYTES_MAX,
     LEASE_S_MAX,
     LISTING_BYTES_MAX,
-    BallotRef,
-    Damaged,
-    Deleted,
     ErrorReport,
     IndexRef,
     Lease,
-    LeftBehind,
     Mirrored,
-    Outcome,
-    PassedOver,
     ReadBack,
     Shown,
     SmallObject,
-    Start,
-    Verified,
     Vote,
     WriterIdentity,
     decode,
@@ -78,34 +69,10 @@ def votes(draw: st.DrawFn) -> Vote:
     )
 
 
-@st.composite
-def outcomes(draw: st.DrawFn) -> Outcome:
-    world_size, kind = draw(st.integers(0, 5)), draw(st.sampled_from(["commit", "abort"]))
-    return Outcome(
-        tag=draw(texts),
-        attempt=draw(texts),
-        step=draw(sizes),
-        world_size=world_size,
-        outcome=kind,
-        order=draw(st.tuples(sizes, sizes)),
-        save_latest=draw(st.booleans()),
-        ballot=draw(st.builds(BallotRef, digest=digests, size=st.integers(1, BALLOT_BYTES_MAX))) if kind == "commit" else None,
-        holders=tuple(draw(st.lists(texts, max_size=3))),
-        error=draw(errors),
-        ranks=tuple(draw(st.lists(sizes, max_size=3))),
-        decided_by=draw(st.integers(-1, 100)),
-        writer=draw(writers),
-    )
-
-
 small_objects: st.SearchStrategy[SmallObject] = st.one_of(
-    st.builds(Start, start=sizes, nonce=texts, world_size=sizes, process=texts, writer=writers),
     st.builds(Lease, process=texts, job=texts, count=sizes, length_s=st.floats(0.001, LEASE_S_MAX), writer=writers),
     st.builds(Plan, rank=sizes, world_size=sizes, tensors=st.lists(plan_tensors, max_size=3).map(tuple)),
     votes(),
-    outcomes(),
-    st.builds(Deleted, reason=texts, writer=writers),
-    st.builds(PassedOver, why=texts, writer=writers),
     st.builds(
         Shown,
         tag=texts,
@@ -130,18 +97,6 @@ VOTE = Vote(
     plan=digest(b"plan"),
     writer=WRITER,
 )
-OUTCOME = Outcome(
-    tag="global_step1",
-    attempt="00000001-0",
-    step=1,
-    world_size=2,
-    outcome="commit",
-    order=(1, 0),
-    save_latest=True,
-    ballot=BallotRef(digest=digest(b"table"), size=1048),
-    decided_by=0,
-    writer=WRITER,
-)
 
 
 @given(small_objects)
@@ -155,7 +110,7 @@ def test_what_is_encoded_is_decoded(obj: SmallObject) -> None:
 def test_format_stands_first_and_the_checksum_last_on_a_line_of_its_own(obj: SmallObject) -> None:
     lines = encode(obj).decode().split("\n")
     assert re.fullmatch(r'  "format": "checkpointd\.[a-z-]+",', lines[1])
-    assert lines[2] == '  "version": 2,'
+    assert lines[2] == '  "version": 3,'
     assert re.fullmatch(r'  "checksum": "[0-9a-f]{32}"', lines[-3])
     assert lines[-2:] == ["}", ""]
 
@@ -163,17 +118,10 @@ def test_format_stands_first_and_the_checksum_last_on_a_line_of_its_own(obj: Sma
 def every_object() -> list[SmallObject]:
     return [
         VOTE,
-        msgspec.structs.replace(OUTCOME, error=ErrorReport(code="AbortedError", message="é")),
-        Start(start=12, nonce="ab" * 16, world_size=2, writer=WRITER),
         Lease(process="p", job="j", count=3, length_s=30.0, writer=WRITER),
-        Deleted(reason="the tag was saved again since", kept=("00000-0.chunks",), writer=WRITER),
-        Verified(nbytes=5, uncached=True, writer=WRITER),
-        PassedOver(why="its index is damaged", writer=WRITER),
         ReadBack(rank=1, nbytes=5, writer=WRITER),
-        Damaged(faults=("a chunk is damaged",), writer=WRITER),
-        LeftBehind(by="global_step4/00000002-0", user="alice (1000)", writer=WRITER),
         Shown(tag="runs--a", attempt="00000001-0", order=(1, 0), save_latest=True, files=("a_states.pt",)),
-        Mirrored(origin="/mnt/a", starts=((1, "ab" * 16),), reached=(1, 7), writer=WRITER),
+        Mirrored(begun=("global_step4/00000002-0",), writer=WRITER),
     ]
 
 
@@ -201,13 +149,13 @@ def test_every_truncation_and_every_addition_is_noticed(obj: SmallObject) -> Non
 
 
 def test_an_object_of_another_kind_is_refused_by_name() -> None:
-    with pytest.raises(FormatError, match=r"tag/00000001-0/object is not a checkpointd\.outcome object .*checkpointd\.vote"):
-        decode(encode(VOTE), Outcome, KEY)
+    with pytest.raises(FormatError, match=r"tag/00000001-0/object is not a checkpointd\.lease object .*checkpointd\.vote"):
+        decode(encode(VOTE), Lease, KEY)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 1 << 70])
+@pytest.mark.parametrize("version", [0, 1, 2, 4, 1 << 70])
 def test_an_unknown_version_is_refused_with_what_to_do(version: int) -> None:
-    with pytest.raises(FormatError, match=f"has format version {version}, and this release reads version 2: read it with"):
+    with pytest.raises(FormatError, match=f"has format version {version}, and this release reads version 3: read it with"):
         decode(edited(encode(VOTE), version=version), Vote, KEY)
 
 
@@ -261,20 +209,6 @@ def test_a_vote_may_name_the_index_of_any_hand_of_its_rank(name: str) -> None:
     found = decode(edited(encode(VOTE), index=ref), Vote, KEY)
     assert found.index is not None
     assert found.index.name == name
-
-
-@pytest.mark.parametrize("ballot", [None, {"digest": digest(b""), "size": 0}, {"digest": digest(b""), "size": (1 << 30) + 1}])
-def test_a_commit_names_a_ballot(ballot: dict[str, object] | None) -> None:
-    with pytest.raises(FormatError, match="does not name a ballot that can have the vote of each"):
-        decode(edited(encode(OUTCOME), ballot=ballot), Outcome, KEY)
-    assert decode(edited(encode(OUTCOME), ballot=ballot, outcome="abort"), Outcome, KEY).outcome == "abort"
-
-
-@pytest.mark.parametrize("world_size", [-1, WORLD_SIZE_MAX + 1, 1 << 62, 1 << 70])
-@pytest.mark.parametrize("outcome", ["commit", "abort"])
-def test_an_outcome_of_more_ranks_than_can_be_is_refused(outcome: str, world_size: int) -> None:
-    with pytest.raises(FormatError, match=f"speaks of {world_size} ranks"):
-        decode(edited(encode(OUTCOME), world_size=world_size, outcome=outcome), Outcome, KEY)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000])

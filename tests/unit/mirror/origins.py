@@ -10,11 +10,19 @@ from typing import TypeVar
 import numpy as np
 
 from checkpointd.config import LoadConfig
-from checkpointd.layout.keys import OUTCOME
+from checkpointd.layout.log_records import RollbackRecord
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, run_once
 from checkpointd.mirror.news import CheckpointNews, MirrorReport, News
+from checkpointd.pipeline.gc.collect import DELETED_BY_NAME, remove, sweep
+from checkpointd.pipeline.identity import writer
+from checkpointd.pipeline.outcome.recover import Recovery, recover
+from checkpointd.pipeline.outcome.starting import begin
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.ballots import ballot_key
+from checkpointd.pipeline.root.latest import move_latest
+from checkpointd.pipeline.root.leases import Beginner
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
@@ -77,29 +85,58 @@ def told(news: Sequence[News]) -> dict[str, str]:
     return {one.tag: one.kind for one in news if isinstance(one, CheckpointNews)}
 
 
+async def key_of(store: Store, step: int, name: str) -> str:
+    """The key of the object `name` of a step; `ballot` stands for its ballot."""
+    if name != "ballot":
+        return f"{TAG.format(step)}/{name}"
+    return ballot_key((await root_view.find(store, f"global_step{step}")).commit)
+
+
+async def delete(store: Store, tag: str) -> None:
+    """Remove a checkpoint, as a person does."""
+    checkpoint = await root_view.find(store, tag)
+    assert await remove(store, {DELETED_BY_NAME: [checkpoint.prefix]}) == ""
+    await sweep(store)
+    await move_latest(RootLog.of(store))
+
+
+async def roll_back(store: Store, tag: str) -> None:
+    """Let training go on from this checkpoint, as a person does."""
+    checkpoint = await root_view.find(store, tag)
+    assert await RootLog.of(store).add(RollbackRecord(attempt=checkpoint.prefix, writer=writer())) == ""
+    await move_latest(RootLog.of(store))
+
+
+async def recovered(store: Store) -> Recovery:
+    """What `checkpointd recover` does."""
+    taken = await begin(store, Beginner(world_size=0))
+    done = await recover(store, taken.before)
+    await taken.lease.release()
+    return done
+
+
 async def tags_of(store: Store) -> list[str]:
     """The tags of the checkpoints, newest first."""
-    return [checkpoint.tag for checkpoint in await catalog.checkpoints(store)]
+    return [checkpoint.tag for checkpoint in await root_view.checkpoints(store)]
 
 
 async def whole_ones(store: Store) -> list[str]:
     """The tags of the checkpoints whose bytes are whole, newest first."""
-    return [one.tag for one in await catalog.checkpoints(store) if (await verify(store, one, QUICK)).whole]
+    return [one.tag for one in await root_view.checkpoints(store) if (await verify(store, one, QUICK)).whole]
 
 
 async def check_whole(mirror: Store, origin: Store | None = None) -> None:
-    """Every checkpoint of the mirror is whole, loads as it was saved, and has the origin's own outcome."""
-    for checkpoint in await catalog.checkpoints(mirror):
+    """Every checkpoint of the mirror is whole, loads as it was saved, and the origin's own commit."""
+    for checkpoint in await root_view.checkpoints(mirror):
         verdict = await verify(mirror, checkpoint, QUICK)
         assert verdict.whole, (checkpoint.prefix, verdict.damage, verdict.unreadable)
-        for rank in range(checkpoint.outcome.world_size):
+        for rank in range(checkpoint.commit.world_size):
             found = await load_arrays(mirror, checkpoint.tag, rank)
-            assert found == {fqn: value.tobytes() for fqn, value in arrays(checkpoint.outcome.step, rank).items()}
-        if origin is not None and isinstance(origin, MemoryStore):
-            key = f"{checkpoint.prefix}/{OUTCOME}"
-            if await origin.stat(key) is not None:
-                assert await mirror.get(key) == await origin.get(key)
-    latest = await catalog.readable_latest(mirror)
+            assert found == {fqn: value.tobytes() for fqn, value in arrays(checkpoint.commit.step, rank).items()}
+        if origin is not None:
+            there = (await root_view.state_of(origin)).attempts.get(checkpoint.prefix)
+            assert there is None or there.commit == checkpoint.commit
+    latest = await root_view.readable_latest(mirror)
     newest = await tags_of(mirror)
     assert latest is None or latest in newest
 

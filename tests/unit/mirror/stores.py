@@ -8,13 +8,15 @@ from typing import Any
 
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError, StoreError, StoreFullError, UnreadableError
-from checkpointd.layout.keys import LATEST, SERVICE
+from checkpointd.layout.keys import LATEST, LOG, SERVICE
+from checkpointd.layout.log_records import CommitRecord, decode_entry
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, run_once
 from checkpointd.mirror.news import News
 from checkpointd.store.base import ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.passing import PassingStore
-from tests.unit.mirror.origins import contents
+
+COMMIT = "commit"
 
 
 def flip(store: MemoryStore, key: str, at: int | None = None) -> None:
@@ -23,24 +25,23 @@ def flip(store: MemoryStore, key: str, at: int | None = None) -> None:
     store._objects[key] = memoryview(bytes(data))
 
 
-async def graft(store: MemoryStore, other: MemoryStore, tag: str, *, like: str) -> None:
-    """Put the checkpoint `tag` of `other` into `store`; both have the same bytes in the objects of `like`."""
-    for key, data in contents(other).items():
-        if key.startswith(f"{tag}/"):
-            await store.put(key, data)
-        elif key.startswith(f"{like}/") and "chunks" in key:
-            assert contents(store)[key] == data
+def commits_in(key: str, data: bytes) -> list[str]:
+    """The attempts whose commits an object has that is put; none if it is no entry of a log."""
+    name = key.removeprefix(f"{LOG}/").removesuffix(".json")
+    if not name.isdecimal():
+        return []
+    return [record.attempt for record in decode_entry(data, int(name)).records if isinstance(record, CommitRecord)]
 
 
 async def origin_of(origin: MemoryStore, count: int) -> MemoryStore:
     """`origin` as it was when it had its first `count` checkpoints."""
     then = MemoryStore("origin")
-    then._objects = {
-        key: data
-        for key, data in origin._objects.items()
-        if not key.startswith(".checkpointd/catalog") and (not key.startswith("global_step") or int(key[11]) <= count)
-    }
-    then._objects[LATEST] = memoryview(f"global_step{count}\n".encode())
+    then._objects = {key: data for key, data in origin._objects.items() if not key.startswith((f"{LOG}/0", LATEST))}
+    for entry in sorted(key for key in origin._objects if key.startswith(f"{LOG}/0")):
+        then._objects[entry] = origin._objects[entry]
+        count -= len(commits_in(entry, origin._objects[entry].tobytes()))
+        if not count:
+            break
     return then
 
 
@@ -59,7 +60,9 @@ class Interrupted(Exception):
 
 
 class Watched(PassingStore):
-    """Notes what is put, what is removed of attempts, and which large objects are opened or replaced."""
+    """Notes what is put, what is removed of attempts, and which large objects are opened or replaced. A commit in the log is
+    noted as if it were an object of its attempt.
+    """
 
     def __init__(self, store: MemoryStore | None = None) -> None:
         self.inner = store or MemoryStore("mirror")
@@ -70,7 +73,7 @@ class Watched(PassingStore):
         self.deleted: list[str] = []
 
     async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        self.puts.append(key)
+        self.puts += [key, *(f"{attempt}/{COMMIT}" for attempt in commits_in(key, data))]
         return await super().put_if_absent(key, data, durable=durable)
 
     async def put_if_match(self, key: str, expected: bytes | None, data: bytes) -> bool:
@@ -148,14 +151,14 @@ class BreakingWriter:
 
 
 class Refusing(PassingStore):
-    """Refuses to put one object."""
+    """Refuses to put one object; `<tag>/<attempt>/commit` stands for the entry of the log with that commit."""
 
     def __init__(self, store: Store, key: str) -> None:
         super().__init__(store)
         self._key = key
 
     async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        if key == self._key:
+        if self._key in (key, *(f"{attempt}/{COMMIT}" for attempt in commits_in(key, data))):
             raise StoreError(f"{key} cannot be put")
         return await super().put_if_absent(key, data, durable=durable)
 

@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 
 from checkpointd.errors import FencedError, NotFoundError, RootInUseError, StoreError, UsageError
-from checkpointd.layout.catalog_records import CATALOG
+from checkpointd.layout.keys import LOG, LOG_ROOT
 from checkpointd.mirror import copying
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import Mirroring
 from checkpointd.mirror.news import News
-from checkpointd.pipeline.root import catalog, leases, starts
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.outcome.starting import begin
+from checkpointd.pipeline.read.readback import read_back
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import Beginner, Sight
 from checkpointd.store.base import Entry, ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.objects.store import ObjectStore
 from checkpointd.store.passing import PassingStore
 from checkpointd.testing.simbucket import SimBucket, SimClient
-from tests.unit.mirror.origins import check_whole, origin_with, save, simulated, tags_of, told
-from tests.unit.mirror.stores import Unreadable, flip
+from tests.unit.mirror.origins import TAG, check_whole, origin_with, save, simulated, tags_of, told
+from tests.unit.mirror.stores import Unreadable, commits_in, flip
 
 PACE = FollowPace(poll_s=5.0, look_s=60.0, pause_max_s=40.0)
 
@@ -80,8 +81,7 @@ def test_a_follower_copies_each_new_commit_within_a_look() -> None:
         await stopped(task)
         await check_whole(mirror, origin)
         # It has let go of the mirror.
-        _, lease = await leases.begin(mirror, Beginner(world_size=0, alone=True))
-        await lease.release()
+        await (await begin(mirror, Beginner(world_size=0, alone=True))).lease.release()
 
     simulated(main())
 
@@ -98,9 +98,9 @@ class SavingMeanwhile(PassingStore):
         return await super().put_if_match(key, expected, data)
 
     async def list(self, prefix: str) -> list[Entry]:
-        if await self.stat("global_step1/00000001-0/outcome") is not None:
+        if prefix == LOG and (await root_view.state_of(self._store)).attempts:
             await self._save(f"look {self._looks}")
-            self._looks += prefix == ""
+            self._looks += 1
         return await super().list(prefix)
 
     _looks = 0
@@ -127,7 +127,7 @@ def test_a_commit_during_a_copy_is_copied_at_the_next_look(when: str) -> None:
     simulated(main())
 
 
-def test_an_idle_follower_lists_the_catalog_and_nothing_else() -> None:
+def test_an_idle_follower_lists_the_log_of_the_origin_and_nothing_else() -> None:
     async def main() -> None:
         origin, mirror = Counting(await origin_with(1, 2)), Counting(MemoryStore("mirror"))
         follower = Follower(origin, mirror, pace=PACE)
@@ -137,11 +137,11 @@ def test_an_idle_follower_lists_the_catalog_and_nothing_else() -> None:
         origin.calls.clear()
         mirror.calls.clear()
         await asyncio.sleep(PACE.look_s - 10)
-        assert set(origin.calls) == {f"list {CATALOG}"}
-        assert len(origin.calls) <= PACE.look_s / PACE.poll_s
+        assert set(origin.calls) == {f"list {LOG}", f"get {LOG_ROOT}"}
+        assert len(origin.calls) <= 2 * PACE.look_s / PACE.poll_s
         assert mirror.calls == []
         await asyncio.sleep(20)
-        assert "list " in origin.calls  # the look at everything, since a catalog may lag behind
+        assert f"list {LOG}" in mirror.calls  # the look at both
         await stopped(task)
 
     simulated(main())
@@ -187,20 +187,20 @@ def test_in_buckets_a_new_commit_and_a_look_cost_the_same_after_any_history() ->
     few, many = simulated(reads_of_a_commit(5)), simulated(reads_of_a_commit(40))
     look, commit = many
     assert few[0] == look
-    assert abs(few[1] - commit) <= 1  # what a save adds to the catalog at nearly the same time lies in one object, or in two
+    assert abs(few[1] - commit) <= 1  # what a save adds to the log at nearly the same time lies in one entry, or in two
     assert look < 15
     assert commit < 70
 
 
-def test_what_the_catalog_of_the_mirror_does_not_tell_is_found_by_a_whole_look() -> None:
+def test_what_a_person_finds_damaged_at_the_mirror_is_healed_at_the_next_look() -> None:
     async def main() -> None:
         origin, mirror, news = await origin_with(1, 2), MemoryStore("mirror"), list[News]()
         follower = Follower(origin, mirror, pace=PACE, tell=news.append)
         task = asyncio.create_task(follower.run())
         await until(lambda: follower.progress.mirrored == 2)
-        flip(mirror, "global_step1/00000001-0/outcome")
-        took_s = await until(lambda: told(news).get("global_step1") == "healed", 2 * PACE.whole_s)
-        assert PACE.whole_s - PACE.look_s < took_s < PACE.whole_s + PACE.look_s
+        flip(mirror, f"{TAG.format(1)}/00000-0.chunks")
+        assert not (await read_back(mirror, await root_view.find(mirror, "global_step1"))).whole
+        assert await until(lambda: told(news).get("global_step1") == "healed") <= PACE.look_s + 10
         assert follower.progress.left == {}
         await stopped(task)
         await check_whole(mirror, origin)
@@ -296,7 +296,7 @@ def test_a_commit_whose_reply_was_lost_is_finished_before_the_mirror_is_in_step(
 
         async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
             found = await super().put_if_absent(key, data, durable=durable)
-            if key.endswith("/outcome") and not self.is_lost:
+            if commits_in(key, data) and not self.is_lost:
                 self.is_lost = True
                 raise StoreError("the reply was lost")
             return found
@@ -307,10 +307,8 @@ def test_a_commit_whose_reply_was_lost_is_finished_before_the_mirror_is_in_step(
         task = asyncio.create_task(follower.run())
         await until(lambda: follower.progress.state == "in step")
         assert mirror.is_lost
-        assert await catalog.readable_latest(mirror) == "global_step1"
-        log = CatalogLog(mirror)
-        await log.refresh()
-        assert [entry.is_decided for entry in log.state.entries.values()] == [True]
+        assert await root_view.readable_latest(mirror) == "global_step1"
+        assert await tags_of(mirror) == ["global_step1"]
         await stopped(task)
 
     simulated(main())
@@ -332,7 +330,7 @@ def test_failures_are_shown_and_tried_again_with_growing_pauses(which: str) -> N
         await asyncio.sleep(600)
         failing.calls.clear()
         await asyncio.sleep(10 * PACE.pause_max_s)
-        assert 5 <= len([c for c in failing.calls if which == "mirror" or c.startswith("list")]) <= 60
+        assert 5 <= len(failing.calls) <= 60
         failing.fails = False
         assert await until(lambda: follower.progress.state == "in step") <= PACE.pause_max_s + 1
         assert follower.progress.problem is None
@@ -370,7 +368,7 @@ def test_a_job_at_the_mirror_ends_a_follower() -> None:
         follower = Follower(origin, mirror, pace=PACE, is_patient=True)
         task = asyncio.create_task(follower.run())
         await until(lambda: follower.progress.state == "in step")
-        _, lease = await leases.begin(mirror, Beginner(world_size=2, take_over=True))
+        lease = (await begin(mirror, Beginner(world_size=2, take_over=True))).lease
         await save(origin, 2)
         with pytest.raises(FencedError):
             await task
@@ -388,7 +386,7 @@ def test_a_mirror_in_use_is_waited_for_only_by_the_patient(is_patient: bool) -> 
     async def main() -> None:
         origin, mirror = await origin_with(1), MemoryStore("mirror")
         far = Sight(process="node7.0123456789ab.4026531836.17.99.cafecafe", length_s=5.0)
-        _, lease = await leases.begin(mirror, Beginner(world_size=0, alone=True, sight=far))
+        lease = (await begin(mirror, Beginner(world_size=0, alone=True, sight=far))).lease
         follower = Follower(origin, mirror, pace=PACE, is_patient=is_patient)
         task = asyncio.create_task(follower.run())
         if not is_patient:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from checkpointd.admin.gc import collection, deletion
-from checkpointd.admin.recovery import recovery
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError
-from checkpointd.layout.keys import DELETED, LATEST, OUTCOME
+from checkpointd.layout.keys import LATEST
 from checkpointd.mirror.mirroring import error_of
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.store.memory import MemoryStore
 from tests.builders import leave_in_doubt
-from tests.unit.mirror.origins import TAG, arrays, check_whole, contents, kinds, mirrored, origin_with, save, simulated, tags_of
-from tests.unit.mirror.stores import Damaging, Unreadable, Watched, graft
+from tests.unit.mirror.origins import (
+    TAG,
+    arrays,
+    check_whole,
+    contents,
+    delete,
+    kinds,
+    mirrored,
+    origin_with,
+    recovered,
+    roll_back,
+    save,
+    simulated,
+    tags_of,
+)
+from tests.unit.mirror.stores import COMMIT, Damaging, Unreadable, Watched
 
 
 def test_a_mirror_gets_every_checkpoint_in_order_and_latest_follows() -> None:
@@ -26,10 +38,10 @@ def test_a_mirror_gets_every_checkpoint_in_order_and_latest_follows() -> None:
         assert report.latest == "global_step3"
         assert contents(origin) == before  # MIRROR-1
         await check_whole(mirror, origin)
-        outcomes = [key for key in mirror.puts if key.endswith(f"/{OUTCOME}")]
-        assert outcomes == [f"{TAG.format(n)}/{OUTCOME}" for n in (1, 2, 3)]
+        outcomes = [key for key in mirror.puts if key.endswith(f"/{COMMIT}")]
+        assert outcomes == [f"{TAG.format(n)}/{COMMIT}" for n in (1, 2, 3)]
         of_third = [key for key in mirror.puts if key.startswith("global_step3/") and "vote" not in key]
-        assert of_third[-1].endswith(f"/{OUTCOME}")
+        assert of_third[-1].endswith(f"/{COMMIT}")
         assert mirror.puts.index(LATEST, mirror.puts.index(outcomes[-1])) > mirror.puts.index(outcomes[-1])
         for key, data in contents(origin).items():
             if key.startswith("global_step"):
@@ -44,8 +56,8 @@ def test_what_later_checkpoints_refer_to_is_copied_once() -> None:
         first, second = (await mirrored(origin, mirror)).checkpoints
         assert second.copied_bytes < first.copied_bytes
         assert second.found_bytes == sum(arrays(2, rank)["frozen"].nbytes for rank in range(2))
-        checkpoint = await catalog.find(mirror, "global_step2")
-        assert checkpoint.outcome.holders == (TAG.format(1),)
+        checkpoint = await root_view.find(mirror, "global_step2")
+        assert checkpoint.commit.holders == (TAG.format(1),)
 
     simulated(main())
 
@@ -80,7 +92,7 @@ def test_a_tag_that_was_saved_again_is_replaced_at_the_mirror() -> None:
         await save(origin, 2, tag="best", k=1)
         report = await mirrored(origin, mirror)
         assert (kinds(report), report.latest) == ({"best": "mirrored"}, "best")
-        assert [c.outcome.step for c in await catalog.checkpoints(mirror)] == [2]
+        assert [c.commit.step for c in await root_view.checkpoints(mirror)] == [2]
         await check_whole(mirror, origin)
 
     simulated(main())
@@ -106,7 +118,7 @@ def test_the_rules_of_the_mirror_are_its_own() -> None:
         await mirrored(origin, mirror, rules=Retention(keep_last=2))
         for step in (3, 4):
             await save(origin, step)
-        await deletion(origin, "global_step2", force=True, dry_run=False)
+        await delete(origin, "global_step2")
         report = await mirrored(origin, mirror, rules=Retention(keep_last=2))
         assert report.retired == ("global_step1", "global_step2")
         assert await tags_of(mirror) == ["global_step4", "global_step3"]
@@ -129,7 +141,6 @@ def test_nothing_is_removed_before_something_newer_was_read_back_at_the_mirror()
         assert error_of(report) is DamagedError
         assert report.retired == ()
         assert "global_step1" in await tags_of(mirror)
-        assert await mirror.stat(f"{TAG.format(1)}/{DELETED}") is None
         again = await mirrored(origin, damaging, rules=Retention(keep_last=1))
         assert (kinds(again), again.retired) == ({"global_step2": "damaged-here"}, ())  # each run says so
         report = await mirrored(origin, mirror, rules=Retention(keep_last=1))  # the storage of the mirror was mended
@@ -150,9 +161,7 @@ def test_what_the_rules_would_remove_again_is_left_out_and_named_unless_all_is_w
             "global_step4": "mirrored",
         }
         report = await mirrored(origin, every, rules=Retention(keep_last=1), everything=True)
-        assert [key for key in every.puts if key.endswith(f"/{OUTCOME}")] == [
-            f"{TAG.format(n)}/{OUTCOME}" for n in (1, 2, 3, 4)
-        ]
+        assert [key for key in every.puts if key.endswith(f"/{COMMIT}")] == [f"{TAG.format(n)}/{COMMIT}" for n in (1, 2, 3, 4)]
         assert await tags_of(every) == ["global_step4"]
         for mirror in (some, every):
             await check_whole(mirror, origin)
@@ -166,13 +175,12 @@ def test_a_holder_that_is_no_checkpoint_at_the_mirror_looks_like_a_removed_one()
     async def main() -> None:
         origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
         await mirrored(origin, mirror, rules=Retention(keep_last=1))
-        views = {view.tag: view for view in await catalog.look_everywhere(mirror)}
+        views = {view.tag: view for view in await root_view.scan(mirror)}
         assert {tag: view.state for tag, view in views.items()} == {"global_step1": "deleted", "global_step3": "committed"}
-        await recovery(mirror)  # a start at the mirror neither decides nor sweeps it
+        await recovered(mirror)  # a start at the mirror neither decides nor sweeps it
         await check_whole(mirror, origin)
         await save(mirror, 4, dedup=False, start=await starts.newest(mirror) + 1)
-        await deletion(mirror, "global_step3", force=True, dry_run=False)
-        await collection(mirror, Retention(), dry_run=False)  # nobody needs its objects any more
+        await delete(mirror, "global_step3")  # nobody needs the objects of the first one any more
         assert not [key for key in contents(mirror) if key.startswith(("global_step1/", "global_step3/")) and "chunks" in key]
 
     simulated(main())
@@ -182,9 +190,9 @@ def test_checkpoints_stay_that_a_save_in_flight_may_refer_to() -> None:
     async def main() -> None:
         origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
         await mirrored(origin, mirror)
-        await leave_in_doubt(origin, tag="global_step3")
+        await leave_in_doubt(origin, tag="global_step3", dedup=True)
         assert (await mirrored(origin, mirror, rules=Retention(keep_last=1))).retired == ()
-        await recovery(origin)
+        await recovered(origin)
         assert (await mirrored(origin, mirror, rules=Retention(keep_last=1))).retired == ("global_step1", "global_step2")
         assert await tags_of(mirror) == ["global_step3"]
 
@@ -198,10 +206,10 @@ def test_objects_that_were_given_up_too_early_are_copied_anew() -> None:
         origin, mirror = await origin_with(1), MemoryStore("mirror")
         await save(origin, 2, dedup=False)
         await mirrored(origin, mirror)
-        await deletion(mirror, "global_step1", force=True, dry_run=False)
+        await delete(mirror, "global_step1")
         assert not [key for key in contents(mirror) if key.startswith("global_step1/") and "chunks" in key]
-        other = await origin_with(1, 3)  # the same first checkpoint, by its bytes
-        await graft(origin, other, "global_step3", like="global_step1")
+        await roll_back(origin, "global_step1")
+        await save(origin, 3)
         report = await mirrored(origin, mirror)
         assert kinds(report) == {"global_step3": "mirrored"}
         await check_whole(mirror, origin)

@@ -6,21 +6,33 @@ import itertools
 
 import pytest
 
-from checkpointd.admin.recovery import recovery
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import StoreFullError
-from checkpointd.layout.keys import MIRROR, OUTCOME, VERIFIED
-from checkpointd.layout.manifest import Mirrored, decode
+from checkpointd.layout.log_records import LogState
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.news import News
-from checkpointd.pipeline.root import reserve, starts
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root import reserve, root_view
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root_id import read_id
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.objects.multipart import PART_BYTES_MIN
 from checkpointd.store.objects.store import ObjectStore
 from checkpointd.testing.simbucket import SimBucket, SimClient
-from tests.unit.mirror.origins import TAG, check_whole, kinds, mirrored, origin_with, save, simulated, tags_of, told
-from tests.unit.mirror.stores import Breaking, Damaging, Refusing, Small, Watched, attempt, flip, origin_of
+from tests.unit.mirror.origins import (
+    TAG,
+    check_whole,
+    contents,
+    kinds,
+    mirrored,
+    origin_with,
+    recovered,
+    save,
+    simulated,
+    tags_of,
+    told,
+    whole_ones,
+)
+from tests.unit.mirror.stores import COMMIT, Breaking, Damaging, Refusing, Small, Watched, attempt, commits_in, flip, origin_of
 
 
 @pytest.mark.nightly
@@ -42,10 +54,10 @@ def test_an_interruption_at_every_call_loses_nothing_and_the_next_run_finishes(a
             assert report.latest == "global_step3"
             assert (await tags_of(mirror))[0] == "global_step3"
             await check_whole(mirror, origin)
-            log = CatalogLog(mirror)
-            await log.refresh()
-            assert not log.fault
-            assert not [entry.prefix for entry in log.state.entries.values() if entry.is_open]
+            state = await root_view.state_of(mirror)
+            assert not RootLog.of(mirror).fault
+            assert {one.status for one in state.attempts.values()} <= {"checkpoint", "removed"}
+            assert {f"{tag}/{attempt}" for tag, attempt in await root_view.directories(mirror)} <= state.attempts.keys()
             if not with_error:
                 return calls
         raise AssertionError
@@ -58,7 +70,7 @@ def test_objects_that_are_whole_are_not_copied_again() -> None:
 
     async def main() -> None:
         origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
-        await attempt(origin, Refusing(mirror, f"{TAG.format(2)}/{OUTCOME}"), Retention())
+        await attempt(origin, Refusing(mirror, f"{TAG.format(2)}/{COMMIT}"), Retention())
         watched = Watched(mirror)
         report = await mirrored(origin, watched)
         assert (kinds(report), report.checkpoints[0].copied_bytes) == ({"global_step2": "mirrored"}, 0)
@@ -88,7 +100,7 @@ def test_a_run_aborts_the_upload_of_an_earlier_one_that_was_killed_while_it_heal
 def test_a_torn_object_is_copied_again(torn: bytes | None) -> None:
     async def main() -> None:
         origin, mirror = await origin_with(1), MemoryStore("mirror")
-        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{OUTCOME}"), Retention())
+        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{COMMIT}"), Retention())
         key = f"{TAG.format(1)}/00000-0.chunks"
         if torn is None:
             flip(mirror, key)  # of the right size
@@ -96,35 +108,23 @@ def test_a_torn_object_is_copied_again(torn: bytes | None) -> None:
             await mirror.put(key, torn)
         watched = Watched(mirror)
         assert kinds(await mirrored(origin, watched)) == {"global_step1": "mirrored"}
-        assert watched.opened == [key]
+        assert watched.replaced == [key]
         await check_whole(mirror, origin)
 
     simulated(main())
 
 
-def test_a_copy_that_a_recovery_gave_up_is_made_anew() -> None:
+def test_a_recovery_at_the_mirror_leaves_a_copy_alone_that_was_begun() -> None:
     async def main() -> None:
         origin, mirror = await origin_with(1), MemoryStore("mirror")
         await mirrored(origin, mirror)
         await save(origin, 2)
-        await attempt(origin, Refusing(mirror, f"{TAG.format(2)}/00001.vote"), Retention())
-        done = await recovery(mirror)
-        assert [one.outcome for one in done.decided] == ["abort"]
-        assert kinds(await mirrored(origin, mirror)) == {"global_step2": "mirrored"}
+        await attempt(origin, Refusing(mirror, f"{TAG.format(2)}/{COMMIT}"), Retention())
+        assert (await recovered(mirror)).decided == []
+        watched = Watched(mirror)
+        assert kinds(await mirrored(origin, watched)) == {"global_step2": "mirrored"}
+        assert watched.opened == watched.replaced == []
         await check_whole(mirror, origin)
-
-    simulated(main())
-
-
-def test_a_copy_that_a_recovery_finished_stands() -> None:
-    async def main() -> None:
-        origin, mirror = await origin_with(1), MemoryStore("mirror")
-        await attempt(origin, Refusing(mirror, f"{TAG.format(1)}/{OUTCOME}"), Retention())
-        done = await recovery(mirror)
-        assert [one.outcome for one in done.decided] == ["commit"]
-        await save(origin, 2)
-        assert kinds(await mirrored(origin, mirror)) == {"global_step2": "mirrored"}
-        await check_whole(mirror)
 
     simulated(main())
 
@@ -134,45 +134,52 @@ def test_verify_reads_back_what_was_copied() -> None:
         origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
         report = await mirrored(origin, mirror, verify=True)
         assert [one.verified for one in report.checkpoints] == [True, True]
-        assert await mirror.stat(f"{TAG.format(2)}/{VERIFIED}") is not None
+        assert (await root_view.find(mirror, "global_step2")).read_back == "whole"
         await save(origin, 3, dedup=False)
         report = await mirrored(origin, Damaging(mirror, "global_step3/"), verify=True)
         assert kinds(report) == {"global_step3": "damaged-here"}
-        assert report.latest == "global_step2"  # it does not move to what proved damaged
 
     simulated(main())
 
 
-def test_the_record_says_how_far_it_came() -> None:
+def test_the_start_of_the_mirror_is_newer_than_those_of_its_origin() -> None:
+    """MIRROR-5, also when the origin begins anew while it is followed."""
+
     async def main() -> None:
-        origin, mirror = await origin_with(1, 2), MemoryStore("mirror")
-        await mirrored(origin, mirror)
-        record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)
-        nonce = (await starts.read(origin, 1)).nonce
-        assert (record.origin, record.starts, record.reached) == (origin.url, ((1, nonce),), (1, 2))
-        await save(origin, 3, start=2)
-        await mirrored(origin, mirror)
-        record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)
-        assert ([number for number, _ in record.starts], record.reached) == ([1, 2], (2, 3))
-
-    simulated(main())
-
-
-def test_new_starts_of_the_origin_are_recorded_while_it_is_followed() -> None:
-    async def main() -> None:
-        origin, mirror = await origin_with(1), MemoryStore("mirror")
+        origin, mirror = await origin_with(1, start=3), MemoryStore("mirror")
         news: list[News] = []
         mirroring = Mirroring(origin, mirror, MirrorConfig(), tell=news.append)
-        await mirroring.begin()
+        assert await mirroring.begin()
         await mirroring.step()
+        begun = (await root_view.state_of(mirror)).begin
+        assert begun is not None
+        assert (begun.start, begun.origin, begun.world_size) == (4, await read_id(origin), 0)
         assert not await mirroring.has_news()
-        await save(origin, 2, start=2)
+        await save(origin, 2, start=7)
         assert await mirroring.has_news()
         await mirroring.step()
-        record = decode(await mirror.get(MIRROR), Mirrored, MIRROR)
-        assert [number for number, _ in record.starts] == [1, 2]
+        assert (await root_view.state_of(mirror)).start == 8
         assert told(news) == {"global_step1": "mirrored", "global_step2": "mirrored"}
         await mirroring.end()
+        await check_whole(mirror, origin)
+
+    simulated(main())
+
+
+def test_a_log_of_the_mirror_that_is_damaged_while_it_is_followed_is_made_again() -> None:
+    async def main() -> None:
+        origin, mirror, news = await origin_with(1), MemoryStore("mirror"), list[News]()
+        mirroring = Mirroring(origin, mirror, MirrorConfig(), tell=news.append)
+        assert await mirroring.begin()
+        await mirroring.step()
+        await RootLog.of(mirror).goes_on_from(LogState())  # else this process knows what the entry said
+        flip(mirror, next(key for key, data in contents(mirror).items() if commits_in(key, data)))
+        await save(origin, 2)
+        await mirroring.step()
+        await mirroring.end()
+        assert told(news) == {"global_step1": "mirrored", "global_step2": "mirrored"}
+        assert await tags_of(mirror) == ["global_step2", "global_step1"]
+        assert await whole_ones(mirror) == ["global_step2", "global_step1"]
 
     simulated(main())
 

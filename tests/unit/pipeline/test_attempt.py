@@ -6,28 +6,30 @@ Nor for a store that can take no word of the save before somebody acts.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import NoReturn
 
 import pytest
 
+from checkpointd.commit.log_access import STATE_EVERY
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
-from checkpointd.errors import LinkError, SkippedError, StagingError, StoreFullError
-from checkpointd.layout.keys import AttemptId, vote_name
-from checkpointd.layout.manifest import Outcome
-from checkpointd.pipeline import attempt
-from checkpointd.pipeline.announcement import DecidedBefore
+from checkpointd.errors import FencedError, LinkError, SkippedError, StagingError, StoreFullError
+from checkpointd.layout.keys import AttemptId
+from checkpointd.pipeline import announcement, attempt
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root.catalog_log import note, record_of
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
-from checkpointd.pipeline.write.vote import drop_shard
-from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
 from tests.builders import make_shard, rank_arrays
 
 DEADLINE_S = 600.0
+PREFIX = "global_step1/00000001-0"
+
+
+def holds(data: bytes, *kinds: str) -> bool:
+    """Whether `data` is an entry of the log with a record of one of these kinds."""
+    return any(f'"kind": "{kind}"'.encode() in data for kind in kinds)
 
 
 def saved_by(
@@ -37,6 +39,7 @@ def saved_by(
 
     async def main() -> tuple[list[Attempt], float]:
         store = kind()
+        await starts.take(store, world_size)
         attempts = [
             Attempt(
                 WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S)),
@@ -75,16 +78,16 @@ def test_a_coordinator_that_is_there_decides_at_once() -> None:
     ended, seconds = saved_by({0: None, 1: StagingError("torn"), 2: None}, world_size=3)
     assert seconds < attempt.NO_S
     assert [a.phase for a in ended] == [Phase.ABORTED, Phase.FAILED, Phase.ABORTED]
-    assert all(a.outcome is not None and a.outcome.decided_by == 0 for a in ended)
+    assert all(a.outcome is not None and a.outcome.abort is not None and a.outcome.abort.decided_by == 0 for a in ended)
 
 
 class HasNoRoom(MemoryStore):
-    """Has room for a vote, and none for an outcome, until `until`, in seconds."""
+    """Has room for a vote, and none for a decision, until `until`, in seconds."""
 
     until = DEADLINE_S * 2
 
     async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        if key.endswith("/outcome") and asyncio.get_running_loop().time() < self.until:
+        if holds(data, "commit", "abort") and asyncio.get_running_loop().time() < self.until:
             raise StoreFullError("No space left on device")
         return await super().put_if_absent(key, data, durable=durable)
 
@@ -106,7 +109,9 @@ def test_a_coordinator_whose_vote_is_the_last_decides_at_once_however_rarely_it_
     async def main() -> None:
         info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=0, world_size=1, step=1, n=0)
         commit = CommitConfig(timeout_s=DEADLINE_S, poll_max_s=30.0)
-        coordinator = Attempt(WriterState(store=MemoryStore(), commit=commit), info, deadline=DEADLINE_S)
+        store = MemoryStore()
+        await starts.take(store, 1)
+        coordinator = Attempt(WriterState(store=store, commit=commit), info, deadline=DEADLINE_S)
 
         async def staged() -> Shard:
             await asyncio.sleep(100.0)
@@ -122,28 +127,16 @@ def test_a_coordinator_whose_vote_is_the_last_decides_at_once_however_rarely_it_
 class LosesAVote(MemoryStore):
     """As a file server that loses power once the commit is durable: what rank 1 had put without a sync is gone."""
 
-    lost = (".vote",)
-
     async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
         is_put = await super().put_if_absent(key, data, durable=durable)
-        if key.endswith("/outcome"):
-            for end in self.lost:
-                await self.delete(key.replace("outcome", f"00001{end}"))
+        if is_put and holds(data, "commit"):
+            await self.delete(f"{PREFIX}/00001.vote")
         return is_put
 
 
-class LosesAllOfIt(LosesAVote):
-    lost = (".vote", ".index")
-
-
-def test_commit_5_a_vote_that_is_lost_after_the_commit_is_not_missed() -> None:
+def test_a_vote_that_is_lost_after_the_commit_is_not_missed() -> None:
     ended, seconds = saved_by({0: None, 1: None}, 2, LosesAVote)
     assert ([a.phase for a in ended], seconds < DEADLINE_S / 2) == ([Phase.COMMITTED] * 2, True)
-
-
-def test_commit_5_a_rank_of_which_nothing_is_left_reports_no_commit() -> None:
-    ended, _ = saved_by({0: None, 1: None}, 2, LosesAllOfIt)
-    assert [a.phase for a in ended] == [Phase.COMMITTED, Phase.FAILED]
 
 
 class LinkedStore(MemoryStore):
@@ -186,82 +179,86 @@ def test_a_link_in_the_way_ends_a_save_that_another_hand_may_write(rank: int, ca
     assert all("the other ranks" not in line for line in said)
 
 
-def test_a_writer_that_comes_too_late_learns_the_outcome_although_a_look_from_before_it_missed_it() -> None:
-    """Found by simulation, seed 802295."""
-    info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=0, world_size=1, step=1, n=0, may_be_taken_over=True)
+async def begun(store: MemoryStore, rank: int) -> tuple[Attempt, asyncio.Event, asyncio.Task[None]]:
+    """The attempt of one of two ranks, whose snapshot is whole when the event is set."""
+    info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=rank, world_size=2, step=1, n=0)
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    saved = Attempt(WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S)), info, deadline=deadline)
+    is_whole = asyncio.Event()
 
-    async def main() -> list[Attempt]:
-        store, end, loop = MemoryStore(), asyncio.Event(), asyncio.get_running_loop()
-        first, late = (
-            Attempt(WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S)), of, deadline=DEADLINE_S)
-            for of in (info, replace(info, takeover=1))
-        )
-        coordinate, come_too_late = late._coordinate, late._come_too_late
+    async def staged() -> Shard:
+        await is_whole.wait()
+        return make_shard(rank_arrays(rank))
 
-        async def look_slowly() -> Outcome | None:
-            found = await coordinate()
-            await end.wait()
-            return found
-
-        async def comes_too_late(error: DecidedBefore) -> None:
-            await come_too_late(error)
-            loop.call_later(1.0, end.set)
-
-        late._coordinate, late._come_too_late = look_slowly, comes_too_late  # type: ignore[method-assign]
-
-        async def staged(seconds: float, *gone: str) -> Shard:
-            await asyncio.sleep(seconds)
-            for name in gone:
-                await store.delete(info.key(name))
-            return make_shard(rank_arrays(0))
-
-        # A collection removes the votes of what is decided.
-        await asyncio.gather(first.run(staged(1.0)), late.run(staged(30.0, vote_name(0))))
-        return [first, late]
-
-    assert [saved.phase for saved in simloop.run(1, main())] == [Phase.COMMITTED] * 2
+    return saved, is_whole, asyncio.ensure_future(saved.run(staged()))
 
 
-@pytest.mark.parametrize(("look_s", "removal_s"), [(5.0, 0.0), (0.0, 5.0)], ids=["in its look", "while it tidies up"])
-def test_announce_1_a_writer_that_comes_too_late_puts_no_outcome_although_the_deadline_passes(
-    look_s: float, removal_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The attempt was removed and forgotten, so nothing tells what became of it."""
-    deadline_s = 31.0
-    info = AttemptInfo(
-        tag="global_step1", attempt=AttemptId(1, 0), rank=0, world_size=1, step=1, n=0, takeover=1, may_be_taken_over=True
-    )
-
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["with its snapshot", "in its snapshot"])
+def test_attempt_6_an_attempt_that_nobody_announced_before_a_newer_start_ends_soon(rank: int, is_whole: bool) -> None:
     async def main() -> tuple[Attempt, list[str]]:
-        store, loop = MemoryStore(), asyncio.get_running_loop()
-        late = Attempt(WriterState(store=store, commit=CommitConfig(timeout_s=deadline_s)), info, deadline=deadline_s)
-        coordinate, come_too_late = late._coordinate, late._come_too_late
+        store = MemoryStore()
+        await starts.take(store, 2)
+        await starts.take(store, 2)
+        saved, whole, running = await begun(store, rank)
+        if is_whole:
+            whole.set()
+        async with asyncio.timeout(DEADLINE_S / 10):
+            await asyncio.wait({running}, timeout=announcement.ANNOUNCED_S * 2)
+            whole.set()
+            await running
+        return saved, [entry.name for entry in await store.list(PREFIX)]
 
-        async def look_slowly() -> Outcome | None:
-            found = await coordinate()
-            await asyncio.sleep(0.0 if loop.time() < deadline_s - 0.5 else look_s)
-            return found
+    saved, left = simloop.run(1, main())
+    assert (saved.phase, type(saved.error), left) == (Phase.FAILED, FencedError, [])
+    assert "another job has taken over" in str(saved.error)
 
-        async def drop_slowly(store: Store, info: AttemptInfo) -> None:
-            await asyncio.sleep(removal_s)
-            await drop_shard(store, info)
 
-        async def comes_too_late(error: DecidedBefore) -> None:
-            await asyncio.sleep(deadline_s - 0.1 - loop.time())
-            await come_too_late(error)
+def test_attempt_6_a_rank_that_waits_for_the_announcement_writes_nothing_for_an_older_start() -> None:
+    async def main() -> tuple[Attempt, list[str]]:
+        store = MemoryStore()
+        await starts.take(store, 2)
+        saved, whole, running = await begun(store, 1)
+        room_for = saved._state.tidier.room_for
 
-        late._coordinate, late._come_too_late = look_slowly, comes_too_late  # type: ignore[method-assign]
+        async def slow_room_for(info: AttemptInfo, deadline: float, nbytes: int) -> None:
+            await room_for(info, deadline, nbytes)
+            await starts.take(store, 2)  # after the look for newer starts
 
-        monkeypatch.setattr(attempt, "drop_shard", drop_slowly)
+        saved._state.tidier.room_for = slow_room_for  # type: ignore[method-assign]
+        whole.set()
+        await running
+        return saved, [entry.name for entry in await store.list(PREFIX)]
 
-        async def staged() -> Shard:
-            await asyncio.sleep(deadline_s - 0.5)
-            await note(store, record_of("forgotten", info.tag, str(info.attempt)))
-            return make_shard(rank_arrays(0))
+    saved, left = simloop.run(1, main())
+    assert (saved.phase, type(saved.error), left) == (Phase.FAILED, FencedError, [])
 
-        await late.run(staged())
-        return late, [entry.name for entry in await store.list(info.prefix)]
 
-    late, left = simloop.run(1, main())
-    assert (late.phase, left) == (Phase.FAILED, [])
-    assert str(late.error) == f"{info.prefix} failed: {info.prefix} was decided before this writer voted"
+def test_a_rank_that_fails_before_anybody_has_announced_the_attempt_aborts_it() -> None:
+    """The coordinator has died: nobody else says a word."""
+    (failed,), seconds = saved_by({2: StagingError("the copy was torn")}, world_size=3)
+    assert (failed.phase, seconds < attempt.NO_S + 2.0) == (Phase.FAILED, True)
+    assert failed.outcome is not None
+    assert failed.outcome.abort is not None
+    assert failed.outcome.abort.decided_by == 2
+
+
+def test_log_6_saves_without_rules_put_states_too() -> None:
+    """Each commits alone at its tag, so nothing is removed after it."""
+
+    async def main() -> list[str]:
+        store = MemoryStore()
+        await starts.take(store, 1)
+        state = WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S, read_back=False))
+        for n in range(STATE_EVERY):
+            info = AttemptInfo(tag=f"t{n}", attempt=AttemptId(1, 0), rank=0, world_size=1, step=n, n=n)
+            saved = Attempt(state, info, deadline=asyncio.get_running_loop().time() + DEADLINE_S)
+            await saved.run(_whole())
+            assert saved.phase is Phase.COMMITTED
+        await state.tidier.rest()
+        return [entry.name for entry in await store.list("log") if entry.name.endswith(".state")]
+
+    async def _whole() -> Shard:
+        return make_shard(rank_arrays(0))
+
+    assert simloop.run(1, main()) == [f"{number:012d}.state" for number in (STATE_EVERY, 2 * STATE_EVERY)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd.admin.gc import deletion
 from checkpointd.commit.machine import Phase
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.gc.collect import remove, sweep
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.posix.disk import WritableFile
 from checkpointd.store.posix.osdisk import OsDisk
 from checkpointd.store.posix.store import PosixStore
@@ -76,30 +76,43 @@ async def test_files_and_directories_are_synced_before_anything_refers_to_them(
         _at(log, "link", "00000.index"),
         _at(log, "link", "00000.vote"),
     )
-    ballot, outcome = _at(log, "link", "ballot"), _at(log, "link", "outcome")
+    ballot = next(i for i, (kind, path) in enumerate(log) if kind == "link" and "/ballot-" in path)
+    commit = next(i for i, (kind, path) in enumerate(log) if i > ballot and kind == "link" and path.endswith(".json"))
     attempt = log[vote][1].rsplit("/", 1)[0]
     synced = [i for i, (kind, path) in enumerate(log) if kind == "sync directory" and path == attempt]
-    assert chunks_synced < index < vote < ballot < outcome
-    for before, after in ((chunks_synced, index), (index, vote), (ballot, outcome)):
+    assert chunks_synced < index < vote < ballot < commit
+    for before, after in ((chunks_synced, index), (index, vote), (ballot, commit)):
         assert any(before < i < after for i in synced), log[before : after + 1]
     for parent in (attempt.rsplit("/", 1)[0], attempt.rsplit("/", 2)[0]):
         assert any(i < vote for i, entry in enumerate(log) if entry == ("sync directory", parent)), parent
 
 
-async def test_latest_moves_after_the_outcome_is_durable_and_in_one_piece(
+async def test_latest_moves_after_the_commit_is_durable_and_in_one_piece(
     recording: tuple[PosixStore, RecordingDisk],
 ) -> None:
     store, disk = recording
     await save_checkpoint(store, tag="global_step1", world_size=1)
     log = disk.log
-    outcome = _at(log, "link", "outcome")
+    commit = next(i for i, (kind, path) in reversed([*enumerate(log)]) if kind == "link" and path.endswith(".json"))
     latest = next(i for i, (kind, path) in enumerate(log) if kind in {"link", "rename"} and path.endswith("/latest"))
-    attempt = log[outcome][1].rsplit("/", 1)[0]
-    assert any(outcome < i < latest for i, entry in enumerate(log) if entry == ("sync directory", attempt))
+    entries = log[commit][1].rsplit("/", 1)[0]
+    assert any(commit < i < latest for i, entry in enumerate(log) if entry == ("sync directory", entries))
     assert ("create", log[latest][1]) not in log  # never written in place
 
 
-async def test_commit_4_what_the_coordinator_syncs_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
+async def test_attempt_8_nothing_is_put_before_the_announcement_is_durable(recording: tuple[PosixStore, RecordingDisk]) -> None:
+    store, disk = recording
+    await save_checkpoint(store, tag="global_step1", world_size=1)
+    paths = [path for _, path in disk.log]
+    entries = [i for i, (kind, path) in enumerate(disk.log) if kind == "link" and path.endswith(".json")]
+    first = next(i for i, path in enumerate(paths) if "/global_step1/" in path)
+    begun, announced, committed = entries
+    synced = [i for i, (kind, path) in enumerate(disk.log) if kind == "sync directory" and path.endswith("/log")]
+    assert begun < announced < first < committed
+    assert any(announced < i < first for i in synced)
+
+
+async def test_log_9_what_the_coordinator_syncs_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
     counts = []
     for world_size in (2, 5):
         disk = RecordingDisk()
@@ -129,7 +142,8 @@ async def test_what_a_removal_syncs_does_not_grow_with_the_ranks(tmp_path: Path)
         store = PosixStore(tmp_path / f"root{world_size}", disk)
         await save_checkpoint(store, tag="global_step1", world_size=world_size)
         disk.log.clear()
-        await deletion(store, "global_step1", force=True, dry_run=False)
-        assert await catalog.checkpoints(store) == []
+        assert await remove(store, {"unneeded": ["global_step1/00000001-0"]}) == ""
+        await sweep(store)
+        assert await root_view.checkpoints(store) == []
         counts.append(sum(kind.startswith("sync") for kind, _ in disk.log))
     assert counts[0] == counts[1] > 0

@@ -16,7 +16,7 @@ from checkpointd.errors import (
     StoreError,
     StoreFullError,
 )
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.base import ObjectWriter
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
@@ -70,7 +70,7 @@ async def test_a_storage_error_does_not_spoil_the_saves_after_it(tmp_path: Path)
     store.failing_write = 0
     worked = await save_checkpoint(store, tag="global_step2", timeout_s=LONG_S)
     assert [a.phase for a in worked] == [Phase.COMMITTED, Phase.COMMITTED]
-    assert await catalog.latest(store) == "global_step2"
+    assert await root_view.latest(store) == "global_step2"
 
 
 async def test_one_ranks_error_is_every_ranks_answer_long_before_the_deadline(store: PosixStore) -> None:
@@ -125,5 +125,5 @@ async def test_one_write_of_many_that_finds_no_space_fails_the_save(tmp_path: Pa
     store.error = StoreFullError(f"no space: {errno.ENOSPC}")
     failed = await save_checkpoint(store, timeout_s=LONG_S)
     assert all("no space" in str(a.error) for a in failed)
-    assert not await catalog.checkpoints(store)
+    assert not await root_view.checkpoints(store)
     assert not list((tmp_path / "root").rglob("*.chunks"))

@@ -22,7 +22,7 @@ from checkpointd.errors import (
     UnreadableError,
     UsageError,
 )
-from checkpointd.pipeline.root import catalog, reserve
+from checkpointd.pipeline.root import reserve, root_view
 from checkpointd.store.base import SMALL_BYTES_MAX
 from checkpointd.store.posix.failures import store_error
 from checkpointd.store.posix.store import PosixStore
@@ -67,7 +67,15 @@ class Refusing(PosixStore):
 
 
 def commits(key: str, data: bytes) -> bool:
-    return key.endswith("/outcome") and b'"commit"' in data
+    return is_entry(key) and b'"kind": "commit"' in data
+
+
+def decides(key: str, data: bytes) -> bool:
+    return commits(key, data) or (is_entry(key) and b'"kind": "abort"' in data)
+
+
+def is_entry(key: str) -> bool:
+    return key.startswith("log/") and key.endswith(".json")
 
 
 @pytest.fixture
@@ -81,7 +89,7 @@ async def test_attempt_10_a_commit_that_is_refused_for_good_aborts_on_all_ranks_
     store.number, store.refuses = number, commits
     attempts = await asyncio.gather(*(plan.run(rank) for rank in range(3)))
     assert {attempt.phase for attempt in attempts} == {Phase.ABORTED}
-    assert store.refused == 1
+    assert store.refused == 2  # the log tries once more, as the first put may have had its effect
     for attempt in attempts:
         assert type(attempt.error) is (StoreFullError if number in (errno.ENOSPC, errno.EDQUOT) else StoreError)
         assert attempt.error.ranks == (0,)
@@ -94,7 +102,7 @@ async def test_attempt_10_nobody_waits_where_not_even_an_abort_can_be_put(
     store: Refusing, number: int, world_size: int
 ) -> None:
     plan = await plan_save(store, world_size=world_size, timeout_s=LONG_S)
-    store.number, store.refuses = number, lambda key, _data: key.endswith("/outcome")
+    store.number, store.refuses = number, decides
     for rank in range(1, world_size):
         await plan.vote(rank)
     attempt = await plan.run(0)
@@ -105,7 +113,7 @@ async def test_attempt_10_nobody_waits_where_not_even_an_abort_can_be_put(
 
 async def test_attempt_10_an_outcome_that_may_not_be_read_is_not_waited_for(store: Refusing) -> None:
     plan = await plan_save(store, world_size=2, timeout_s=LONG_S, absent=frozenset({0}))
-    store.number, store.hides = errno.EACCES, lambda key: key.endswith("/outcome")
+    store.number, store.hides = errno.EACCES, is_entry
     attempt = await plan.run(1)
     assert attempt.phase in (Phase.ABORTED, Phase.FAILED)
     assert "permission is missing" in str(attempt.error)
@@ -128,16 +136,19 @@ async def test_an_abort_takes_the_place_of_the_ballast_and_the_ballast_comes_bac
 
     def is_full(key: str, data: bytes) -> bool:
         there = (Path(store.url) / reserve.KEY).exists()
-        if key.endswith("/outcome"):
+        if decides(key, data):
             held.append(there)
-        return there and key.endswith("/outcome")
+        return there and decides(key, data)
 
     store.number, store.refuses = errno.ENOSPC, is_full
     attempts = await asyncio.gather(*(plan.run(rank) for rank in range(2)))
     assert {type(attempt.error) for attempt in attempts} == {StoreFullError}
-    assert held == [True, True, False]  # the commit, the abort, and the abort in place of the ballast
+    # The commit and the abort, each tried again by the log, and the abort in place of the ballast.
+    assert held == [True, True, True, True, False]
     assert (Path(store.url) / reserve.KEY).exists()
-    assert (await catalog.read_outcome(store, plan.tag, plan.info(0).attempt)).outcome == "abort"
+    decided = await root_view.logged(store, plan.tag, plan.info(0).attempt)
+    assert decided is not None
+    assert decided.status == "aborted"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from checkpointd.errors import NoProgressError
 from checkpointd.layout import tree
 from checkpointd.layout.manifest import Trained, Vote, WriterIdentity
 from checkpointd.pipeline.attempt import Attempt
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.shard import Shard
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
@@ -64,7 +64,7 @@ async def test_a_save_without_progress_commits_with_a_warning_on_every_rank(capl
     assert is_flagged(no_progress) == [True, True]
     assert phases(no_progress) == [Phase.COMMITTED] * 2
     assert caplog.text.count("no tensor that requires grad has changed") == 1
-    assert (await catalog.find(store, "t2")).outcome.no_progress
+    assert (await root_view.find(store, "t2")).commit.no_progress
 
 
 async def test_a_save_without_progress_is_aborted_where_that_is_asked_for() -> None:

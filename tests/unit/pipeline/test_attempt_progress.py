@@ -20,7 +20,7 @@ from checkpointd.store.base import ObjectWriter
 from checkpointd.store.limited import LimitedStore, TokenBucket
 from checkpointd.store.memory import MemoryStore, MemoryWriter
 from checkpointd.testing import simloop
-from tests.builders import make_shard
+from tests.builders import begin_start, make_shard
 
 MIB = 1 << 20
 SHARD_BYTES = 64 * MIB
@@ -82,6 +82,7 @@ def save_slowly(rate: float, compression: Compression, shard: Shard) -> Saved:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
+        await begin_start(store, 1)
         state = WriterState(
             store=LimitedStore(store, TokenBucket(rate)),
             persist=PersistConfig(compression=compression),

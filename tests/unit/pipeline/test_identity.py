@@ -7,34 +7,33 @@ import contextvars
 import os
 import pwd
 
-from checkpointd.layout.keys import DELETED
-from checkpointd.layout.manifest import Deleted, decode
+from checkpointd.layout.log_records import RemoveRecord
 from checkpointd.pipeline import identity
-from checkpointd.pipeline.root import marks
-from checkpointd.report.explanation import explanation
+from checkpointd.pipeline.gc.collect import remove
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.memory import MemoryStore
 from tests.builders import save_checkpoint
 
 PREFIX = "global_step1/00000001-0"
 
 
-async def removed_by(uid: int | None) -> tuple[Deleted, str]:
-    """The mark of a checkpoint that was removed on behalf of `uid`, and how it is explained."""
+async def removed_by(uid: int | None) -> RemoveRecord:
+    """The record of the removal of a checkpoint on behalf of `uid`."""
     store = MemoryStore()
     await save_checkpoint(store)
     if uid is not None:
         identity.acts_for(uid)
-    await marks.condemn(store, PREFIX, "to make room", ())
-    key = f"{PREFIX}/{DELETED}"
-    return decode(await store.get(key), Deleted, key), (await explanation(store, "global_step1")).attempts[0].why
+    assert await remove(store, {"to make room": [PREFIX]}) == ""
+    removal = (await root_view.state_of(store)).attempts[PREFIX].removal
+    assert removal is not None
+    return removal
 
 
 def test_a_deletion_names_the_user_of_this_process() -> None:
-    mark, why = contextvars.copy_context().run(asyncio.run, removed_by(None))
-    assert mark.user == f"{pwd.getpwuid(os.geteuid()).pw_name} ({os.geteuid()})"
-    assert f"user {mark.user}, with process" in why
+    removal = contextvars.copy_context().run(asyncio.run, removed_by(None))
+    assert removal.user == f"{pwd.getpwuid(os.geteuid()).pw_name} ({os.geteuid()})"
 
 
 def test_a_deletion_of_a_daemon_names_the_user_of_the_job() -> None:
-    mark, _ = contextvars.copy_context().run(asyncio.run, removed_by(54321))
-    assert mark.user == "54321"  # who has no name on this machine
+    removal = contextvars.copy_context().run(asyncio.run, removed_by(54321))
+    assert removal.user == "54321"  # who has no name on this machine

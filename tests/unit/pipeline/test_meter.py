@@ -13,12 +13,12 @@ from checkpointd.layout.manifest import Vote
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.meter import Meter
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.report.votes import rank_words
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
-from tests.builders import make_shard, rank_arrays
+from tests.builders import begin_start, make_shard, rank_arrays
 from tests.unit.pipeline.test_attempt_progress import FSYNC_S, SlowStore
 
 STAGING_S = (3.0, 10.0)
@@ -28,6 +28,7 @@ def saved_by_two(store: MemoryStore) -> list[PhaseSeconds]:
     """Rank 1 takes its snapshot 7 s later than rank 0; each of them waits for one fsync of its disk."""
 
     async def main() -> list[PhaseSeconds]:
+        await begin_start(store)
         jobs = []
         for rank in range(2):
             state = WriterState(
@@ -62,10 +63,10 @@ def test_the_vote_keeps_it_for_who_asks_later() -> None:
     told = saved_by_two(store)
 
     async def read() -> list[Vote]:
-        return [await catalog.read_vote(store, f"global_step1/00000001-0/{vote_name(rank)}") for rank in range(2)]
+        return [await root_view.read_vote(store, f"global_step1/00000001-0/{vote_name(rank)}") for rank in range(2)]
 
     async def words() -> list[PhaseSeconds]:
-        [attempt] = await catalog.attempts_of(store, "global_step1")
+        [attempt] = await root_view.attempts_of(store, "global_step1")
         return [word.seconds for word in (await rank_words(store, attempt)).ranks]
 
     for seconds, vote, word in zip(told, asyncio.run(read()), asyncio.run(words()), strict=True):

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpointd.commit.log_records import LOG_ROOT
 from checkpointd.errors import FormatError, LinkError, NotFoundError, RootGoneError, StoreError, UnreadableError
+from checkpointd.layout.keys import LOG_ROOT
 from checkpointd.layout.manifest import VERSION, sealed
 from checkpointd.pipeline import root_id
 from checkpointd.pipeline.identity import writer

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from checkpointd.errors import StoreError
-from checkpointd.layout.manifest import Outcome
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import BallotRef
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root.tag_directories import mend, show
 from checkpointd.store.base import Store
@@ -35,18 +36,16 @@ def test_a_store_that_passes_calls_on_passes_it_on_as_well(tmp_path: Path) -> No
 
 async def test_files_cannot_be_shown_beside_a_store_without_it() -> None:
     store = MemoryStore()
-    outcome = Outcome(
-        tag="tag",
-        attempt="00000001-0",
+    commit = CommitRecord(
+        attempt="tag/00000001-0",
+        n=0,
         step=1,
-        world_size=0,
-        outcome="commit",
-        order=(1, 0),
-        save_latest=True,
+        world_size=1,
+        ballot=BallotRef(digest="0" * 32, size=24),
         shown_at="tag",
         decided_by=0,
         writer=writer(),
     )
     with pytest.raises(StoreError, match="cannot show files beside it"):
-        await show(store, outcome)
+        await show(store, commit)
     await mend(store)  # nothing to mend

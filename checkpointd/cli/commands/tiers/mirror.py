@@ -26,7 +26,7 @@ from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of, run_once
 from checkpointd.mirror.news import WORDS, CheckpointNews, Kind, MirrorReport, News
 from checkpointd.phrases import byte_count, listed
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 

@@ -27,7 +27,7 @@ from checkpointd.layout.indexes import Alias
 from checkpointd.layout.keys import STEP_MAX, AttemptId
 from checkpointd.other_formats import recognised
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardProgress
 from checkpointd.pipeline.write.job import PersistJob
@@ -216,7 +216,7 @@ def import_at(root: str | os.PathLike[str], job: ImportJob, *, force: bool) -> t
     async def act(store: Store) -> tuple[str, int, int]:
         if directory_of(store.url) is not None:
             job.check_only_reads(store.url)
-        if not force and job.tag in await catalog.tags(store):
+        if not force and job.tag in await root_view.tags(store):
             raise UsageError(f"{store.url} has a {job.tag} already: give another tag, or force")
         return store.url, *await job.run(store)
 

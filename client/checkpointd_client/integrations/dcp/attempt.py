@@ -15,14 +15,14 @@ from checkpointd_client.integrations.dcp.session import DcpSession
 
 
 class DcpAttempt:
-    """An attempt from its vote to its outcome. `staged` gives the snapshot, or the error that prevented it."""
+    """An attempt from its vote to its decision. `staged` gives the snapshot, or the error that prevented it."""
 
     def __init__(self, session: DcpSession, state: WriterState, info: AttemptInfo, staged: Future[Shard]) -> None:
         self._session, self._info = session, info
         self._may_commit = threading.Event()
         self._voted = threading.Event()
         self._decided = threading.Event()
-        """Set at the outcome, before the rest of the run: other ranks would wait for that in a collective call."""
+        """Set at the decision, before the rest of the run: other ranks would wait for that in a collective call."""
         self._attempt: Attempt | None = None
         self._ended: Future[None] = session.writer.submit(self._run(state, staged))
         session.follow(

@@ -55,8 +55,8 @@ class DcpContent:
 
     def about(self) -> About:
         """The step, metrics and client state, for which DCP's own format has no place."""
-        outcome = self.world.checkpoint.outcome
-        return About(step=outcome.step, metrics=outcome.metrics, client_state=tree.encode(self.client_state))
+        commit = self.world.checkpoint.commit
+        return About(step=commit.step, metrics=commit.metrics, client_state=tree.encode(self.client_state))
 
     def object_bytes(self, name: str) -> bytes:
         """The bytes of a value, as DCP's planner loads them."""

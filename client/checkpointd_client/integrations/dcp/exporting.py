@@ -28,7 +28,7 @@ from checkpointd.layout.boxes import Box, boxes_of_range, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import LATEST, check_tag
 from checkpointd.pipeline.read.checkpoint_view import read_view
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import named
 from checkpointd.store.base import Store
 from checkpointd_client.capture.dtypes import DTYPES, empty
@@ -83,7 +83,7 @@ def export_dcp(
         with Output(out, directory=True, force=force) as output:
             name = await named(store, None if tag is None or tag == LATEST else check_tag(tag))
             load = LoadConfig(budget_bytes=held // 4)
-            content = content_of(await read_view(store, await catalog.find(store, name), load))
+            content = content_of(await read_view(store, await root_view.find(store, name), load))
             files = _Files(output)
             with translated("writing", output.place):
                 try:
@@ -92,11 +92,11 @@ def export_dcp(
                 finally:
                     files.close()
             shown = output.publish()
-        outcome = content.world.checkpoint.outcome
+        commit = content.world.checkpoint.commit
         return ExportedDCP(
             root=store.url,
             tag=name,
-            step=outcome.step,
+            step=commit.step,
             out=output.place,
             format="dcp",
             tensors=len(content.tensors),

@@ -17,19 +17,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from checkpointd.commit.facts import Order
 from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, DamagedError, FencedError, NotFoundError
+from checkpointd.errors import CheckpointdError, FencedError, NotFoundError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import BRANCHES_MAX, Branches
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import Beginner
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd.store.writers import is_this_process
@@ -41,13 +40,13 @@ from checkpointd_client.ranks.writer import WriterThread
 
 log = logging.getLogger("checkpointd")
 LEAVE_S = 10.0
-"""How long a process that ends waits for the outcomes of its votes."""
+"""How long a process that ends waits for the decisions on its votes."""
 
 
 _sessions: dict[tuple[int, str], DcpSession] = {}
 _left: dict[tuple[int, str], Begun] = {}
 """The last start of each session that has ended."""
-_loaded: dict[tuple[int, str], Taken] = {}
+_loaded: dict[tuple[int, str], LoadedCheckpoint] = {}
 """What this process has loaded last, by root."""
 _lock = threading.Lock()
 
@@ -70,7 +69,7 @@ def session_of(root: str, writer: object) -> DcpSession:
 
 
 @dataclass(slots=True)
-class Taken:
+class LoadedCheckpoint:
     """A checkpoint that was loaded, and the branches that the saves after it leave; None before the first of them."""
 
     checkpoint: Checkpoint
@@ -81,10 +80,10 @@ def take_up(root: str, checkpoint: Checkpoint) -> None:
     """Note that this process has loaded `checkpoint` from `root`: its saves go on from there, and from now on it may remove
     checkpoints of earlier jobs (RETENTION-6 in `commit/retention.py`).
     """
-    _loaded[_key(root)] = Taken(checkpoint)
+    _loaded[_key(root)] = LoadedCheckpoint(checkpoint)
 
 
-def taken_from(root: str) -> Taken | None:
+def taken_from(root: str) -> LoadedCheckpoint | None:
     """What this process has loaded last from `root`."""
     return _loaded.get(_key(root))
 
@@ -155,11 +154,9 @@ class DcpSession:
 
     async def _check_own(self, own: int, newest: int, job: str) -> None:
         """FencedError unless start `newest`, which is newer than `own`, belongs to the same job or to this process."""
-        with suppress(NotFoundError, DamagedError):  # an unknown process counts as another job
-            found = await starts.read(self.store, newest)
-            if is_this_process(found.process) or (job and found.job == job):
-                return
-        raise FencedError(await starts.fence_message(self.store, own, newest))
+        found = await starts.read(self.store, newest)
+        if not is_this_process(found.process) and not (job and found.job == job):
+            raise FencedError(starts.fence_message(self.store, own, found))
 
     def say_unknown(self) -> None:
         """Warn once that the checkpoints from before this process stay, since it has not loaded."""
@@ -167,7 +164,7 @@ class DcpSession:
             self._has_said = True
             say_unknown(self._started.begun, self.store.url, "dcp.load()", "CheckpointdWriter(..., afresh=True)")
 
-    def left_after(self, taken: Taken | None, begins: Order, timeout_s: float) -> Branches:
+    def left_after(self, taken: LoadedCheckpoint | None, begins: Order, timeout_s: float) -> Branches:
         """On the coordinator: the branches that a save of the order `begins` leaves, which goes on from what was `taken`."""
         if taken is None:
             return ()
@@ -178,9 +175,9 @@ class DcpSession:
         return taken.left
 
     def holds(self, tag: str) -> bool:
-        """Whether `tag` is a checkpoint. DamagedError if its outcome is damaged."""
+        """Whether `tag` is a checkpoint."""
         try:
-            self.writer.call(catalog.find(self.store, tag), LOOK_TIMEOUT_S)
+            self.writer.call(root_view.find(self.store, tag), LOOK_TIMEOUT_S)
         except NotFoundError:
             return False
         return True

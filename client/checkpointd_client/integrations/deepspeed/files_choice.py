@@ -22,7 +22,7 @@ from typing import Any
 from checkpointd.commands import command
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import shown_key
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, missing_fault, pointed, stock_files
 from checkpointd_client.integrations.deepspeed.reading import FileReads
 from checkpointd_client.integrations.directories.opening import DOING, UNREADABLE, WHOLE, Opened, first_said, known_of, words_of
@@ -66,7 +66,7 @@ class FilesChoice:
                 return tag, checkpoint, reading.by_path(os.path.join(self.load_dir, tag))
             self._raise_unless_older_may_be_taken(prefix, damage, everybody=len(damage) == len(heard))
             log.error("%s is damaged, and an older one is looked for: %s", prefix, "; ".join(damage))
-            self.opened.pass_over(prefix.partition("/")[0], "; ".join(damage))
+            self.opened.pass_over(prefix, "; ".join(damage))
         if candidates:
             raise DamagedError(f"every checkpoint in {self.load_dir} is damaged: {command('verify', self.load_dir)} says how")
         return None, None, {}
@@ -96,7 +96,7 @@ class FilesChoice:
 
     def _is_saved_over(self, checkpoint: Checkpoint) -> bool:
         """Whether every file was written after the checkpoint was shown: neither bit rot nor a change of one file does that."""
-        shown = Path(self.store, shown_key(checkpoint.outcome.shown_at))
+        shown = Path(self.store, shown_key(checkpoint.commit.shown_at))
         files = stock_files(os.path.join(self.load_dir, _name_of(checkpoint)))
         try:
             since = shown.stat().st_mtime_ns
@@ -112,7 +112,7 @@ class FilesChoice:
         Each has its prefix, and None in place of a checkpoint that this rank does not see.
         """
         known, fault = self._known()
-        beside = [c for c in known.values() if os.path.dirname(c.outcome.shown_at) == self.folder]
+        beside = [c for c in known.values() if os.path.dirname(c.commit.shown_at) == self.folder]
         named = pointed(self.load_dir) if self.tag is None else self.tag
         found = [c for c in beside if (_is_candidate(c) if self.tag is None else _name_of(c) == named)]
         theirs = self._theirs(beside, named) if self.tag is None else None if found else self.tag
@@ -159,10 +159,10 @@ class FilesChoice:
 
 def _is_candidate(checkpoint: Checkpoint) -> bool:
     """Whether a load that names no tag may take it. A directory that was filled for one checkpoint names that one."""
-    outcome = checkpoint.outcome
-    return outcome.save_latest and (bool(outcome.unfinished) or not checkpoint.left_behind)
+    commit = checkpoint.commit
+    return commit.save_latest and (bool(commit.unfinished) or not checkpoint.left_behind)
 
 
 def _name_of(checkpoint: Checkpoint) -> str:
     """The name of the directory that shows the files of a checkpoint."""
-    return os.path.basename(checkpoint.outcome.shown_at)
+    return os.path.basename(checkpoint.commit.shown_at)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
-from checkpointd.layout.keys import SERVICE
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.other_formats import is_root
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, DirectoryError, SaveCall
 from checkpointd_client.integrations.deepspeed.engine_state import state_of
@@ -102,7 +102,7 @@ class TensorAdapter(Adapter):
 
     def _is_root(self, root: str) -> bool:
         """Whether `root` has checkpoints in checkpointd's own format."""
-        return root in self._roots or os.path.isdir(os.path.join(root, SERVICE, "starts"))
+        return root in self._roots or is_root(root)
 
     def _place(self, directory: str, tag: object) -> SaveTarget:
         if not directory:
@@ -124,7 +124,7 @@ class TensorAdapter(Adapter):
         known, fault = known_of(root) if theirs is not None or (tag is None and not is_all) else ({}, None)
         own = self._in_directory(load_dir, tag, list(known.values()))
         if tag is None and not is_all:
-            tags = [c.tag for c in own]
+            tags = [c.prefix for c in own]
         found = TensorChoice() if fault or theirs is None else chosen(place.root, load_dir, theirs, own)
         tags, theirs, doubt = first_said(root, [tags, found.theirs, found.doubt], fault)
         if doubt is not None:
@@ -136,7 +136,7 @@ class TensorAdapter(Adapter):
         if tag is not None:
             return [c for c in known if c.tag == self._place(load_dir, tag).tag]
         below = self._place(load_dir, _NEWEST).at.removesuffix(_NEWEST).replace("/", SEPARATOR)
-        asked = [c for c in known if c.outcome.save_latest and c.tag.startswith(below)]
+        asked = [c for c in known if c.commit.save_latest and c.tag.startswith(below)]
         return [c for c in asked if self._is_in(load_dir, c.tag, c.tag.removeprefix(below))]
 
     def _is_in(self, load_dir: str, tag: str, name: str) -> bool:
@@ -150,11 +150,13 @@ class TensorAdapter(Adapter):
 
 
 def _first_whole(root: Opened, places: EngineTargets, tags: list[str | None]) -> Loaded | None:
-    """Load the first of `tags` that is undamaged; None if there are no tags. DamagedError on every rank if all are damaged."""
+    """Load the first of `tags` that is undamaged; None if there are no tags. DamagedError on every rank if all are damaged. Of
+    several, each is `<tag>/<attempt>`.
+    """
     damage: DamagedError | None = None
     for tag in tags:
         try:
-            return root.load(places, tag, cast=True)
+            return root.load(places, None if tag is None else tag.partition("/")[0], cast=True)
         except DamagedError as error:
             if tag is not None and tag is not tags[-1]:
                 log.error("%s, and an older one is looked for", error)

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.keys import OUTCOME
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.ballots import ballot_key
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, pointed, read_latest, stock_files
 from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
 
@@ -45,7 +45,7 @@ def chosen(root: str, load_dir: str, named: str, own: Sequence[Checkpoint]) -> T
     if sum(signs) < 0:
         return TensorChoice()
     return TensorChoice(
-        doubt=f"{load_dir} has {own[0].tag} of checkpointd, of step {own[0].outcome.step}, and {named} of DeepSpeed itself: "
+        doubt=f"{load_dir} has {own[0].tag} of checkpointd, of step {own[0].commit.step}, and {named} of DeepSpeed itself: "
         "it is unclear which of the two is newer. Name the tag to load; where both have the same tag, move the files *.pt of "
         "DeepSpeed to a directory of another name"
     )
@@ -68,7 +68,7 @@ def _is_shared(root: str, load_dir: str) -> bool:
 def _written_later(root: str, load_dir: str, named: str, own: Checkpoint) -> int:
     with suppress(OSError):
         theirs = max(os.stat(path).st_mtime_ns for path in stock_files(os.path.join(load_dir, named)))
-        return _sign(theirs - os.stat(os.path.join(root, own.prefix, OUTCOME)).st_mtime_ns)
+        return _sign(theirs - os.stat(os.path.join(root, ballot_key(own.commit))).st_mtime_ns)
     return 0
 
 
@@ -77,7 +77,7 @@ def _further(load_dir: str, named: str, own: Checkpoint) -> int:
     model = next(path for path in sorted(stock_files(os.path.join(load_dir, named))) if path.endswith("_model_states.pt"))
     with suppress(CheckpointdError, OSError):
         step = read(model).get("global_steps")
-        return _sign(step - own.outcome.step) if isinstance(step, int) else 0
+        return _sign(step - own.commit.step) if isinstance(step, int) else 0
     return 0
 
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from checkpointd.config import ABSENCE_S, PINNED_BYTES
 from checkpointd.errors import CheckpointdError, RootInUseError, StoreError, UnreadableError
-from checkpointd.layout.keys import LEASES, SERVICE, start_key
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.layout.keys import LEASES, LOG, SERVICE
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd_client.core import Core
 from checkpointd_client.examining import Taker
 from checkpointd_client.loaded import Loaded
@@ -44,7 +44,7 @@ class Opened(Protocol):
 
     def go_on_from(self, checkpoint: Checkpoint) -> None: ...
 
-    def pass_over(self, tag: str, why: str) -> None: ...
+    def pass_over(self, prefix: str, why: str) -> None: ...
 
     def removed(self) -> frozenset[str]: ...
 
@@ -55,7 +55,7 @@ class Opened(Protocol):
 
 def said_of(store: str) -> Said:
     """The message of this rank about the root `store`, of which that of rank 0 counts."""
-    places = (store, *(os.path.join(store, key) for key in (SERVICE, os.path.dirname(start_key(1)), LEASES)))
+    places = (store, *(os.path.join(store, key) for key in (SERVICE, LOG, LEASES)))
     return all(_may_write(place) for place in places if os.path.isdir(place)), secrets.token_hex(16)
 
 
@@ -117,7 +117,7 @@ def words_of(opened: Opened, checkpoint: Checkpoint | None, rank: int, world_siz
     """
     if checkpoint is None:
         return f"{UNREADABLE} rank {rank} does not see it"
-    own = range(rank, checkpoint.outcome.world_size, world_size)
+    own = range(rank, checkpoint.commit.world_size, world_size)
     try:
         damage = "; ".join(opened.damage(checkpoint, own, taker))
     except StoreError as error:

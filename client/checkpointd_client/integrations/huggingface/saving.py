@@ -33,7 +33,7 @@ from checkpointd.errors import (
     UnreadableError,
     UsageError,
 )
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd_client.capture.optimizers import tensors_of
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.directories.agreement import agreed
@@ -200,7 +200,7 @@ class DirectorySaver:
     def _found(self, source: Opened, folder: str, asked: str | None) -> tuple[str | None, Checkpoint | None]:
         """The directory to load, and the checkpoint that it shows; None for that of another program."""
         ranks, (known, fault) = find_ranks(), known_of(source)
-        shown = {c.outcome.shown_at: c for c in reversed(known.values())}  # the newest of each directory
+        shown = {c.commit.shown_at: c for c in reversed(known.values())}  # the newest of each directory
         names = _numbered(folder) if asked is None else [os.path.basename(os.path.abspath(asked))]
         listed = [(name, self._prefix_of(shown, os.path.join(folder, name))) for name in names]
         if asked is None:
@@ -221,7 +221,7 @@ class DirectorySaver:
             if asked is not None:
                 raise DamagedError(f"{why}: it is damaged")
             log.error("%s: it is damaged; trying an older checkpoint", why)
-            source.pass_over(prefix.partition("/")[0], "; ".join(damage))
+            source.pass_over(prefix, "; ".join(damage))
         if candidates:
             root = self._target(os.path.join(folder, "any")).root
             raise DamagedError(f"every checkpoint in {folder} is damaged: {command('verify', root)} says how")

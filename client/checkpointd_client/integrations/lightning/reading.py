@@ -19,9 +19,10 @@ from checkpointd.commands import command
 from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout.keys import shown_key
-from checkpointd.layout.manifest import Outcome, Shown, decode
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import Shown, decode
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import files_of
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -57,9 +58,9 @@ class _Taken:
             self.error = error
 
 
-async def _sound(store: Store, outcome: Outcome) -> str | None:
+async def _sound(store: Store, commit: CommitRecord) -> str | None:
     """No word about what the directory shows: the stored file is read."""
-    del store, outcome
+    del store, commit
     return None
 
 
@@ -109,13 +110,13 @@ def _found(store: Store, writer: WriterThread, place: CheckpointPlace, timeout_s
                     f"{place.path} was saved in shards by CheckpointdModelParallelStrategy, which loads it on any number of "
                     f"ranks. For other programs, {command('consolidate', place.root)} writes one file"
                 )
-            found = await catalog.find(store, record.tag)
+            found = await root_view.find(store, record.tag)
         except NotFoundError:
             return None
         plain = plain_files_of(store)
         if plain is None or found.prefix != record.prefix:
             return found
-        changed = await plain.changed(place.at, await files_of(store, found.outcome))
+        changed = await plain.changed(place.at, await files_of(store, found.commit))
         if changed:
             log.warning("%s was written after checkpointd had committed it: it is loaded as it is, unverified", place.path)
         return None if changed else found

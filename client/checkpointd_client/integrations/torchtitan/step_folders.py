@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from checkpointd import other_formats
 from checkpointd.bucket_urls import is_bucket_url
-from checkpointd.layout.keys import SERVICE
 
 _STEP = re.compile(r"step-(\d{1,18})\Z", re.ASCII)
 _FILES = {"dcp": ".metadata", "hugging face": "model.safetensors.index.json"}
@@ -51,7 +51,7 @@ def step_in(name: str) -> int:
 
 def is_root(folder: str) -> bool:
     """Whether checkpoints of ours may lie in `folder`. Every bucket may be a root."""
-    return is_bucket_url(folder) or os.path.isdir(os.path.join(folder, SERVICE, "starts"))
+    return is_bucket_url(folder) or other_formats.is_root(folder)
 
 
 def other_steps(folder: str, ours: Collection[str]) -> list[OtherStep]:

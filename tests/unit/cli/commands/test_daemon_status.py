@@ -303,7 +303,8 @@ def test_a_root_is_found_however_it_is_spelt(
 ) -> None:
     """The daemon calls a root by its real path."""
     real = Path(os.path.realpath(tmp_path)) / "runs" / "run1"
-    (real / ".checkpointd" / "starts").mkdir(parents=True)
+    (real / "log").mkdir(parents=True)
+    (real / "log/root").touch()
     (real.parent / "link").symlink_to(real)
     monkeypatch.chdir(real.parent)
     known = failing()
@@ -316,7 +317,8 @@ def test_a_root_is_found_however_it_is_spelt(
 
 def test_the_save_dir_of_a_deepspeed_job_stands_for_the_root_in_it(daemon: Daemon, cli: Cli, tmp_path: Path) -> None:
     real = Path(os.path.realpath(tmp_path)) / "save_dir" / ".checkpointd"
-    (real / ".checkpointd" / "starts").mkdir(parents=True)
+    (real / "log").mkdir(parents=True)
+    (real / "log/root").touch()
     known = failing()
     daemon.says = msgspec.structs.replace(known, roots=(msgspec.structs.replace(known.roots[0], root=str(real)),))
     assert len(cli("status", "--socket", daemon.path, "--json", real.parent).json["roots"]) == 1

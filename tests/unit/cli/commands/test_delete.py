@@ -117,17 +117,17 @@ def test_a_tag_that_looks_like_an_option_is_suggested_as_a_path(cli: Cli, root: 
     assert tags(cli, root) == ["global_step9"]
 
 
-def test_a_damaged_outcome_is_not_deleted_and_the_next_step_is_told(cli: Cli, three: Path) -> None:
-    outcome = three / "global_step1/00000001-0/outcome"
-    whole = outcome.read_bytes()
-    break_file(outcome, "truncate")
-    answer = cli("delete", three, "global_step1", "--yes")
-    assert answer.code == 5
-    assert "nothing was removed: the outcome of global_step1/00000001-0 is damaged" in answer.err
-    assert "Bring global_step1/00000001-0/outcome back from a copy, then delete global_step1 again" in answer.err
-    outcome.chmod(0o644)
-    outcome.write_bytes(whole)
-    assert cli("delete", three, "global_step1", "--yes").code == 0
+@pytest.mark.parametrize(
+    "call", [("delete", "global_step1", "--yes"), ("gc",), ("gc", "--dry-run"), ("rollback", "global_step1")]
+)
+def test_nothing_changes_at_a_root_whose_log_cannot_be_read(cli: Cli, three: Path, call: tuple[str, ...]) -> None:
+    break_file(sorted((three / "log").glob("*.json"))[3], "truncate")
+    before = contents(three)
+    answer = cli(call[0], three, *call[1:])
+    assert (answer.code, answer.out) == (5, "")
+    assert "nothing was changed: the log of" in answer.err
+    assert f"`checkpointd recover {three}`" in answer.err
+    assert contents(three) == before
 
 
 def test_yes_is_not_force(cli: Cli, three: Path) -> None:

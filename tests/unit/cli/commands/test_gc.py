@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from checkpointd.pipeline.gc.export_leases import OwnExportLease
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.base import Store
 from tests.builders import Arrays, save_checkpoint
@@ -56,9 +56,9 @@ def test_gc_removes_by_rule_and_says_what_stays(cli: Cli, three: Path) -> None:
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
 def test_gc_leaves_what_a_living_process_exports(cli: Cli, three: Path, at: With, dry_run: list[str]) -> None:
     async def export(store: Store) -> None:
-        first = (await catalog.checkpoints(store))[-1]
+        first = (await root_view.checkpoints(store))[-1]
         lease = OwnExportLease(store, "/models", 100, Sight())
-        await lease.keep([first.prefix], first.outcome.order)
+        await lease.keep([first.prefix], first.commit.order)
         lease.lapse()
 
     at(export)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from checkpointd.pipeline.root.candidates import note_passed_over
-from checkpointd.store.base import Store
+from checkpointd.report.listing import listing
+from checkpointd.store.base import Entry, Store
+from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import break_file, leave_in_doubt, objects, rank_arrays, save_checkpoint
+from tests.builders import leave_in_doubt, rank_arrays, save_checkpoint
+from tests.log_only_roots import commit_of, logged_root
 from tests.unit.cli.conftest import Cli, With, contents
 
 RAW = sum(array.nbytes for rank in range(2) for array in rank_arrays(rank).values())
@@ -42,14 +45,15 @@ def test_json_has_the_sizes_in_bytes(root: Path, at: With, cli: Cli) -> None:
     answer = cli("list", root, "--json")
     found = answer.json
     assert found["root"] == str(root)
-    assert found["latest"] == {"tag": "global_step3", "damage": "", "behind": "", "unreadable": ""}
+    assert found["latest"] == {"tag": "global_step3", "newest": "global_step3", "note": ""}
     by_tag = {row["tag"]: row for row in found["rows"]}
     assert set(by_tag) == {"aside", "global_step3", "global_step1"}
     assert by_tag["global_step1"]["raw_bytes"] == by_tag["global_step1"]["stored_bytes"] == RAW
     assert by_tag["global_step3"]["stored_bytes"] < RAW == by_tag["global_step3"]["raw_bytes"]
     assert [tag for tag, row in by_tag.items() if row["latest"]] == ["global_step3"]
-    on_disk = sum(path.stat().st_size for path in (root / "global_step3").rglob("*") if path.is_file())
+    on_disk = sum(path.stat().st_size for path in (root / "global_step3").rglob("*.chunks"))
     assert by_tag["global_step3"]["object_bytes"] == on_disk
+    assert found["log_damage"] == ""
 
 
 def test_all_shows_every_attempt_with_its_state_and_why(root: Path, at: With, cli: Cli) -> None:
@@ -64,7 +68,7 @@ def test_all_shows_every_attempt_with_its_state_and_why(root: Path, at: With, cl
         ("global_step1", "00000001-0", "deleted"),
     ]
     whys = {(row["tag"], row["state"]): row["why"] for row in rows}
-    assert whys["global_step5", "in-doubt"] == "no outcome; no vote of rank 0"
+    assert whys["global_step5", "in-doubt"] == "undecided; no vote of rank 0"
     assert "rank 1 failed while staging: boom" in whys["global_step2", "aborted"]
     assert whys["global_step1", "deleted"] == "the tag was saved again since"
     assert whys["aside", "committed"] == ""
@@ -77,25 +81,6 @@ def test_a_removed_attempt_says_why_it_was_removed(root: Path, at: With, cli: Cl
     assert cli("delete", root, "aside", "--yes").code == 0
     rows = cli("list", "--all", "--json", root).json["rows"]
     assert [row["why"] for row in rows if row["tag"] == "aside"] == ["deleted on request"]
-    [mark] = root.glob("aside/*/deleted")
-    break_file(mark, "flip")
-    rows = cli("list", "--all", "--json", root).json["rows"]
-    [why] = [row["why"] for row in rows if row["tag"] == "aside"]
-    assert why.startswith("removed; the reason cannot be read: ")
-
-
-def test_a_damaged_outcome_is_listed_and_warned_of(root: Path, at: With, cli: Cli) -> None:
-    at(many)
-    break_file(root / "global_step3/00000001-0/outcome", "flip")
-    answer = cli("list", root)
-    assert answer.code == 0
-    assert {line.split()[0]: line.split()[2] for line in answer.lines[1:]} == {
-        "global_step1": "committed",
-        "aside": "committed",
-        "global_step3": "damaged",
-    }
-    assert "warning: global_step3: global_step3/00000001-0/outcome is damaged" in answer.err
-    assert "warning: latest names global_step3, which cannot be loaded" in answer.err
 
 
 def test_what_a_load_went_past_says_so(root: Path, at: With, cli: Cli) -> None:
@@ -110,32 +95,12 @@ def test_what_a_load_went_past_says_so(root: Path, at: With, cli: Cli) -> None:
     assert "load() took an older checkpoint" in cli("explain", root, "global_step3").out
 
 
-def test_an_outcome_that_cannot_be_read_is_shown_as_that(root: Path, at: With, cli: Cli) -> None:
-    """A pipe has its name: opening it fails with EINVAL, whoever asks."""
-    at(many)
-    (root / "global_step3/00000001-0/outcome").unlink()
-    os.mkfifo(root / "global_step3/00000001-0/outcome")
-    answer = cli("list", root)
-    assert answer.lines[1].split()[0] == "global_step3"
-    assert "unreadable" in answer.lines[1]
-    assert "warning: global_step3: its outcome cannot be read now" in answer.err
-    assert "its outcome cannot be read now" in cli("explain", root, "global_step3").out
-    assert cli("status", root, "--json").json["unreadable"] == ["global_step3/00000001-0"]
-
-
-def test_sizes_are_unknown_where_the_votes_are_gone(root: Path, at: With, cli: Cli) -> None:
-    at(save_checkpoint)
-    break_file(objects(root, "ballot")[0], "remove")
-    [row] = cli("list", root, "--json").json["rows"]
-    assert (row["raw_bytes"], row["stored_bytes"], row["world_size"]) == (None, None, 2)
-
-
 def test_latest_that_lags_behind_is_warned_of(root: Path, at: With, cli: Cli) -> None:
     at(many)
     (root / "latest").write_text("global_step1\n")
-    assert "latest names global_step1, although global_step3 was committed since" in cli("list", root).err
+    assert "latest names global_step1, although loads take global_step3" in cli("list", root).err
     (root / "latest").unlink()
-    assert "latest does not exist, although global_step3 was committed since" in cli("list", root).err
+    assert "latest does not exist: loads take global_step3" in cli("list", root).err
     (root / "latest").write_text("../../etc\n")
     assert "holds '../../etc', which is not a tag" in cli("list", root).err
 
@@ -173,9 +138,7 @@ def test_looking_writes_nothing(root: Path, at: With, cli: Cli) -> None:
     assert contents(root) == before
 
 
-def test_a_limit_shows_the_newest_and_reads_no_vote_of_others(
-    root: Path, at: With, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_shows_the_newest_and_reads_no_vote(root: Path, at: With, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     at(many)
     read: list[str] = []
     get = PosixStore.get
@@ -187,7 +150,7 @@ def test_a_limit_shows_the_newest_and_reads_no_vote_of_others(
     monkeypatch.setattr(PosixStore, "get", noted)
     found = cli("list", root, "--limit", "2", "--json").json
     assert ([row["tag"] for row in found["rows"]], found["left_out"]) == (["aside", "global_step3"], 1)
-    assert {key.split("/")[0] for key in read if key.endswith("ballot")} == {"aside", "global_step3"}
+    assert {key.split("/")[0] for key in read} <= {"log", "latest"}
     assert len(cli("list", root, "--all", "--limit", "1").lines) == 2
     assert cli("list", root, "--limit", "9", "--json").json["left_out"] == 0
     assert cli("list", root, "--limit", "0").code == 2
@@ -205,3 +168,20 @@ def test_metrics_have_a_column_where_there_are_any(root: Path, at: With, cli: Cl
     assert [row["metrics"] for row in rows] == [{}, {"loss": 2.3125, "accuracy": 0.91}]
     assert "metrics: accuracy=0.91 loss=2.3125" in cli("inspect", root, "1").lines
     assert "metrics" not in cli("inspect", root, "2").out
+
+
+async def test_of_many_tags_the_log_is_read_and_the_root_is_listed_once() -> None:
+    store = MemoryStore("many")
+    await logged_root(store, *(commit_of(f"global_step{step}", step) for step in range(300)))
+    listed: list[str] = []
+    whole = store.list
+
+    async def noted(prefix: str) -> list[Entry]:
+        listed.append(prefix)
+        return await whole(prefix)
+
+    with mock.patch.object(store, "list", noted):
+        found = await listing(store)
+    assert [row.state for row in found.rows] == ["committed"] * 300
+    assert sorted(set(listed)) == ["", "log"]
+    assert listed.count("") == 1

@@ -4,6 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.admin.gc import deletion
+from checkpointd.admin.recovery import recovery
+from checkpointd.layout.log_records import DamageRecord
+from checkpointd.pipeline.root import starts
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.report.changes import changes
 from checkpointd.report.status import RECENT, standing
 from checkpointd.store.base import Store
@@ -43,15 +48,15 @@ def test_who_runs_it_what_is_latest_in_flight_and_failed(root: Path, at: With, c
 def test_a_save_that_a_newer_job_fenced_is_called_so(root: Path, at: With, cli: Cli) -> None:
     async def overtaken(store: Store) -> None:
         old = await begin_start(store)
+        await (await plan_save(store, start=old)).announce()
         await begin_start(store)
-        await save_checkpoint(store, start=old)
 
     at(overtaken)
     [failure] = cli("status", root, "--json").json["failures"]
     assert failure["code"] == "FencedError"
-    assert "global_step1: fenced, rank " in cli("status", root).out
+    assert "global_step1: fenced, 20" in cli("status", root).out
     advice = cli("explain", root, "global_step1").out
-    assert "all later saves of this job fail, too" in advice
+    assert "this save and all later ones of its job cannot commit" in advice
     assert "The next save starts afresh" not in advice
 
 
@@ -68,10 +73,10 @@ def test_what_a_dead_job_left_is_in_doubt_not_in_flight(root: Path, at: With, cl
     assert "global_step4 (attempt 00000001-0): left in doubt by a job that has ended, 1 of 2 voted" in answer.out
 
 
-def test_an_older_starts_attempt_is_in_doubt_while_the_new_job_runs(root: Path, at: With, cli: Cli) -> None:
+def test_a_spared_attempt_at_which_nobody_works_is_in_doubt_while_the_new_job_runs(root: Path, at: With, cli: Cli) -> None:
     async def restarted(store: Store) -> None:
-        await leave_in_doubt(store, tag="global_step3", voting=(0,))
-        await begin_start(store, 4)
+        save = await leave_in_doubt(store, tag="global_step3", voting=(0,))
+        await starts.take(store, 4, [save.info(0).prefix])
 
     at(restarted)
     found = cli("status", root, "--json").json
@@ -82,6 +87,7 @@ def test_an_older_starts_attempt_is_in_doubt_while_the_new_job_runs(root: Path, 
 def test_ranks_that_have_written_nothing_are_known_from_the_start(root: Path, at: With, cli: Cli) -> None:
     async def begun(store: Store) -> None:
         save = await plan_save(store, world_size=3)
+        await save.announce()
         await store.put(save.info(1).key("00001-0.chunks"), b"half")
 
     at(begun)
@@ -102,12 +108,16 @@ def test_of_a_large_job_only_the_ranks_that_are_waited_for_are_shown(root: Path,
 
 def test_damage_is_shown_and_ends_nothing(root: Path, at: With, cli: Cli) -> None:
     at(save_checkpoint)
-    break_file(root / "global_step1/00000001-0/outcome", "flip")
-    break_file(root / ".checkpointd/starts/00000001", "flip")
+    at(lambda store: RootLog.of(store).add(DamageRecord(attempt="global_step1/00000001-0", why="a chunk is wrong")))
+    break_file(sorted((root / "log").glob("*.json"))[-1], "flip")
+    assert cli("status", root, "--json").json["damaged"] == []
+    assert "cannot be read to its end" in cli("status", root).out
+    at(recovery)
+    at(lambda store: RootLog.of(store).add(DamageRecord(attempt="global_step1/00000001-0", why="a chunk is wrong")))
     answer = cli("status", root)
     assert answer.code == 0
-    assert "the outcome of global_step1/00000001-0 is damaged" in answer.out
-    assert "job: .checkpointd/starts/00000001 is damaged" in answer.out
+    assert "global_step1/00000001-0 was read, and is damaged" in answer.out
+    assert "it was read since, and is damaged: a chunk is wrong" in cli("explain", root, "global_step1").out
 
 
 def test_changes_are_told_once_and_in_order(at: With) -> None:
@@ -132,14 +142,12 @@ def test_changes_are_told_once_and_in_order(at: With) -> None:
     assert fourth[1:] == ["committed: global_step2 (00000001-0), step 2", "latest: global_step2"]
 
 
-def test_an_old_commit_that_shows_up_again_is_no_news(at: With, root: Path) -> None:
+def test_an_old_commit_that_shows_up_again_is_no_news(at: With) -> None:
     async def story(store: Store) -> list[str]:
         for step in range(RECENT + 2):
             await save_checkpoint(store, tag=f"global_step{step}")
         before = await standing(store)
-        newest = f"global_step{RECENT + 1}"
-        for entry in await store.list(f"{newest}/00000001-0"):
-            await store.delete(f"{newest}/00000001-0/{entry.name}")
+        await deletion(store, f"global_step{RECENT + 1}", force=True, dry_run=False)
         after = await standing(store)
         assert {c.tag for c in after.commits} - {c.tag for c in before.commits} == {"global_step1"}
         return list(changes(before, after))

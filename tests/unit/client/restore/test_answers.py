@@ -108,6 +108,9 @@ class Simulated(Loader):
     async def _check_whole(self, candidate: Candidate, patience: Patience) -> None:
         pass
 
+    def _removed(self, candidate: Candidate) -> None:
+        pass
+
     def _stored_source(self, candidate: Candidate) -> CandidateSource:  # type: ignore[override]  # of no store
         return self.sources.pop(0)
 

@@ -50,7 +50,7 @@ class Job:
     def __init__(self, *states: dict[str, Any]) -> None:
         self.ranks = [save(state) for state in states]
         indexes = {rank: index_of(saved, rank, len(states)) for rank, saved in enumerate(self.ranks)}
-        checkpoint: Any = SimpleNamespace(tag="t", outcome=SimpleNamespace(world_size=len(states)))
+        checkpoint: Any = SimpleNamespace(tag="t", commit=SimpleNamespace(world_size=len(states)))
         self.world = CheckpointView(checkpoint, indexes)
 
     def load(self, state: dict[str, Any], content: RankContent) -> tuple[str, ...]:

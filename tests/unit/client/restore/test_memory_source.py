@@ -19,14 +19,14 @@ from checkpointd.daemon.protocol.wire import RetainedSnapshot, Snapshot
 from checkpointd.errors import DamagedError, MismatchError, SidecarError, StoreError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box
-from checkpointd.pipeline.root import starts
+from checkpointd.layout.log_records import LogState
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.shard import PAGE
-from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client.restore.bind import Target
 from checkpointd_client.restore.memory_source import FetchedSnapshot, MemorySource, common, counts
 from checkpointd_client.sharding.dtensor import LocalBox, LocalShard
-from tests.builders import Piece, begin_start, leave_in_doubt, make_shard, rank_arrays, save_checkpoint
+from tests.builders import Piece, leave_in_doubt, make_shard, rank_arrays, save_checkpoint
 
 TWO = Ranks(rank=0, world_size=2)
 SHARD = make_shard(rank_arrays(0))
@@ -109,39 +109,25 @@ async def test_retained_3_what_the_store_shows_as_committed_is_taken_and_what_it
     store = MemoryStore()
     await _saved(store)
     held = await _held_in(store, "committed")
-    assert await counts(store, held)
-    assert not await counts(store, msgspec.structs.replace(held, nonce="another root's"))
+    assert counts(await root_view.state_of(store), held)
+    assert not counts(await root_view.state_of(store), msgspec.structs.replace(held, nonce="another root's"))
     await deletion(store, "global_step1", force=True, dry_run=False)
-    assert not await counts(store, held)
-    for entry in await store.list("global_step1/00000001-0"):
-        await store.delete(f"global_step1/00000001-0/{entry.name}")
-    assert not await counts(store, held)  # nor when its record has gone, too
+    state = await root_view.state_of(store)
+    assert not counts(state, held)
+    assert not counts(LogState(begins=state.begins), held), "nor when the log has forgotten it, too"
 
 
 async def test_retained_3_what_was_aborted_is_not_taken() -> None:
     store = MemoryStore()
     await _saved(store, failing=True)
-    assert not await counts(store, await _held_in(store, "aborted"))
+    assert not counts(await root_view.state_of(store), await _held_in(store, "aborted"))
 
 
 @pytest.mark.parametrize(("phase", "taken"), [("staged", True), ("persisting", True), ("prepared", True), ("failed", False)])
 async def test_retained_3_what_is_in_doubt_is_taken_while_its_sidecar_is_at_it(phase: str, taken: bool) -> None:
     store = MemoryStore()
     await leave_in_doubt(store, voting=(0,))
-    assert await counts(store, await _held_in(store, phase)) is taken
-
-
-async def test_retained_3_where_the_store_cannot_be_read_nothing_is_taken() -> None:
-    class Failing(MemoryStore):
-        async def list(self, prefix: str) -> list[Entry]:
-            if prefix.startswith("global_step1/"):
-                raise StoreError("stale file handle")
-            return await super().list(prefix)
-
-    store = Failing()
-    await begin_start(store)
-    with pytest.raises(StoreError, match="stale file handle"):
-        await counts(store, await _held_in(store, "committed"))
+    assert counts(await root_view.state_of(store), await _held_in(store, phase)) is taken
 
 
 def test_a_snapshot_is_checked_and_copied() -> None:

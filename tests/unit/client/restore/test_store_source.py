@@ -11,8 +11,8 @@ import torch
 
 from checkpointd.config import LoadConfig, Ranks
 from checkpointd.layout.boxes import Box, whole
-from checkpointd.layout.keys import JOINT_PLAN
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.ballots import joint_plan_key
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.bind import Target
@@ -61,7 +61,7 @@ def writer() -> Iterator[WriterThread]:
 
 
 def source_of(store: IndexCountingStore, writer: WriterThread, rank: int, ranks: int = RANKS) -> StoredSource:
-    checkpoint = asyncio.run(catalog.find(store, "global_step1"))
+    checkpoint = asyncio.run(root_view.find(store, "global_step1"))
     store.indexes = 0
     return StoredSource(store, writer, LoadConfig(), 30.0, Ranks(rank=rank, world_size=ranks), checkpoint)
 
@@ -137,7 +137,7 @@ def test_without_its_joint_plan_a_checkpoint_loads_all_the_same(
     writer: WriterThread, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = saved()
-    key = f"global_step1/00000001-0/{JOINT_PLAN}"
+    key = joint_plan_key(asyncio.run(root_view.find(store, "global_step1")).commit)
     data = asyncio.run(store.get(key))
     if damage == "gone":
         asyncio.run(store.delete(key))

@@ -11,7 +11,7 @@ import torch
 
 from checkpointd.commit.machine import Phase
 from checkpointd.errors import ClosedError, SupersededError, UsageError
-from checkpointd.layout.keys import LEASE
+from checkpointd.layout.keys import ATTEMPT_LEASES, attempt_lease_key
 from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.spool.places import DiskPlace
 from checkpointd.store.memory import MemoryStore
@@ -161,7 +161,7 @@ def test_a_load_aborts_nothing_that_still_waits_in_the_spool(tmp_path: Path, mon
 
 
 async def with_two_left(root: MemoryStore, config: SpoolConfig, *, announced: bool) -> ProcessSpool:
-    """The spool of a process that starts after one that has left two saves in it, which the catalog may announce."""
+    """The spool of a process that starts after one that has left two saves in it, which the log may announce."""
     place: Any = DiskPlace(config.directory)
     node = await Node(root, config, nonce=(await starts.take(root, 1)).nonce, place=place).begin()
     for step in (1, 2):
@@ -186,7 +186,7 @@ class LeasesTogether(MemoryStore):
         self.both = asyncio.Event()
 
     async def put(self, key: str, data: bytes) -> None:
-        if key.endswith(f"/{LEASE}"):
+        if key.startswith(ATTEMPT_LEASES):
             self.putting.add(key)
             if len(self.putting) == 2:
                 self.both.set()
@@ -202,7 +202,7 @@ async def test_a_start_puts_the_leases_of_all_that_was_announced_at_once(tmp_pat
     start = await starts.take(root, 1, surviving)
     async with asyncio.timeout(60.0):
         await spool.take_up(start.start)
-    assert {key.rpartition("/")[0] for key in root.putting} == set(surviving)
+    assert root.putting == set(map(attempt_lease_key, surviving))
     await spool.close()
 
 
@@ -215,7 +215,7 @@ async def test_a_start_puts_no_leases_of_what_only_waits_in_the_spool(tmp_path: 
     await spool.take_up((await starts.take(root, 1, surviving)).start)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert [await root.stat(f"{prefix}/{LEASE}") for prefix in surviving] == [None, None]
+    assert [await root.stat(attempt_lease_key(prefix)) for prefix in surviving] == [None, None]
     await spool.close()
 
 

@@ -21,7 +21,7 @@ import torch
 
 from checkpointd.errors import AbortedError, StagingError
 from checkpointd.pipeline.pace import Pace
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.capture import state as state_module
@@ -141,14 +141,14 @@ def test_a_step_right_after_save_is_held_until_its_copy_is_done(tmp_path: Path, 
     assert handle.timings.fence_s >= 0
 
 
-async def test_the_outcome_says_what_the_save_cost(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_commit_says_what_the_save_cost(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path) as ckpt, held_back_stager(monkeypatch):
         handle = ckpt.save(1, {"net": run.net})
         _train(run.net, run.sgd)
         handle.wait()
     async with PosixStore(tmp_path) as store:
-        [checkpoint] = await catalog.checkpoints(store)
-    cost, timings = checkpoint.outcome.cost, handle.timings
+        [checkpoint] = await root_view.checkpoints(store)
+    cost, timings = checkpoint.commit.cost, handle.timings
     assert cost is not None
     assert cost.held_s == pytest.approx(timings.held_s, abs=1e-5)
     assert timings.held_s > 0

@@ -11,7 +11,7 @@ import pytest
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.hub import Hub, RootScan
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 
@@ -56,5 +56,5 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 async def state(store: Store, tag: str = TAG) -> str:
-    [view] = await catalog.attempts_of(store, tag)
+    [view] = await root_view.attempts_of(store, tag)
     return view.state

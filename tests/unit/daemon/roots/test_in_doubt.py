@@ -1,5 +1,5 @@
-"""INDOUBT-1 to INDOUBT-3: what a daemon that was restarted alone decides, and what it leaves. What it decides is in the
-catalog, and `latest` follows unless another program has written it.
+"""INDOUBT-1 to INDOUBT-3: what a daemon that was restarted alone decides, and what it leaves. `latest` follows, unless another
+program has written it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from checkpointd.config import LoadConfig
@@ -17,31 +16,18 @@ from checkpointd.daemon.roots import in_doubt
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import RootScanner
-from checkpointd.layout.keys import AttemptId, attempt_lease_key, start_key
+from checkpointd.layout.keys import attempt_lease_key
 from checkpointd.layout.manifest import Lease, encode
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.outcome.recover import judge
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog_log import CatalogLog
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
-from tests.builders import Save, begin_start, leave_in_doubt, save_checkpoint
+from tests.builders import Save, leave_in_doubt, save_checkpoint
 from tests.job_elsewhere import ELSEWHERE
 from tests.unit.daemon.roots.conftest import AT_ONCE, NEVER_S, PREFIX, TAG, look, state
-
-
-async def test_an_attempt_that_only_its_lease_shows_is_announced_before_it_is_decided() -> None:
-    store = MemoryStore()
-    prefix = f"{TAG}/{AttemptId(await begin_start(store), 0)}"
-    await store.put(attempt_lease_key(prefix), b"")
-    [view] = await catalog.attempts_of(store, TAG)
-    decided = await in_doubt._decide(store, await judge(store, view))
-    assert decided.outcome == "abort"
-    known = CatalogLog(store)
-    await known.refresh()
-    assert known.state.entries[prefix].is_decided
 
 
 async def test_a_latest_that_another_program_has_written_stays() -> None:
@@ -50,8 +36,8 @@ async def test_a_latest_that_another_program_has_written_stays() -> None:
     await leave_in_doubt(store, tag=TAG)
     await store.put("global_step20/mp_rank_00_model_states.pt", b"of another program")
     await store.put("latest", b"global_step20")
-    [view] = await catalog.attempts_of(store, TAG)
-    assert (await in_doubt._decide(store, await judge(store, view))).outcome == "commit"
+    [view] = await root_view.attempts_of(store, TAG)
+    assert (await in_doubt._decide(store, await judge(store, view.tag, view.attempt))).status == "checkpoint"
     assert await store.get("latest") == b"global_step20"
 
 
@@ -63,8 +49,8 @@ async def test_indoubt_1_votes_of_all_ranks_are_rolled_forward(
     found = await look(hub, root)
     assert [c.tag for c in found.checkpoints] == [TAG]
     assert found.latest == TAG
-    checkpoint = await catalog.find(store, TAG)
-    assert (checkpoint.outcome.decided_by, checkpoint.outcome.order) == (-1, (1, 1))
+    checkpoint = await root_view.find(store, TAG)
+    assert (checkpoint.commit.decided_by, checkpoint.commit.order) == (-1, (1, 1))
     assert (await verify(store, checkpoint, LoadConfig())).whole
     assert f"{PREFIX} was left in doubt; committed: every rank had voted yes" in caplog.text
 
@@ -78,14 +64,6 @@ async def test_indoubt_1_latest_moves_only_where_the_save_asked_for_it(hub: Hub,
 async def test_indoubt_1_a_coordinator_that_lives_is_given_its_time(hub: Hub, root: Path, store: Store) -> None:
     await leave_in_doubt(store)
     await look(hub, root, MonitorPace(patience_s=NEVER_S, grace_s=0.0))
-    assert await state(store) == "in-doubt"
-
-
-@pytest.mark.usefixtures("dead_job")
-async def test_indoubt_1_what_a_newer_start_is_to_decide_is_left_to_it(hub: Hub, root: Path, store: Store) -> None:
-    await leave_in_doubt(store)
-    await begin_start(store)
-    await look(hub, root)
     assert await state(store) == "in-doubt"
 
 
@@ -105,7 +83,7 @@ async def test_indoubt_1_nothing_that_a_new_job_may_be_loading_is_removed(hub: H
     await leave_in_doubt(store, k=1, n=2)
     await starts.take(store, 2, [f"{TAG}/00000001-1"])
     await look(hub, root)
-    assert [view.state for view in await catalog.attempts_of(store, TAG)] == ["committed", "committed"]
+    assert [view.state for view in await root_view.attempts_of(store, TAG)] == ["committed", "committed"]
 
 
 @pytest.mark.usefixtures("dead_job")
@@ -114,10 +92,11 @@ async def test_indoubt_2_a_vote_that_nobody_can_give_any_more_aborts_and_the_bul
 ) -> None:
     await leave_in_doubt(store, voting=(0,))
     await look(hub, root)
-    [view] = await catalog.attempts_of(store, TAG)
-    assert sorted(view.sizes) == ["00000.vote", "outcome"]
-    assert view.outcome is not None
-    assert (view.outcome.outcome, view.outcome.ranks, view.outcome.decided_by) == ("abort", (1,), -1)
+    [view] = await root_view.attempts_of(store, TAG)
+    assert view.logged.abort is not None
+    assert (view.logged.abort.ranks, view.logged.abort.decided_by) == ((1,), -1)
+    assert view.logged.swept
+    assert not view.sizes
     assert f"{PREFIX} was left in doubt; aborted: the job ended before the attempt was decided" in caplog.text
 
 
@@ -161,14 +140,11 @@ async def test_indoubt_2_until_the_grace_is_over_a_dead_jobs_attempt_is_watched(
 
 @pytest.mark.usefixtures("dead_job")
 async def test_indoubt_2_ranks_that_had_longer_to_vote_are_waited_for_longer(hub: Hub, root: Path, store: Store) -> None:
-    await leave_in_doubt(store, voting=(0,))
-    record = await starts.read(store, 1)
-    await store.put(start_key(1), encode(msgspec.structs.replace(record, commit_timeout_s=NEVER_S)))
-    await look(hub, root)
-    assert await state(store) == "in-doubt"
-    await store.put(start_key(1), encode(record))
-    await look(hub, root)
-    assert await state(store) == "aborted"
+    for start, patience_s in ((1, NEVER_S), (2, 0.0)):
+        assert (await starts.take(store, 2, commit_timeout_s=patience_s)).start == start
+        await leave_in_doubt(store, voting=(0,), start=start)
+        await look(hub, root)
+    assert [one.state for one in await root_view.attempts_of(store, TAG)] == ["aborted", "aborted"]
 
 
 @pytest.mark.usefixtures("dead_job")
@@ -179,12 +155,12 @@ async def test_indoubt_2_what_another_daemon_works_at_is_left_to_it(store: Store
 
     async def settled(now: float, process: str, count: int) -> list[str]:
         await store.put(key, encode(Lease(process=process, count=count, length_s=30.0, writer=writer())))
-        found = await doubts.settle(store, await catalog.attempts_of(store, TAG), set(), now)
-        return [outcome.outcome for outcome in found]
+        found = await doubts.settle(store, await root_view.attempts_of(store, TAG), set(), now)
+        return [one.status for one in found]
 
     for now, count in ((100.0, 1), (600.0, 2), (1100.0, 3), (1600.0, 3)):
         assert await settled(now, ELSEWHERE, count) == []
-    assert await settled(1700.0, ELSEWHERE, 3) == ["abort"]
+    assert await settled(1700.0, ELSEWHERE, 3) == ["aborted"]
 
 
 async def test_indoubt_2_a_lease_that_this_process_could_not_remove_says_nothing(
@@ -203,8 +179,8 @@ async def test_indoubt_2_the_grace_begins_anew_with_every_change(store: Store) -
     save, doubts = await leave_in_doubt(store, voting=(0,), world_size=3), InDoubtAttempts(grace_s=600.0, patience_s=5.0)
 
     async def settled(now: float) -> list[str]:
-        found = await doubts.settle(store, await catalog.attempts_of(store, TAG), set(), now)
-        return [outcome.outcome for outcome in found]
+        found = await doubts.settle(store, await root_view.attempts_of(store, TAG), set(), now)
+        return [one.status for one in found]
 
     assert await settled(100.0) == []
     assert await settled(699.0) == []
@@ -212,7 +188,7 @@ async def test_indoubt_2_the_grace_begins_anew_with_every_change(store: Store) -
     assert await settled(701.0) == []
     assert await settled(1300.0) == []
     assert doubts.any
-    assert await settled(1301.0) == ["abort"]
+    assert await settled(1301.0) == ["aborted"]
     assert await doubts.settle(store, [], set(), 1302.0) == []
     assert not doubts.any
 

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +21,14 @@ from checkpointd.daemon.process.logs import PERIOD_S, SAID_MAX, Rationed
 from checkpointd.daemon.roots import root_monitor as monitor_module
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
 from checkpointd.daemon.roots.root_scan import CHECKPOINTS_MAX, RootScanner
-from checkpointd.errors import StoreError, UnreadableError
-from checkpointd.pipeline.identity import seconds_of
-from checkpointd.pipeline.root import catalog
-from checkpointd.store.base import Entry, Store
+from checkpointd.errors import CheckpointdError, StoreError, UnreadableError
+from checkpointd.layout.log_records import RemoveRecord
+from checkpointd.pipeline.identity import seconds_of, writer
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.store.base import SMALL_BYTES_MAX, Entry, Store
 from checkpointd.store.memory import MemoryStore
+from checkpointd.store.passing import PassingStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
 from tests.builders import leave_in_doubt, save_checkpoint
@@ -47,8 +51,8 @@ async def test_a_look_shows_the_checkpoints_newest_first_and_latest(hub: Hub, ro
     ]
     assert (found.latest, found.newest_step, found.problem) == ("global_step2", 3, None)
     assert {c.world_size for c in found.checkpoints} == {2}
-    outcome = (await catalog.find(store, "global_step3")).outcome
-    assert found.checkpoints[0].committed_at == seconds_of(outcome.writer.time)
+    commit = (await root_view.find(store, "global_step3")).commit
+    assert found.checkpoints[0].committed_at == seconds_of(commit.writer.time)
     assert found.newest_committed_at is not None
 
 
@@ -65,30 +69,28 @@ async def test_a_look_shows_so_many_checkpoints_and_no_more(hub: Hub, root: Path
     assert [c.step for c in found.checkpoints] == list(range(CHECKPOINTS_MAX + 1, 1, -1))
 
 
-async def test_an_outcome_is_read_once_and_one_that_was_removed_is_noticed(store: Store) -> None:
-    class Counting:
-        """The store, and how often each outcome was read."""
-
+async def test_an_entry_is_read_once_and_a_removal_is_noticed(store: Store) -> None:
+    class Counting(PassingStore):
         def __init__(self) -> None:
+            super().__init__(store)
             self.read: list[str] = []
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(store, name)
-
-        async def get(self, key: str, **options: int) -> bytes:
-            if key.endswith("/outcome"):
-                self.read.append(key)
-            return await store.get(key, **options)
+        async def get_each(self, keys: Sequence[str], *, size_max: int = SMALL_BYTES_MAX) -> list[bytes | CheckpointdError]:
+            self.read += keys
+            return await super().get_each(keys, size_max=size_max)
 
     for step in range(CHECKPOINTS_MAX + 5):
         await save_checkpoint(store, tag=f"global_step{step}", world_size=1)
     counting, looker = Counting(), RootScanner()
-    await looker.look(counting)  # type: ignore[arg-type]  # all that a look asks of a store
+    await looker.look(counting)
+    assert len(counting.read) == len(set(counting.read))
     counting.read.clear()
-    newest = (await looker.look(counting))[0].checkpoints[0]  # type: ignore[arg-type]  # the same
-    assert len([key for key in counting.read if "global_step0/" in key]) == 0
-    await store.put(f"{newest.tag}/{newest.attempt}/deleted", b"marked")
-    found, _ = await looker.look(store)
+    newest = (await looker.look(counting))[0].checkpoints[0]
+    assert not counting.read
+    remove = RemoveRecord(attempts=(f"{newest.tag}/{newest.attempt}",), reason="by hand", user="alice", writer=writer())
+    assert not await RootLog.of(store).add(remove)
+    found, _ = await looker.look(counting)
+    assert len(counting.read) == 1
     assert newest.tag not in {c.tag for c in found.checkpoints}
     assert len(found.checkpoints) == CHECKPOINTS_MAX
 
@@ -110,7 +112,7 @@ def test_monitor_2_a_look_goes_on_while_the_storage_answers(
 
     async def main() -> None:
         store = Slow()
-        for step in range(200):
+        for step in range(400):
             await leave_in_doubt(store, tag=f"global_step{step}", world_size=1)
         store.answer_s = answer_s
 
@@ -228,11 +230,11 @@ async def test_a_bucket_that_stays_silent_is_named_by_one_reason_in_the_log(
 
     async def gives_up(*_: object) -> list[Entry]:
         await asked.wait()
-        raise UnreadableError("listing 'catalog' failed: Connection refused")
+        raise UnreadableError("listing 'log' failed: Connection refused")
 
     async def refuse(_: str) -> None:
         asked.set()
-        raise UnreadableError("listing 'starts' failed: Connection refused")
+        raise UnreadableError("looking at 'log/root' failed: Connection refused")
 
     monkeypatch.setattr(PosixStore, "list", gives_up)
     monkeypatch.setattr(hub.roots, "check_answers", refuse)
@@ -263,8 +265,7 @@ async def test_monitor_2_a_bucket_that_answers_late_is_reached_although_the_look
     monkeypatch.setattr(PosixStore, "list", slow)
     monkeypatch.setattr(hub.roots, "check_answers", refuse)
     looking = asyncio.create_task(RootMonitor(hub, replace(AT_ONCE, ask_s=0.0)).look(str(root)))
-    await until(lambda: str(root) in hub.root_scans)
-    assert hub.root_scans[str(root)].problem is not None
+    await until(lambda: str(root) in hub.root_scans and hub.root_scans[str(root)].problem is not None)
     answers.set()
     await until(lambda: listed > 1)
     assert (hub.root_scans[str(root)].problem, looking.done()) == (None, False)

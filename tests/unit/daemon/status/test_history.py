@@ -17,8 +17,12 @@ from checkpointd.daemon.status.history import (
     SpaceSample,
     past_of,
 )
-from checkpointd.layout.manifest import Outcome, WriterIdentity
+from checkpointd.layout.log_records import AbortRecord, CommitRecord, LoggedAttempt, RemoveRecord
+from checkpointd.layout.manifest import NO_REASON, BallotRef, WriterIdentity
 from checkpointd.layout.save_timings import Cost
+from checkpointd.pipeline.identity import writer
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import rank_arrays
 from tests.unit.daemon.conftest import Daemon, shard_of
@@ -27,30 +31,34 @@ GIB = 1 << 30
 BYTES = sum(array.nbytes for array in rank_arrays(0).values())
 
 
-def outcome(n: int, *, cost: Cost | None = None, time: str | None = None, result: str = "commit", **metrics: float) -> Outcome:
-    return Outcome(
-        tag=f"t{n}",
-        attempt="00000001-0",
+def decided(
+    n: int, *, cost: Cost | None = None, time: str | None = None, aborted: bool = False, **metrics: float
+) -> LoggedAttempt:
+    name, at = f"t{n}/00000001-0", time or f"2026-01-{1 + n // 1440:02d}T{n // 60 % 24:02d}:{n % 60:02d}:00+00:00"
+    by = WriterIdentity(host="h", pid=1, time=at)
+    if aborted:
+        abort = AbortRecord(attempt=name, error=NO_REASON, decided_by=0, writer=by)
+        return LoggedAttempt(attempt=name, n=n, step=n, status="aborted", abort=abort)
+    commit = CommitRecord(
+        attempt=name,
+        n=n,
         step=n,
         world_size=1,
-        outcome="commit" if result == "commit" else "abort",
-        order=(1, n),
-        save_latest=True,
+        ballot=BallotRef(digest="0" * 32, size=1),
         metrics=metrics,
         cost=cost,
         decided_by=0,
-        writer=WriterIdentity(
-            host="h", pid=1, time=time or f"2026-01-{1 + n // 1440:02d}T{n // 60 % 24:02d}:{n % 60:02d}:00+00:00"
-        ),
+        writer=by,
     )
+    return LoggedAttempt(attempt=name, n=n, step=n, status="checkpoint", commit=commit)
 
 
 # --- saves ---------------------------------------------------------------------------------------------------
 
 
-def test_what_an_outcome_says_of_its_save() -> None:
+def test_what_a_commit_says_of_its_save() -> None:
     cost = Cost(took_s=7.2, held_s=0.01, raw_bytes=16 * GIB, stored_bytes=10 * GIB, written_bytes=GIB)
-    found = past_of(outcome(5, cost=cost, loss=1.5))
+    found = past_of(decided(5, cost=cost, loss=1.5))
     assert found is not None
     assert (found.took_s, found.held_s, found.raw_bytes, found.stored_bytes) == (7.2, 0.01, 16 * GIB, 10 * GIB)
     assert found.metrics == {"loss": 1.5}
@@ -58,25 +66,32 @@ def test_what_an_outcome_says_of_its_save() -> None:
 
 @pytest.mark.parametrize("cost", [None, Cost()])
 def test_what_it_does_not_say_is_unknown_and_not_zero(cost: Cost | None) -> None:
-    found = past_of(outcome(5, cost=cost))
+    found = past_of(decided(5, cost=cost))
     assert found is not None
     assert (found.took_s, found.held_s, found.raw_bytes, found.stored_bytes) == (None, None, None, None)
 
 
+def test_an_abort_is_told_and_what_is_undecided_is_not() -> None:
+    found = past_of(decided(5, aborted=True))
+    assert found is not None
+    assert (found.tag, found.step, found.committed) == ("t5", 5, False)
+    assert past_of(LoggedAttempt(attempt="t5/00000001-0", status="undecided")) is None
+
+
 def test_a_save_without_a_time_is_left_out() -> None:
-    assert past_of(outcome(5, time="yesterday")) is None
+    assert past_of(decided(5, time="yesterday")) is None
 
 
 def test_a_few_metrics_are_told() -> None:
-    found = past_of(outcome(5, **{f"m{k}": 1.0 for k in range(9)}))
+    found = past_of(decided(5, **{f"m{k}": 1.0 for k in range(9)}))
     assert found is not None
     assert list(found.metrics) == [f"m{k}" for k in range(METRICS_MAX)]
 
 
 def test_saves_stand_in_the_order_of_time_and_the_oldest_go() -> None:
     history = RootHistory()
-    history.decided((f"t{n}/0", outcome(n)) for n in range(SAVES_MAX + 10, 0, -1))
-    history.decided([("t7/0", outcome(7)), (f"t{SAVES_MAX + 11}/0", outcome(SAVES_MAX + 11))])
+    history.decided(decided(n) for n in range(SAVES_MAX + 10, 0, -1))
+    history.decided([decided(7), decided(SAVES_MAX + 11)])
     steps = [one.step for one in history.saves()]
     assert steps == list(range(12, SAVES_MAX + 12))
 
@@ -84,7 +99,7 @@ def test_saves_stand_in_the_order_of_time_and_the_oldest_go() -> None:
 def test_each_save_is_told_so_that_counts_and_medians_over_them_are_true() -> None:
     history = RootHistory()
     costs = [9.0 if n % 10 == 3 else 1.0 for n in range(100)]
-    history.decided((f"t{n}/0", outcome(n, cost=Cost(took_s=took_s))) for n, took_s in enumerate(costs))
+    history.decided(decided(n, cost=Cost(took_s=took_s)) for n, took_s in enumerate(costs))
     assert [one.took_s for one in history.saves()] == costs
 
 
@@ -123,10 +138,9 @@ async def test_what_was_removed_since_stays_in_the_history(daemon: Daemon, store
 
 
 async def _remove(store: PosixStore, tag: str) -> None:
-    """As somebody who removes the directory by hand."""
-    for attempt in await store.list(tag):
-        for entry in await store.list(f"{tag}/{attempt.name}"):
-            await store.delete(f"{tag}/{attempt.name}/{entry.name}")
+    prefix = (await root_view.find(store, tag)).prefix
+    record = RemoveRecord(attempts=(prefix,), reason="by hand", user="alice", writer=writer())
+    assert not await RootLog.of(store).add(record)
 
 
 # --- space ---------------------------------------------------------------------------------------------------

@@ -147,11 +147,11 @@ async def test_a_save_of_a_job_that_another_one_has_taken_over_is_fenced_at_once
     await second.whole_save(1, shard_of(1))
     for client in (first, second):
         message = await client.outcome(1)
-        assert (message.phase, message.error.code if message.error else "") == ("aborted", "FencedError")
+        assert (message.phase, message.error.code if message.error else "") == ("failed", "FencedError")
     await ended(daemon)
     found = await seen_ended(daemon, root)
     assert {save.phase for save in found.recent} == {"fenced"}
-    assert all("all later saves of this job fail, too" in save.advice for save in found.recent)
+    assert all("all later ones of its job cannot commit" in save.advice for save in found.recent)
     status = daemon_status(found)
     assert "2 fenced" in plain(page(status))
     async with serving_http(daemon.hub, "127.0.0.1:0") as url:

@@ -24,7 +24,7 @@ from checkpointd.daemon.tiers import mirrors as mirrors_module
 from checkpointd.daemon.tiers.mirrors import Mirrors
 from checkpointd.errors import UsageError
 from checkpointd.pipeline.read.readback import read_back
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.passing import PassingStore
 from checkpointd.store.posix.store import PosixStore
@@ -64,7 +64,7 @@ async def test_the_log_tells_of_what_was_healed_and_calls_it_no_failure(
     async with PosixStore(tmp_path / "a") as origin, PosixStore(tmp_path / "a-mirror") as mirror:
         await mirrored(origin, mirror)
         await mirror.put(f"{TAG.format(1)}/00000-0.chunks", b"")
-        assert not (await read_back(mirror, await catalog.find(mirror, "global_step1"))).whole
+        assert not (await read_back(mirror, await root_view.find(mirror, "global_step1"))).whole
     caplog.clear()
     caplog.set_level(logging.INFO, "checkpointd")
     mirrors = Mirrors([setting(tmp_path)])

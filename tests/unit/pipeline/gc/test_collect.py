@@ -1,49 +1,36 @@
-"""Collection with references: MARK-1 to MARK-3 of pipeline/root/marks.py, COLLECT-5 and COLLECT-6 of
-pipeline/gc/collect.py; crashes are simulated.
-"""
+"""COLLECT-1 to COLLECT-3 of pipeline/gc/collect.py: what goes with removed checkpoints, and what others refer to."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from checkpointd.admin.gc import collection, deletion
-from checkpointd.commit import garbage
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
-from checkpointd.errors import DamagedError, NotFoundError, StagingError, StoreError, UnreadableError, UsageError
+from checkpointd.errors import NotFoundError, RootGoneError, StagingError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout import keys
-from checkpointd.layout.catalog_records import CatalogRecord, CatalogState, batch_key
-from checkpointd.layout.keys import VERIFIED, AttemptId, chunks_name, mark_name
-from checkpointd.layout.manifest import Deleted, decode
-from checkpointd.pipeline.gc import collect as collecting
-from checkpointd.pipeline.gc.collect import collect
-from checkpointd.pipeline.gc.retire import retire_tag
+from checkpointd.layout.keys import chunks_name
+from checkpointd.layout.log_records import entry_key
+from checkpointd.pipeline.gc.collect import Kept, Removal, references, remove, survey, sweep
+from checkpointd.pipeline.gc.retire import retire, retire_tag
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.outcome.recover import recover
-from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, record_verdict, verify
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog_log import CatalogLog, record_of
-from checkpointd.pipeline.root.marks import condemn, references, standing_mark
+from checkpointd.pipeline.root import reserve, root_view, starts
+from checkpointd.pipeline.root.ballots import ballot_key
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.own_root import OwnRoot
-from checkpointd.pipeline.root.wholeness import Wholeness
-from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.pipeline.write.dedup import Base, Bases
-from checkpointd.report.votes import votes_of
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import Arrays, leave_in_doubt, load_arrays, phases, plan_save, save_checkpoint
+from tests.builders import Arrays, leave_in_doubt, load_arrays, phases, plan_save, restart, save_checkpoint
 
 FIRST = "global_step1/00000001-0"
 
@@ -56,18 +43,23 @@ def state(step: int, frozen: int = 0) -> Arrays:
 async def saved(store: Store, *steps: int, frozen: int = 0, world_size: int = 1, **options: object) -> None:
     for step in steps:
         arrays = state(step, frozen)
-        attempts = await save_checkpoint(
-            store,
-            **{
-                "tag": f"global_step{step}",
-                "step": step,
-                "world_size": world_size,
-                "dedup": True,
-                "tensors": lambda _, arrays=arrays: arrays,
-                **options,
-            },
-        )
+        given = {"tag": f"global_step{step}", "step": step, "n": step, "world_size": world_size, "dedup": True}
+        attempts = await save_checkpoint(store, tensors=lambda _, arrays=arrays: arrays, **(given | options))
         assert phases(attempts) == [Phase.COMMITTED] * world_size
+
+
+async def collected(store: Store, keep_last: int = 1) -> Sequence[Removal]:
+    return await retire(store, await root_view.scan(store), Retention(keep_last))
+
+
+async def delete(store: Store, *tags: str) -> Sequence[Removal]:
+    """What a person's deletion does."""
+    assert await remove(store, {"the test": [(await root_view.find(store, tag)).prefix for tag in tags]}) == ""
+    return await sweep(store)
+
+
+async def needed_of(store: Store, *holders: str, without: Sequence[str] = ()) -> object:
+    return (await references(store, await root_view.state_of(store), holders, without))[0]
 
 
 async def names(store: Store, prefix: str) -> list[str]:
@@ -77,33 +69,31 @@ async def names(store: Store, prefix: str) -> list[str]:
 async def loads(store: Store, step: int, frozen: int = 0) -> None:
     expected: Mapping[str, bytes] = {fqn: array.tobytes() for fqn, array in state(step, frozen).items()}
     assert await load_arrays(store, f"global_step{step}", 0) == expected
-    assert (await verify(store, await catalog.find(store, f"global_step{step}"), LoadConfig())).whole
-
-
-async def tags(store: Store) -> list[str]:
-    return [c.tag for c in await catalog.checkpoints(store)]
+    assert (await verify(store, await root_view.find(store, f"global_step{step}"), LoadConfig())).whole
 
 
 def listed(root: Path) -> list[str]:
     return sorted(str(path) for path in root.rglob("*"))
 
 
+async def tags(store: Store) -> list[str]:
+    return [c.tag for c in await root_view.checkpoints(store)]
+
+
 async def test_what_a_newer_checkpoint_refers_to_stays_and_goes_with_it() -> None:
     store = MemoryStore()
     await saved(store, 1, 2)
-    report = await collection(store, Retention(keep_last=1), dry_run=False)
-    assert report.retired == ("global_step1",)
-    assert report.removed[0].objects == ("00000.index", "ballot")
+    [removal] = await collected(store)
+    assert (removal.tag, removal.kept) == ("global_step1", ("00000-0.chunks",))
     assert await tags(store) == ["global_step2"]
-    assert "00000-0.chunks" in await names(store, FIRST)
+    assert await names(store, FIRST) == ["00000-0.chunks"]
+    assert not (await root_view.state_of(store)).attempts[FIRST].swept
     await loads(store, 2)
     await saved(store, 3, frozen=9)  # which refers to nothing
-    await read_back(store, await catalog.find(store, "global_step3"))
-    would = await collection(store, Retention(keep_last=1), dry_run=True)
-    done = await collection(store, Retention(keep_last=1), dry_run=False)
-    assert would.removed == done.removed
-    assert {removed.tag for removed in done.removed} == {"global_step1", "global_step2"}
-    assert await names(store, FIRST) == ["00000.vote", "deleted", mark_name(1), "outcome"]
+    await read_back(store, await root_view.find(store, "global_step3"))
+    assert {removal.tag for removal in await collected(store)} == {"global_step1", "global_step2"}
+    assert (await names(store, FIRST), await names(store, "global_step2/00000001-0")) == ([], [])
+    assert (await root_view.state_of(store)).attempts[FIRST].swept
     await loads(store, 3, frozen=9)
 
 
@@ -111,8 +101,8 @@ async def test_new_saves_go_on_to_refer_to_what_a_removed_checkpoint_keeps() -> 
     store = MemoryStore()
     for step in range(1, 6):
         await saved(store, step)
-        await collection(store, Retention(keep_last=1), dry_run=False)
-    assert await references(store, {FIRST}) == {f"{FIRST}/00000-0.chunks"}
+        await collected(store)
+    assert await needed_of(store, FIRST) == {FIRST: {f"{FIRST}/00000-0.chunks"}}
     await loads(store, 5)
 
 
@@ -120,95 +110,107 @@ async def test_a_tag_that_is_saved_again_refers_to_its_own_older_attempt() -> No
     store = MemoryStore()
     for step in (1, 2, 3):
         await saved(store, step, tag="best", k=step - 1)
-    await read_back(store, await catalog.find(store, "best"))  # else the one before it stays, which was
+    await read_back(store, await root_view.find(store, "best"))  # else the one before it stays, which was
     await retire_tag(store, "best", 1)
-    assert await references(store, {"best/00000001-0"}) == {"best/00000001-0/00000-0.chunks"}
-    assert (await verify(store, await catalog.find(store, "best"), LoadConfig())).whole
-    assert await names(store, "best/00000001-1") == ["00000.vote", "deleted", "outcome"]
+    assert await needed_of(store, "best/00000001-0") == {"best/00000001-0": {"best/00000001-0/00000-0.chunks"}}
+    assert (await verify(store, await root_view.find(store, "best"), LoadConfig())).whole
+    assert await names(store, "best/00000001-1") == []
 
 
-async def test_what_an_undecided_attempt_refers_to_stays() -> None:
+@pytest.mark.parametrize("removed", [1, 2])
+async def test_collect_2_what_an_undecided_attempt_may_refer_to_stays(removed: int) -> None:
+    """It refers to what its base refers to, or to its base itself."""
     store = MemoryStore()
-    await saved(store, 1)
-    await leave_in_doubt(store, voting=(0,), tag="global_step2", world_size=1, dedup=True, tensors=lambda _: state(2))
-    await saved(store, 3, frozen=9)
-    await collection(store, Retention(keep_last=1), dry_run=False)
+    await saved(store, *range(1, removed + 1))
+    await leave_in_doubt(store, voting=(0,), tag="global_step5", n=5, world_size=1, dedup=True, tensors=lambda _: state(5))
+    await saved(store, 6, frozen=9)
+    await delete(store, *(f"global_step{step}" for step in range(1, removed + 1)))
     assert "00000-0.chunks" in await names(store, FIRST)
+    done = await restart(store, world_size=1)
+    assert [record.attempt for record in done.decided] == ["global_step5/00000001-0"]
+    await loads(store, 5)
 
 
-async def test_collect_6_what_cannot_be_told_removes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_collect_2_what_cannot_be_told_removes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     await saved(store, 1, 2)
-    await leave_in_doubt(store, voting=(0,), tag="global_step3", world_size=1, tensors=lambda _: state(3))
-    await store.put("global_step3/00000001-0/00000.index", b"nonsense")
-    report = await collection(store, Retention(keep_last=1), dry_run=False)
-    assert not report.removed
-    assert "it is not known which are still needed" in caplog.text
-    await loads(store, 2)
+    await store.put(ballot_key((await root_view.find(store, "global_step2")).commit), b"scribble")
+    before = await names(store, FIRST)
+    assert await delete(store, "global_step1") == []
+    assert "cannot be read, so all of it stays" in caplog.text
+    assert await names(store, FIRST) == before
 
 
-async def test_a_dry_run_says_what_would_go_and_writes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["an entry is cut", "an entry is missing"])
+async def test_a_damaged_log_removes_nothing(damage: str) -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2, dedup=False)
+    assert await remove(store, {"the test": [FIRST]}) == ""
+    before, number = await names(store, FIRST), RootLog.of(store).state.number
+    await store.put(entry_key(number + 2), b"")
+    if damage == "an entry is cut":
+        await store.put(entry_key(number + 1), b"{")
+    other = MemoryStore()
+    other.__dict__.update({name: value for name, value in store.__dict__.items() if name != "_root_log"})
+    assert await sweep(other) == []
+    assert await names(other, FIRST) == before
+
+
+async def test_collect_3_a_directory_that_a_person_has_brought_there_stays() -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2, dedup=False)
+    for key in ("global_step1/00000001-7/00000-0.chunks", "other/00000001-0/00000.index", f"{FIRST}-old/00000.index"):
+        await store.put(key, b"a person's")
+    await delete(store, "global_step1")
+    assert await names(store, FIRST) == []
+    assert await names(store, "global_step1") == ["00000001-0-old", "00000001-7"]
+    assert await names(store, "other/00000001-0") == ["00000.index"]
+
+
+async def test_a_survey_says_what_would_go_and_writes_nothing(tmp_path: Path) -> None:
     store = PosixStore(tmp_path)
     await saved(store, 1, 2, 3)
     before = listed(tmp_path)
-    would = await collection(store, Retention(keep_last=1), dry_run=True)
+    would = await survey(store, RootLog.of(store).state, {"the test": [FIRST, "global_step2/00000001-0"]})
     assert listed(tmp_path) == before
-    did = await collection(store, Retention(keep_last=1), dry_run=False)
-    assert (would.retired, would.removed, would.freed_bytes) == (did.retired, did.removed, did.freed_bytes)
-    assert would.kept_bytes > 0
+    assert list(await delete(store, "global_step1", "global_step2")) == would
+    assert would[0].kept_bytes > 0
 
 
-async def test_mark_2_a_later_mark_keeps_less_and_never_more() -> None:
-    store = MemoryStore()
-    await saved(store, 1)
-    await condemn(store, FIRST, "the test", {f"{FIRST}/00000-0.chunks"})
-    for needed, kept in ((f"{FIRST}/00000-0.chunks", ("00000-0.chunks",)), ("", ()), (f"{FIRST}/00000-0.chunks", ())):
-        await condemn(store, FIRST, "again", {needed})
-        mark = await standing_mark(store, FIRST, await names(store, FIRST))
-        assert mark is not None
-        assert (mark.kept, mark.reason) == (kept, "the test")
-    assert [name for name in await names(store, FIRST) if name.startswith("deleted")] == ["deleted", "deleted-1"]
+async def test_what_stays_for_others_is_looked_at_again_only_once_one_of_them_goes() -> None:
+    """Each look costs a listing, and the ballots of all who refer to it."""
+    store, looks = MemoryStore(), list[str]()
+    await saved(store, 1, 2, 3, 4)
+    kept: Kept = {}
+    assert await remove(store, {"the test": [FIRST]}) == ""
+    await sweep(store, kept=kept)
+    listed, get = store.list, store.get
 
+    async def noted(prefix: str) -> list[object]:
+        looks.append(prefix)
+        return await listed(prefix)  # type: ignore[return-value]
 
-async def test_collect_7_a_mark_put_after_the_look_removes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between a collector's look and its sweep a save refers to what another collector condemns only then."""
-    store, key = MemoryStore(), f"{FIRST}/00000-0.chunks"
-    await saved(store, 1, 2)
-    second = await catalog.find(store, "global_step2")
-    base = Base.of(await read_index(store, second, 0), second.outcome.order)
-    await saved(store, 3, frozen=9)  # which refers to nothing
-    await deletion(store, "global_step1", force=False, dry_run=False)
-    looks: list[frozenset[str]] = []
+    async def read(key: str, **options: int) -> bytes:
+        looks.append(key)
+        return await get(key, **options)
 
-    async def superseded(bases: Bases, info: AttemptInfo) -> Base:
-        return base
+    store.list, store.get = noted, read  # type: ignore[method-assign, assignment]
 
-    async def look(store: Store, holders: Collection[str], without: Collection[str] = (), **_: object) -> frozenset[str]:
-        looks.append(await references(store, holders, without))
-        if len(looks) == 1:
-            await collecting.note(store, record_of("removing", "global_step2", "00000001-0"))
-            await condemn(store, "global_step2/00000001-0", "the other collector", ())
-        else:
-            await leave_in_doubt(store, voting=(0,), tag="global_step4", world_size=1, dedup=True, tensors=lambda _: state(4))
-            await condemn(store, FIRST, "the other collector", ())
-        return looks[-1]
+    def of_others(step: int) -> Iterator[str]:
+        return (look for look in looks if look.startswith(FIRST) or ("/ballot-" in look and f"step{step}/" not in look))
 
-    monkeypatch.setattr(Bases, "newest", superseded)
-    monkeypatch.setattr(collecting, "references", look)
-    first = next(view.facts for view in await catalog.scan(store) if view.prefix == FIRST)
-    await collect(store, [first])
-    assert [key in found for found in looks] == [True, False]
-    assert key in await references(store, {FIRST})
-    assert "00000-0.chunks" in await names(store, FIRST)
-
-
-async def test_mark_3_a_mark_that_cannot_be_read_frees_nothing_and_is_followed_by_one_that_keeps_nothing() -> None:
-    store = MemoryStore()
-    await saved(store, 1)
-    await store.put(f"{FIRST}/deleted", b"nonsense")
-    await condemn(store, FIRST, "the test", {f"{FIRST}/00000-0.chunks"})
-    mark = decode(await store.get(f"{FIRST}/deleted-1"), Deleted, "")
-    assert mark.kept == ()
+    await sweep(store, kept=kept)
+    assert [look for look in looks if look.startswith("global_step")] == []
+    assert await remove(store, {"the test": ["global_step2/00000001-0"]}) == ""
+    await sweep(store, kept=kept)  # step 4 needs all that stayed, so the one that went changes nothing
+    assert list(of_others(2)) == []
+    looks.clear()
+    assert await remove(store, {"the test": ["global_step4/00000001-0"]}) == ""
+    await sweep(store, kept=kept)
+    assert FIRST in looks
+    assert await remove(store, {"the test": ["global_step3/00000001-0"]}) == ""
+    await sweep(store, kept=kept)
+    assert (await listed(FIRST), kept) == ([], {})
 
 
 async def test_only_ballots_of_checkpoints_that_refer_to_an_attempt_which_loses_objects_are_read(
@@ -224,23 +226,12 @@ async def test_only_ballots_of_checkpoints_that_refer_to_an_attempt_which_loses_
         return await get(key, **options)
 
     monkeypatch.setattr(store, "get", noted)
-    outcomes = {tag: (await catalog.find(store, tag)).outcome for tag in ("global_step1", "global_step2", "global_step4")}
-    assert [outcome.holders for outcome in outcomes.values()] == [(), (FIRST,), ()]
+    assert await needed_of(store, FIRST) == {FIRST: {f"{FIRST}/00000-0.chunks"}}
+    assert sorted(key.partition("/")[0] for key in read if "/ballot-" in key) == ["global_step2", "global_step3"]
+    assert await needed_of(store, FIRST, without=[f"global_step{n}/00000001-0" for n in (2, 3)]) == {}
     read.clear()
-    assert await references(store, {FIRST}) == {f"{FIRST}/00000-0.chunks"}
-    assert [key for key in read if key.endswith("ballot")] == [f"global_step{n}/00000001-0/ballot" for n in (2, 3)]
-    assert await references(store, {FIRST}, {f"global_step{n}/00000001-0" for n in (2, 3)}) == frozenset()
-    read.clear()
-    assert await references(store, {"global_step4/00000001-0"}) == frozenset()
-    assert not [key for key in read if key.endswith("ballot")]
-
-
-async def test_collect_6_a_ballot_that_cannot_be_verified_frees_nothing() -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2)
-    await store.put("global_step2/00000001-0/ballot", b"scribble")
-    with pytest.raises(DamagedError, match=r"global_step2/00000001-0/ballot"):
-        await references(store, {FIRST})
+    assert await needed_of(store, "global_step4/00000001-0") == {}
+    assert not [key for key in read if "/ballot-" in key]
 
 
 async def test_the_objects_of_each_group_of_ranks_lie_in_a_directory_of_their_own_and_go_with_it(
@@ -253,27 +244,13 @@ async def test_the_objects_of_each_group_of_ranks_lie_in_a_directory_of_their_ow
         "1": ["00002-0.chunks", "00002.index", "00002.vote", "00003-0.chunks", "00003.index", "00003.vote"],
         "2": ["00004-0.chunks", "00004.index", "00004.vote"],
     }
-    assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
-    (attempt / "2" / "00001.vote").write_bytes(b"of a rank of another group")
-    view = await catalog.view(store, "global_step1", AttemptId(1, 0))
-    assert view.sizes["00001.vote"] == (attempt / "00001.vote").stat().st_size
-    (attempt / "2" / "00001.vote").unlink()
-    needed = {f"{FIRST}/00000-0.chunks", f"{FIRST}/00001-0.chunks", f"{FIRST}/2/00004-0.chunks"}
-    assert await references(store, {FIRST}) == needed | {f"{FIRST}/1/0000{rank}-0.chunks" for rank in (2, 3)}
-    await collection(store, Retention(keep_last=1), dry_run=False)
-    assert sorted(one.name for one in (attempt / "2").iterdir()) == ["00004-0.chunks", "00004.vote"]
-    assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
-    whole = Wholeness(store, await catalog.scan(store))
-    second = await catalog.view(store, "global_step2", AttemptId(1, 0))
-    assert await whole.lost(second, await votes_of(store, second)) == ()
-    (attempt / "2" / "00004-0.chunks").unlink()
-    whole = Wholeness(store, await catalog.scan(store))
-    assert [one.key for one in await whole.lost(second, await votes_of(store, second))] == [f"{FIRST}/2/00004-0.chunks"]
+    await collected(store)
+    assert [one.name for one in (attempt / "2").iterdir()] == ["00004-0.chunks"]
+    assert (await verify(store, await root_view.find(store, "global_step2"), LoadConfig())).whole
     await saved(store, 3, frozen=9, world_size=5)
-    await read_back(store, await catalog.find(store, "global_step3"))
-    await collection(store, Retention(keep_last=1), dry_run=False)
-    left = {str(path.relative_to(tmp_path)) for path in (tmp_path / "global_step2").rglob("*.index")}
-    assert not left
+    await read_back(store, await root_view.find(store, "global_step3"))
+    await collected(store)
+    assert [(await store.list(f"global_step{n}/00000001-0")) for n in (1, 2)] == [[], []]
 
 
 # --- retention ----------------------------------------------------------------------------------------------------
@@ -286,20 +263,37 @@ async def test_the_coordinator_applies_retention_after_a_commit() -> None:
     await loads(store, 4)
 
 
+async def test_retention_without_reading_back_verifies_what_stays_before_anything_goes() -> None:
+    """A job with `read_back=False`: the log takes the removals of a start only beside a verified checkpoint."""
+    store = MemoryStore()
+    await saved(store, 1, 2, 3, retention=Retention(keep_last=1))
+    attempts = (await root_view.state_of(store)).attempts.values()
+    assert any(one.status == "removed" for one in attempts)
+    assert any(one.verified for one in attempts if one.status == "checkpoint")
+
+
+async def test_where_nothing_that_stays_is_whole_nothing_goes(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    await saved(store, 1, 2, dedup=False)
+    await store.delete("global_step2/00000001-0/00000.index")
+    assert await collected(store) == []
+    assert await tags(store) == ["global_step2", "global_step1"]
+
+
 async def test_the_best_by_a_metric_stays() -> None:
     store, rules = MemoryStore(), Retention(keep_last=1, best=1, metric="loss")
     for step, loss in enumerate((3.0, 1.0, 2.0, 4.0), 1):
         await saved(store, step, metrics={"loss": loss}, retention=rules)
     assert await tags(store) == ["global_step4", "global_step2"]
-    assert (await catalog.find(store, "global_step2")).outcome.metrics == {"loss": 1.0}
+    assert (await root_view.find(store, "global_step2")).commit.metrics == {"loss": 1.0}
 
 
 async def test_the_last_verified_one_stays() -> None:
     store = MemoryStore()
     await saved(store, 1, 2, 3)
-    found = await catalog.find(store, "global_step2")
+    found = await root_view.find(store, "global_step2")
     await record_verdict(store, found, await verify(store, found, LoadConfig()))
-    await collection(store, Retention(keep_last=1), dry_run=False)
+    await collected(store)
     assert await tags(store) == ["global_step3", "global_step2"]
 
 
@@ -307,32 +301,33 @@ async def test_one_that_was_verified_and_is_damaged_now_is_not_kept_for_it() -> 
     """Else retention would keep it instead of the last one that is whole."""
     store = MemoryStore()
     await saved(store, 1, 2, 3, frozen=9, dedup=False)
-    for step in (1, 2):
-        found = await catalog.find(store, f"global_step{step}")
-        await record_verdict(store, found, await verify(store, found, LoadConfig()))
+    first, found = [await root_view.find(store, f"global_step{step}") for step in (1, 2)]
+    for one in (first, found):
+        await record_verdict(store, one, await verify(store, one, LoadConfig()))
     await store.delete(f"{found.prefix}/00000.index")
     await record_verdict(store, found, await verify(store, found, LoadConfig()))
-    await collection(store, Retention(keep_last=1), dry_run=False)
+    await collected(store)
     assert await tags(store) == ["global_step3", "global_step1"]
 
 
 async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> None:
     store = MemoryStore()
     await saved(store, 1)
-    found = await catalog.find(store, "global_step1")
+    found = await root_view.find(store, "global_step1")
     await record_verdict(store, found, await verify(store, found, LoadConfig()))
     away = Damage.of(UnreadableError("I/O error"), 0)
     await record_verdict(store, found, CheckpointVerdict(found.tag, str(found.attempt), unreadable=[away]))
-    assert VERIFIED in await names(store, found.prefix)
+    assert (await root_view.state_of(store)).attempts[FIRST].verified
 
 
-async def test_collect_5_an_older_starts_coordinator_removes_nothing() -> None:
+async def test_an_older_starts_coordinator_removes_nothing() -> None:
     store = MemoryStore()
     await saved(store, 1, 2)
     await starts.take(store, 1)
     save = await plan_save(store, tag="global_step2", start=1)
     await Tidier(store, CommitConfig(retention=Retention(keep_last=1))).tidy(save.info(0))
     await retire_tag(store, "global_step2", 1)
+    assert "start 2 has begun" in await remove(store, {"late": [FIRST]}, 1)
     assert await tags(store) == ["global_step2", "global_step1"]
 
 
@@ -343,46 +338,55 @@ async def test_tidy_5_nothing_is_removed_from_a_copy_in_the_roots_place(tmp_path
         await saved(store, 1, 2)
         save, own = await plan_save(store, tag="global_step2"), OwnRoot(store)
         await own.begun(1, (await starts.read(store, 1)).nonce)
+        RootLog.of(store).belongs_to(own.is_begun)
         tidier = Tidier(store, CommitConfig(retention=Retention(keep_last=1)), own.check)
         root.rename(away)
         shutil.copytree(away, root)
         await tidier.tidy(save.info(0))
-        assert await tags(store) == ["global_step2", "global_step1"]
+        with pytest.raises(RootGoneError):
+            await tags(store)
+        async with PosixStore(root) as copy:
+            assert await tags(copy) == ["global_step2", "global_step1"]
         shutil.rmtree(root)
         away.rename(root)
         await tidier.tidy(save.info(0))
         assert await tags(store) == ["global_step2"]
 
 
-async def test_records_of_removed_checkpoints_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "ROOT_RECORDS_KEPT", 2)
+async def test_what_is_gone_does_not_pile_up() -> None:
     store = MemoryStore()
     for step in range(1, 8):
         await saved(store, step, frozen=step, retention=Retention(keep_last=1))
-    views = [view for view in await catalog.scan(store) if view.sizes]
-    assert [view.tag for view in views if view.state == "deleted"] in (
-        ["global_step5", "global_step6"],
-        ["global_step4", "global_step5", "global_step6"],
-    )
+    left = [view for view in root_view.views_of(await root_view.state_of(store)) if await store.list(view.prefix)]
+    assert [view.state for view in left] == ["committed"] * len(left)
+
+
+async def test_a_full_disk_removes_in_place_of_the_ballast() -> None:
+    """There is room for one small object, once the ballast is gone."""
+
+    class Full(MemoryStore):
+        is_full = False
+
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+            if self.is_full and key.startswith("log/") and await self.stat(reserve.KEY) is not None:
+                raise StoreFullError("No space left on device")
+            return await super().put_if_absent(key, data, durable=durable)
+
+    store = Full()
+    await saved(store, 1, 2, dedup=False)
+    await read_back(store, await root_view.find(store, "global_step2"))
+    await store.put(reserve.KEY, b"ballast")
+    store.is_full = True
+    save = await plan_save(store, tag="global_step3")
+    await Tidier(store, CommitConfig(retention=Retention(keep_last=1))).tidy(save.info(0))
+    assert await tags(store) == ["global_step2"]
+    assert await names(store, FIRST) == []
 
 
 async def aborted(store: Store, steps: range) -> None:
     for step in steps:
         failing = {0: StagingError("torn")}
         await save_checkpoint(store, tag=f"global_step{step}", step=step, world_size=1, failing=failing)
-
-
-async def test_collect_8_older_aborted_attempts_are_forgotten_and_the_catalog_forgets_them_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(garbage, "ABORTED_KEPT", 2)
-    store = MemoryStore()
-    await aborted(store, range(1, 7))
-    await collection(store, Retention(), dry_run=False)
-    assert [view.tag for view in await catalog.look_everywhere(store)] == ["global_step5", "global_step6"]
-    known = CatalogLog(store)
-    await known.refresh()
-    assert [entry.tag for entry in known.state.entries.values()] == ["global_step5", "global_step6"]
 
 
 async def test_a_removal_that_is_cancelled_begins_nothing_more() -> None:
@@ -397,11 +401,13 @@ async def test_a_removal_that_is_cancelled_begins_nothing_more() -> None:
             await super().delete(key, durable=durable)
 
     store = Slow()
-    await aborted(store, range(1, 3))
+    for step in (1, 2):
+        await leave_in_doubt(store, tag=f"global_step{step}", world_size=1, voting=())
+    await starts.take(store, 1)
     for step, n in itertools.product((1, 2), range(100)):
-        await store.put(f"global_step{step}/00000001-0/{chunks_name(0, n)}", b"put late")
+        await store.put(f"global_step{step}/00000001-0/{chunks_name(0, n)}", b"put")
     before = store.begun
-    removal = asyncio.create_task(collection(store, Retention(), dry_run=False))
+    removal = asyncio.create_task(sweep(store))
     while store.begun == before:
         await asyncio.sleep(0)
     begun = store.begun
@@ -422,81 +428,23 @@ class Stubborn(MemoryStore):
         await super().delete(key, durable=durable)
 
 
-@pytest.mark.parametrize("stays", ["an aborted attempt", "a replaced checkpoint", "a forgotten attempt"])
-async def test_an_attempt_that_cannot_be_removed_keeps_no_other_from_it(
-    stays: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, aborted_one = Stubborn(), "global_step2/00000001-0"
+@pytest.mark.parametrize("stays", ["an aborted attempt", "a removed checkpoint"])
+async def test_an_attempt_that_cannot_be_removed_keeps_no_other_from_it(stays: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = Stubborn()
     await saved(store, 1)
-    await aborted(store, range(2, 3))
-    if stays == "a forgotten attempt":
-        monkeypatch.setattr(garbage, "ABORTED_KEPT", 0)
-    else:
-        await store.put(f"{aborted_one}/{chunks_name(0, 0)}", b"put late")
+    save = await leave_in_doubt(store, voting=(0,), tag="global_step2", n=2)
+    store.stays = FIRST if stays == "a removed checkpoint" else save.info(0).prefix
+    await starts.take(store, 1)
     for step in (3, 4, 5):
         await saved(store, step, frozen=step)
-    store.stays = FIRST if stays == "a replaced checkpoint" else aborted_one
-    with pytest.raises(StoreError, match="Permission denied"):
-        await collection(store, Retention(keep_last=1), dry_run=False)
-    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step5"]
-    await saved(store, 6, frozen=6, retention=Retention(keep_last=1))
-    # The one before the newest stays until that was read back.
-    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step6", "global_step5"]
+    await collected(store)
+    assert await tags(store) == ["global_step5"]
     assert "could not be removed: deleting" in caplog.text
-    assert {key.partition("/")[0] for key in await bulk(store)} == {"global_step6", "global_step5", *LEFT[stays]}
     assert await store.list(store.stays)
-    store.stays = None
-    await saved(store, 7, frozen=7, retention=Retention(keep_last=1))
-    assert {key.partition("/")[0] for key in await bulk(store)} <= {"global_step7", "global_step6", "global_step5"}
-
-
-LEFT = {
-    "an aborted attempt": ["global_step2"],
-    "a replaced checkpoint": ["global_step1"],
-    "a forgotten attempt": [],
-}
-
-
-async def bulk(store: Store) -> list[str]:
-    """The keys of all indexes and chunks."""
-    views = await catalog.look_everywhere(store)
-    return [f"{view.prefix}/{name}" for view in views for name in view.sizes if keys.is_bulk(name)]
-
-
-@pytest.mark.parametrize("why", ["the close is missing", "the catalog is damaged"])
-async def test_collect_8_nothing_is_forgotten_without_its_close_in_the_catalog(
-    why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = MemoryStore()
-    await aborted(store, range(1, 2))
-    monkeypatch.setattr(garbage, "ABORTED_KEPT", 0)
-    if why == "the close is missing":
-        monkeypatch.setattr(CatalogState, "_add", open_again(CatalogState._add))
-    else:
-        await store.put(batch_key(1), b"{}")
-    await collection(store, Retention(), dry_run=False)
-    assert "outcome" in await names(store, FIRST)
-
-
-def open_again(add: Callable[[CatalogState, CatalogRecord], None]) -> Callable[[CatalogState, CatalogRecord], None]:
-    """A state that misses all closes and removals, as that of a process that reads the catalog before they come."""
-
-    def without(self: CatalogState, record: CatalogRecord) -> None:
-        add(self, msgspec.structs.replace(record, kind="intent") if record.kind in ("close", "removed") else record)
-
-    return without
-
-
-async def test_a_start_lets_the_catalog_forget_what_was_removed_by_hand() -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2)
-    for entry in await store.list(FIRST):
-        await store.delete(f"{FIRST}/{entry.name}")
-    start = await starts.take(store, 1)
-    await recover(store, start.start)
-    known = CatalogLog(store)
-    await known.refresh()
-    assert [entry.tag for entry in known.state.entries.values()] == ["global_step2"]
+    assert not (await root_view.state_of(store)).attempts[store.stays].swept
+    left, store.stays = store.stays, None
+    await sweep(store)
+    assert not await store.list(left)
 
 
 # --- deletion -----------------------------------------------------------------------------------------------------
@@ -505,51 +453,17 @@ async def test_a_start_lets_the_catalog_forget_what_was_removed_by_hand() -> Non
 async def test_a_deleted_checkpoint_is_gone_and_the_others_load() -> None:
     store = MemoryStore()
     await saved(store, 1, 2, 3)
-    await deletion(store, "global_step1", force=False, dry_run=False)
+    await delete(store, "global_step1")
     assert await tags(store) == ["global_step3", "global_step2"]
     for step in (2, 3):
         await loads(store, step)
-    with pytest.raises(NotFoundError, match="deleted"):
-        await deletion(store, "global_step1", force=False, dry_run=False)
+    with pytest.raises(NotFoundError, match="00000001-0 is deleted"):
+        await root_view.find(store, "global_step1")
+    assert "was removed" in await remove(store, {"again": [FIRST, "global_step2/00000001-0"]})
 
 
-async def test_the_newest_is_deleted_only_by_force_and_latest_moves_back() -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2)
-    with pytest.raises(UsageError, match="what latest names"):
-        await deletion(store, "global_step2", force=False, dry_run=False)
-    report = await deletion(store, "global_step2", force=True, dry_run=False)
-    assert report.latest_moved_to == "global_step1"
-    assert await catalog.latest(store) == "global_step1"
-    await deletion(store, "global_step1", force=True, dry_run=False)
-    assert await catalog.latest(store) is None
-
-
-async def test_latest_moves_off_a_deleted_checkpoint_although_another_attempt_of_its_tag_cannot_be_removed() -> None:
-    store = Stubborn()
-    await saved(store, 1)
-    await aborted(store, range(2, 3))
-    await saved(store, 2, k=1)
-    await store.put(f"global_step2/00000001-0/{chunks_name(0, 0)}", b"put late")
-    assert await catalog.latest(store) == "global_step2"
-    store.stays = "global_step2/00000001-0"
-    with pytest.raises(StoreError, match="Permission denied"):
-        await deletion(store, "global_step2", force=True, dry_run=False)
-    assert [c.tag for c in await catalog.checkpoints(store)] == ["global_step1"]
-    assert await catalog.latest(store) == "global_step1"
-
-
-async def test_no_older_attempt_of_a_deleted_tag_comes_back() -> None:
-    store = MemoryStore()
-    await saved(store, 1, tag="best")
-    await saved(store, 2, tag="best", k=1)
-    await saved(store, 3)
-    await deletion(store, "best", force=False, dry_run=False)
-    assert await tags(store) == ["global_step3"]
-
-
-async def test_collecting_twice_removes_nothing_more() -> None:
+async def test_sweeping_twice_removes_nothing_more() -> None:
     store = MemoryStore()
     await saved(store, 1, 2, 3)
-    await collection(store, Retention(keep_last=1), dry_run=False)
-    assert await collect(store, [view.facts for view in await catalog.scan(store)]) == []
+    await collected(store)
+    assert await sweep(store) == []

@@ -14,11 +14,13 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.manifest import Outcome
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import BallotRef
 from checkpointd.pipeline.gc.export_leases import LEASES_OF_EXPORTS, ExportLease, ExportLeases, OwnExportLease, is_wanted
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog import Checkpoint
+from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.writers import Life
@@ -43,18 +45,18 @@ def watching(root: MemoryStore, life: Life = "unknown") -> ExportLeases:
 
 
 async def prefixes(root: MemoryStore, *steps: int) -> list[str]:
-    found = {checkpoint.outcome.step: checkpoint.prefix for checkpoint in await catalog.checkpoints(root)}
+    found = {checkpoint.commit.step: checkpoint.prefix for checkpoint in await root_view.checkpoints(root)}
     return [found[step] for step in steps]
 
 
 async def kept(leases: ExportLeases, root: MemoryStore) -> list[int]:
     """The steps of the checkpoints that stay."""
-    found = await leases.kept(await catalog.scan(root))
-    return sorted(c.outcome.step for c in await catalog.checkpoints(root) if c.prefix in found)
+    found = await leases.kept(await root_view.scan(root))
+    return sorted(c.commit.step for c in await root_view.checkpoints(root) if c.prefix in found)
 
 
 async def newest(root: MemoryStore) -> tuple[int, int]:
-    return (await catalog.checkpoints(root))[0].outcome.order
+    return (await root_view.checkpoints(root))[0].commit.order
 
 
 async def kill(lease: OwnExportLease) -> None:
@@ -107,25 +109,16 @@ def test_exportlease_1_at_most_two(steps: list[tuple[int, bool]], named: list[in
         process="p", count=1, length_s=LENGTH_S, writer=SINCE, to=TO, keeps=keeps, every_steps=every, seen=(1, seen)
     )
     newest_first = [checkpoint(n, step, is_damaged) for n, (step, is_damaged) in enumerate(steps)][::-1]
-    unseen = [c.prefix for c in newest_first if c.outcome.order > (1, seen) and is_wanted(c.outcome.step, every)]
+    unseen = [c.prefix for c in newest_first if c.commit.order > (1, seen) and is_wanted(c.commit.step, every)]
     damaged = {c.prefix for c in newest_first if c.read_back == "damaged"}
     waiting = [prefix for prefix in unseen if prefix not in damaged][:1] or [*keeps[1:2]]
     assert lease.kept_among(newest_first) == {*keeps[:1], *waiting}
 
 
 def checkpoint(n: int, step: int, is_damaged: bool) -> Checkpoint:
-    outcome = Outcome(
-        tag=f"tag{n}",
-        attempt="00000001-0",
-        step=step,
-        world_size=1,
-        outcome="commit",
-        order=(1, n),
-        save_latest=True,
-        decided_by=0,
-        writer=SINCE,
-    )
-    return Checkpoint(f"tag{n}", AttemptId(1, 0), outcome, "damaged" if is_damaged else "no")
+    ballot = BallotRef(digest="0" * 64, size=1)
+    commit = CommitRecord(attempt=f"tag{n}/00000001-0", n=n, step=step, world_size=1, ballot=ballot, decided_by=0, writer=SINCE)
+    return Checkpoint(f"tag{n}", AttemptId(1, 0), commit, "damaged" if is_damaged else "no")
 
 
 @pytest.mark.parametrize("between_s", [LENGTH_S / 3, LENGTH_S, 20 * LENGTH_S])
@@ -189,7 +182,7 @@ def test_exportlease_3_on_a_full_disk_no_checkpoint_stays_for_an_export() -> Non
         await tidier.tidy(info)
         assert await prefixes(root, 1, 2)
         assert await tidier.more_room_for(info, now() + 100, tidier.freed)
-        assert [c.outcome.step for c in await catalog.checkpoints(root)] == [2]
+        assert [c.commit.step for c in await root_view.checkpoints(root)] == [2]
         await lease.release()
 
     simulated(main)
@@ -221,6 +214,7 @@ def test_a_root_that_may_not_be_written_is_named_once(caplog: pytest.LogCaptureF
 def test_nothing_is_put_where_a_root_was_removed_and_again_where_one_has_begun() -> None:
     async def main() -> None:
         root = await root_of(1)
+        RootLog.of(root).belongs_to(None)  # the job is another process
         lease = own(root)
         await lease.keep([], (1, 1))
         objects: Sequence[str] = [*root._objects]

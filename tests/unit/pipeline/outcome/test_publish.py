@@ -1,28 +1,31 @@
-"""COMMIT-1 to COMMIT-3 of pipeline/outcome/publish.py: one outcome whoever puts it, commits only of whole attempts,
-plans that fit together.
+"""LOG-9 of pipeline/outcome/publish.py: one decision whoever appends it, commits only of whole attempts, plans that fit
+together.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from checkpointd.commit.decide import Decision, unshared
-from checkpointd.commit.machine import FINAL, Phase
-from checkpointd.config import LoadConfig
-from checkpointd.errors import AbortedError, DamagedError, FencedError, NotFoundError, ProtocolError, StagingError, StoreError
+from checkpointd.commit.machine import Phase
+from checkpointd.config import CommitConfig, LoadConfig
+from checkpointd.errors import AbortedError, FencedError, ProtocolError, StoreError
 from checkpointd.layout import keys
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
 from checkpointd.layout.manifest import Vote, digest
-from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, draft_of, missing_ranks, put_outcome
+from checkpointd.pipeline.announcement import Announcement
+from checkpointd.pipeline.outcome.outlived import anyhow
+from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, append, draft_of, missing_ranks
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.plans import encode_plan, key_named_by, read_plan, remove_plans
-from checkpointd.pipeline.shard import Shard
-from checkpointd.store.base import Entry, Store
+from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from tests.builders import begin_start, leave_in_doubt, phases, plan_save, save_checkpoint
 
@@ -65,18 +68,8 @@ def words(decision: Decision | None) -> str:
 # --- the outcome -------------------------------------------------------------------------------------------------------
 
 
-async def test_commit_1_of_many_who_put_an_outcome_one_decides_and_all_read_that_one() -> None:
-    store = MemoryStore()
-    save = await leave_in_doubt(store)
-    info = save.info(0)
-    wanted = [draft_of(info, ABORT, Ballot(store, TAG, ATTEMPT), decided_by=n) for n in range(4)]
-    found = await asyncio.gather(*(put_outcome(store, draft) for draft in wanted))
-    assert len({outcome.decided_by for outcome in found}) == 1
-    assert await catalog.read_outcome(store, TAG, ATTEMPT) == found[0]
-
-
 @pytest.mark.parametrize("first", ["commit", "abort"])
-async def test_commit_1_an_outcome_that_stands_is_returned_to_who_wanted_another(first: str) -> None:
+async def test_a_decision_that_stands_is_returned_to_who_wanted_another(first: str) -> None:
     store = MemoryStore()
     info = (await leave_in_doubt(store)).info(0)
     ballot = Ballot(store, TAG, ATTEMPT)
@@ -84,33 +77,24 @@ async def test_commit_1_an_outcome_that_stands_is_returned_to_who_wanted_another
     commit = draft_of(info, Decision(), ballot, decided_by=0)
     abort = draft_of(info, ABORT, ballot, decided_by=1)
     early, late = (commit, abort) if first == "commit" else (abort, commit)
-    assert await put_outcome(store, early) == early.outcome
-    assert await put_outcome(store, late) == early.outcome
+    for draft in (early, late):
+        decided = await append(RootLog.of(store), draft)
+        assert (decided.commit or decided.abort) == early.record
 
 
-async def test_commit_5_a_commit_of_a_forgotten_attempt_is_reported_by_nobody_and_is_no_checkpoint() -> None:
-    store = MemoryStore()
-    info = (await leave_in_doubt(store)).info(0)
-    ballot = Ballot(store, TAG, ATTEMPT)
-    await ballot.gather(await store.list(PREFIX))
-    draft = draft_of(info, Decision(), ballot, decided_by=0)
-    for entry in await store.list(PREFIX):
-        await store.delete(f"{PREFIX}/{entry.name}")
-    with pytest.raises(StoreError, match="was aborted and forgotten"):
-        await put_outcome(store, draft)
-    assert [view.state for view in await catalog.scan(store)] == ["aborted"]
-    assert await catalog.checkpoints(store) == []
+async def test_log_9_a_commit_whose_ballot_cannot_be_put_is_not_appended() -> None:
+    class Refusing(MemoryStore):
+        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+            if "/ballot-" in key:
+                raise StoreError("not now")
+            return await super().put_if_absent(key, data, durable=durable)
 
-
-async def test_commit_1_two_coordinators_of_one_attempt_agree_and_so_do_all_ranks() -> None:
-    """Rank 0 twice, as after a trainer that was taken for dead: whatever the race gives, there is one outcome."""
-    store = MemoryStore()
-    save = await leave_in_doubt(store, voting=(1,), world_size=2)
-    attempts = await asyncio.gather(save.run(0), save.run(0))
-    outcome = await catalog.read_outcome(store, TAG, ATTEMPT)
-    for attempt in attempts:
-        assert attempt.outcome == outcome
-        assert (attempt.phase is Phase.COMMITTED) == (outcome.outcome == "commit")
+    store = Refusing()
+    ballot = await voted(store)
+    draft = draft_of((await plan_save(store)).info(0), Decision(), ballot, decided_by=0)
+    with pytest.raises(StoreError, match="not now"):
+        await append(RootLog.of(store), draft)
+    assert (await root_view.state_of(store)).attempts[PREFIX].status == "undecided"
 
 
 async def test_a_rank_that_runs_twice_takes_nothing_of_the_other_away() -> None:
@@ -118,137 +102,59 @@ async def test_a_rank_that_runs_twice_takes_nothing_of_the_other_away() -> None:
     save = await leave_in_doubt(store, voting=(0, 1))
     with pytest.raises(ProtocolError, match="commit seen while"):
         await save.run(0)
-    assert (await verify(store, await catalog.find(store, TAG), LoadConfig())).whole
+    assert (await verify(store, await root_view.find(store, TAG), LoadConfig())).whole
 
 
-async def test_an_outcome_that_was_moved_here_from_another_attempt_is_refused() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store)
-    await store.put("global_step2/00000001-0/outcome", await store.get(f"{PREFIX}/outcome"))
-    with pytest.raises(DamagedError, match="belongs to global_step1/00000001-0; somebody moved it"):
-        await catalog.read_outcome(store, "global_step2", ATTEMPT)
-    with pytest.raises(DamagedError, match="is a copy of the directory of global_step1"):
-        await catalog.find(store, "global_step2")
-
-
-@pytest.mark.parametrize("record", [None, b"", b"not a record"])
-async def test_commit_2_a_newer_start_fences_even_where_its_record_cannot_be_read(
-    record: bytes | None,
-) -> None:
+async def test_log_7_a_newer_start_fences_a_save_that_was_not_announced() -> None:
     store = MemoryStore()
     old = await begin_start(store)
     await begin_start(store)
-    if record is not None:
-        await store.put(".checkpointd/starts/00000002", record)
     with pytest.raises(FencedError, match=r"taken over memory://memory: start 2, by .* This job is start 1,"):
         await starts.check_fence(store, old)
     attempts = await save_checkpoint(store, start=old)
-    assert phases(attempts) == [Phase.ABORTED] * 2
-    assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
-
-
-async def test_attempt_6_a_fenced_rank_ends_the_save_on_all_ranks_before_it_writes_and_says_what_to_do() -> None:
-    """Rank 0 has not even its snapshot yet: nobody waits for it, for a grace or for a deadline."""
-    store = MemoryStore()
-    old = await begin_start(store)
-    await begin_start(store)
-    save = await plan_save(store, start=old)
-    snapshot: asyncio.Future[Shard] = asyncio.get_running_loop().create_future()
-
-    def give_up(phase: Phase) -> None:
-        if phase in FINAL:
-            snapshot.set_exception(StagingError("the attempt is over"))
-
-    first = save._attempt(0, give_up)
-    _, second = await asyncio.gather(first.run(snapshot), save.run(1))
-    assert phases([first, second]) == [Phase.ABORTED] * 2
-    for attempt in (first, second):
+    assert phases(attempts) == [Phase.FAILED] * 2
+    for attempt in attempts:
         assert isinstance(attempt.error, FencedError)
         for words in ("its further saves fail, too", "give each its own root", "open_checkpoint()"):
             assert words in str(attempt.error)
-    assert [entry.name for entry in await store.list(PREFIX)] == ["outcome"]
+    assert await store.list(PREFIX) == []
 
 
-async def test_commit_2_a_start_that_begins_after_the_ranks_have_looked_is_found_before_the_commit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("checkpointd.pipeline.attempt.FENCE_GRACE_S", 0.01)
-
+@pytest.mark.parametrize("spares", [False, True])
+async def test_log_7_a_start_that_begins_after_the_ranks_have_looked_aborts_what_it_does_not_spare(spares: bool) -> None:
     class Overtaken(MemoryStore):
         """Another job begins when rank 0 votes."""
 
         async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
             if key == f"{PREFIX}/00000.vote":
-                await starts.take(self, 2)
+                await starts.take(self, 2, [PREFIX] if spares else ())
             return await super().put_if_absent(key, data, durable=durable)
 
     store = Overtaken()
     attempts = await save_checkpoint(store, start=await begin_start(store))
-    assert phases(attempts) == [Phase.ABORTED] * 2
-    assert all(isinstance(attempt.error, FencedError) for attempt in attempts)
+    assert phases(attempts) == [Phase.COMMITTED if spares else Phase.ABORTED] * 2
+    assert spares or all(isinstance(attempt.error, FencedError) for attempt in attempts)
 
 
-async def test_attempt_6_a_rank_looks_for_a_newer_start_once_and_rank_0_once_more_before_the_commit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks: list[str | None] = []
-    check = starts.check_fence
-
-    async def counted(store: Store, number: int, attempt: str | None = None, *, proved: bool = False) -> None:
-        looks.append(attempt)
-        await check(store, number, attempt, proved=proved)
-
-    monkeypatch.setattr(starts, "check_fence", counted)
-    assert phases(await save_checkpoint(MemoryStore(), world_size=3)) == [Phase.COMMITTED] * 3
-    assert looks == [PREFIX] * (3 + 1)
-
-
-@pytest.mark.parametrize("hidden", [True, False])
-async def test_attempt_6_a_surviving_save_goes_on_where_a_rank_does_not_see_the_newer_starts_record(hidden: bool) -> None:
-    """As on a node whose file server lags behind: what it cannot read proves nothing."""
-
-    class Lagging(MemoryStore):
-        async def get(self, key: str, *, size_max: int | None = None) -> bytes:
-            if key.endswith("starts/00000002") and hidden and not await self.stat(f"{PREFIX}/00001.vote"):
-                raise NotFoundError(f"there is no {key}")
-            return await super().get(key) if size_max is None else await super().get(key, size_max=size_max)
-
-    store = Lagging()
-    old = await begin_start(store)
-    await starts.take(store, 2, surviving=[PREFIX])
-    assert phases(await save_checkpoint(store, start=old)) == [Phase.COMMITTED] * 2
-
-
-async def test_attempt_6_a_store_that_does_not_show_the_starts_stops_no_save_that_nobody_fenced() -> None:
+async def test_attempt_6_a_log_that_cannot_be_read_for_a_moment_stops_no_save_that_nobody_fenced() -> None:
     class Refusing(MemoryStore):
         refusals = 0
 
         async def list(self, prefix: str) -> list[Entry]:
-            if prefix == ".checkpointd/starts" and self.refusals:
+            if prefix == "log" and self.refusals:
                 self.refusals -= 1
                 raise StoreError("not now")
             return await super().list(prefix)
 
     store = Refusing()
     save = await plan_save(store)
-    store.refusals = 2
+    store.refusals = 1
     assert phases(await save.run_all()) == [Phase.COMMITTED] * 2
     assert store.refusals == 0
-
-
-async def test_attempt_6_where_the_abort_cannot_be_put_the_fenced_rank_ends_at_once_all_the_same() -> None:
-    class Full(MemoryStore):
-        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-            if key.startswith(TAG):
-                raise StoreError("not now")
-            return await super().put_if_absent(key, data, durable=durable)
-
-    store = Full()
-    old = await begin_start(store)
-    await begin_start(store)
-    [attempt] = await save_checkpoint(store, start=old, world_size=1)
-    assert (attempt.phase, type(attempt.error)) == (Phase.FAILED, FencedError)
-    assert "another job has taken over memory://memory: start 2, by" in str(attempt.error)
+    later = Announcement(replace(save.info(0), attempt=AttemptId(1, 1), n=2), RootLog.of(store), CommitConfig(), anyhow)
+    store.refusals = 2
+    await later.awaited(asyncio.get_running_loop().time() + 60)
+    assert (store.refusals, later.seen is not None) == (0, True)
 
 
 # --- votes -------------------------------------------------------------------------------------------------------------

@@ -1,28 +1,21 @@
-"""START-1 of starts.py and RECOVER-3 of recover.py: attempts whose writers outlive their trainers."""
+"""RECOVER-2 of recover.py: attempts whose writers outlive their trainers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from checkpointd.commit.machine import Phase
-from checkpointd.commit.retention import Retention
 from checkpointd.config import LoadConfig
-from checkpointd.errors import FencedError
-from checkpointd.layout.keys import start_key
-from checkpointd.layout.manifest import Start, decode, encode
-from checkpointd.pipeline.gc.retire import retire
-from checkpointd.pipeline.outcome.recover import Recovery, recover
-from checkpointd.pipeline.read.readback import read_back
+from checkpointd.layout.log_records import AbortRecord, CommitRecord
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.names import TEMPORARY
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_start, leave_in_doubt, phases, save_checkpoint
+from tests.builders import leave_in_doubt, restart
 
 TAG = "global_step1"
 PREFIX = f"{TAG}/00000001-0"
@@ -30,67 +23,15 @@ ELSEWHERE = "another-node.0123456789ab.4026531836.77.123456.0a0b0c0d.0"
 """A temporary file of a process that cannot be seen from here."""
 
 
-async def restart(store: Store, *surviving: str) -> Recovery:
-    """What the next start of the job does, whose sidecars still work at `surviving`."""
-    start = await starts.take(store, 2, surviving)
-    return await recover(store, start.start, surviving)
-
-
 async def objects(store: Store, prefix: str) -> dict[str, int]:
     return {entry.name: entry.size for entry in await store.list(prefix)}
-
-
-# --- the record, and the fence -----------------------------------------------------------------------------------------
-
-
-async def test_the_record_of_a_start_names_the_surviving_attempts() -> None:
-    store = MemoryStore()
-    assert (await starts.take(store, 2)).surviving == ()
-    taken = await starts.take(store, 2, [PREFIX])
-    assert (await starts.read(store, 2)) == taken
-    assert taken.surviving == (PREFIX,)
-
-
-async def test_in_a_record_without_them_no_attempt_survives() -> None:
-    store = MemoryStore()
-    taken = await starts.take(store, 2)
-    data = await store.get(start_key(1))
-    assert b"surviving" not in data  # the bytes are those of releases before there were any
-    assert decode(data, Start, start_key(1)) == taken
-    assert b"surviving" in encode(msgspec.structs.replace(taken, surviving=(PREFIX,)))
-
-
-async def test_start_1_the_newest_start_alone_says_who_survives() -> None:
-    store = MemoryStore()
-    await begin_start(store)
-    await starts.check_fence(store, 1, PREFIX)
-    await starts.take(store, 2, [PREFIX])
-    await starts.check_fence(store, 1, PREFIX)
-    for attempt in (None, f"{TAG}/00000001-1", "global_step10/00000001-0", TAG):
-        with pytest.raises(FencedError, match=r"taken over memory://memory: start 2, by .* This job is start 1,"):
-            await starts.check_fence(store, 1, attempt)
-    await starts.take(store, 2)
-    with pytest.raises(FencedError, match="start 3, by"):
-        await starts.check_fence(store, 1, PREFIX)
-    await starts.take(store, 2, [PREFIX])
-    await starts.check_fence(store, 1, PREFIX)
-
-
-@pytest.mark.parametrize("record", [b"", b"not a record"])
-async def test_start_1_with_a_record_that_cannot_be_read_no_attempt_survives(record: bytes) -> None:
-    store = MemoryStore()
-    await begin_start(store)
-    await starts.take(store, 2, [PREFIX])
-    await store.put(start_key(2), record)
-    with pytest.raises(FencedError, match="cannot be read"):
-        await starts.check_fence(store, 1, PREFIX)
 
 
 # --- recovery ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("voting", [(), (1,), (0, 1)])
-async def test_recover_3_a_surviving_attempt_is_left_alone_and_the_next_start_decides_it(voting: tuple[int, ...]) -> None:
+async def test_recover_2_a_surviving_attempt_is_left_alone_and_the_next_start_decides_it(voting: tuple[int, ...]) -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=voting)
     await store.put(save.info(0).key("00000-2.chunks"), b"being written")
@@ -98,31 +39,24 @@ async def test_recover_3_a_surviving_attempt_is_left_alone_and_the_next_start_de
     done = await restart(store, PREFIX)
     assert (done.decided, done.swept, done.strays) == ([], 0, 0)
     assert await objects(store, PREFIX) == before
-    [outcome] = (await restart(store)).decided
-    assert outcome.outcome == ("commit" if voting == (0, 1) else "abort")
+    [decided] = (await restart(store)).decided
+    assert type(decided) is (CommitRecord if voting == (0, 1) else AbortRecord)
 
 
-async def test_recover_3_others_are_decided_as_ever() -> None:
+async def test_recover_2_others_are_decided_as_ever() -> None:
     store = MemoryStore()
     await leave_in_doubt(store)
     await leave_in_doubt(store, tag="global_step2", voting=(1,))
     await leave_in_doubt(store, tag="global_step3", voting=(0, 1))
     done = await restart(store, PREFIX)
-    assert {o.tag: o.outcome for o in done.decided} == {"global_step2": "abort", "global_step3": "commit"}
-    assert await catalog.latest(store) == "global_step3"
+    assert {o.attempt.partition("/")[0]: type(o) for o in done.decided} == {
+        "global_step2": AbortRecord,
+        "global_step3": CommitRecord,
+    }
+    assert await root_view.latest(store) == "global_step3"
 
 
-async def test_recover_3_the_bulk_of_a_surviving_attempt_that_was_aborted_is_its_own_writers_to_remove() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store, failing={0: RuntimeError("no")})
-    await store.put(f"{PREFIX}/00001-0.chunks", b"a rank that has not seen the abort yet")
-    await restart(store, PREFIX)
-    assert "00001-0.chunks" in await objects(store, PREFIX)
-    assert (await restart(store)).swept == 1
-    assert "00001-0.chunks" not in await objects(store, PREFIX)
-
-
-async def test_recover_3_temporary_files_stay_while_somebody_out_of_sight_may_write(tmp_path: Path) -> None:
+async def test_recover_2_temporary_files_stay_while_somebody_out_of_sight_may_write(tmp_path: Path) -> None:
     async with PosixStore(tmp_path) as store:
         await leave_in_doubt(store, voting=(0,))
         stray = tmp_path / TEMPORARY / ELSEWHERE
@@ -143,86 +77,16 @@ async def test_commit_2_a_surviving_attempt_is_committed_by_its_own_coordinator_
     attempt = await save.run(0)
     assert attempt.phase is Phase.COMMITTED
     assert attempt.outcome is not None
-    assert attempt.outcome.decided_by == 0
-    assert await catalog.latest(store) == TAG
-    assert (await verify(store, await catalog.find(store, TAG), LoadConfig())).whole
+    assert attempt.outcome.commit is not None
+    assert attempt.outcome.commit.decided_by == 0
+    assert await root_view.latest(store) == TAG
+    assert (await verify(store, await root_view.find(store, TAG), LoadConfig())).whole
 
 
-async def test_latest_does_not_go_back_to_a_surviving_attempt_that_commits_late() -> None:
-    store = MemoryStore()
-    save = await leave_in_doubt(store, tag="global_step5", voting=(1,))
-    await restart(store, "global_step5/00000001-0")
-    assert phases(await save_checkpoint(store, tag="global_step2")) == [Phase.COMMITTED] * 2
-    assert (await save.run(0)).phase is Phase.COMMITTED
-    assert await catalog.latest(store) == "global_step2"
-    assert (await restart(store)).latest_moved_to is None
-
-
-async def test_a_surviving_attempt_of_a_tag_that_was_saved_again_replaces_nothing() -> None:
-    store = MemoryStore()
-    save = await leave_in_doubt(store, voting=(1,))
-    await restart(store, PREFIX)
-    await save_checkpoint(store)
-    assert (await save.run(0)).phase is Phase.COMMITTED
-    found = await catalog.find(store, TAG)
-    assert str(found.attempt) == "00000002-0"
-    assert (await read_back(store, found)).whole
-    await restart(store)
-    await retire(store, await catalog.scan(store), Retention())  # what the new job does, once it has loaded
-    assert {str(view.attempt): view.state for view in await catalog.attempts_of(store, TAG)} == {
-        "00000001-0": "deleted",
-        "00000002-0": "committed",
-    }
-
-
-async def test_collect_5_a_surviving_commit_removes_nothing_that_the_new_job_may_be_loading() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store, n=1)
-    save = await leave_in_doubt(store, k=1, n=2, voting=(1,))
-    await restart(store, f"{TAG}/00000001-1")
-    loading = await catalog.find(store, TAG)
-    assert (await save.run(0)).phase is Phase.COMMITTED
-    assert str(loading.attempt) == "00000001-0"
-    assert (await verify(store, loading, LoadConfig())).whole
-    assert str((await catalog.find(store, TAG)).attempt) == "00000001-1"
-    assert (await read_back(store, await catalog.find(store, TAG))).whole
-    await restart(store)
-    await retire(store, await catalog.scan(store), Retention())  # what the new job does, once it has loaded
-    assert await objects(store, PREFIX) != {}
-    assert not [name for name in await objects(store, PREFIX) if name.endswith((".chunks", ".index"))]
-
-
-async def test_collect_5_a_surviving_abort_drops_the_coordinators_own_objects() -> None:
+async def test_a_surviving_abort_drops_the_coordinators_own_objects() -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=(), failing={1: RuntimeError("no")})
     await save.vote(1)
     await restart(store, PREFIX)
     assert (await save.run(0)).phase is Phase.ABORTED
-    assert sorted(await objects(store, PREFIX)) == ["00001.vote", "outcome"]
-
-
-async def test_a_start_in_which_it_does_not_survive_fences_it() -> None:
-    store = MemoryStore()
-    save = await leave_in_doubt(store, voting=(1,))
-    await restart(store, PREFIX)
-    await starts.take(store, 2)
-    attempt = await save.run(0)
-    assert (attempt.phase, type(attempt.error)) == (Phase.ABORTED, FencedError)
-
-
-async def test_recover_3_a_surviving_outcome_is_made_durable_before_latest_rests_on_it() -> None:
-    """Its writer may have been stopped between making it visible and making it durable."""
-    settled: list[str] = []
-
-    class Watched(MemoryStore):
-        async def settle(self, key: str) -> None:
-            settled.append(key)
-            await super().settle(key)
-
-    store = Watched()
-    await save_checkpoint(store)
-    await store.delete("latest")
-    settled.clear()
-    done = await restart(store, PREFIX)
-    assert done.latest_moved_to == TAG
-    assert settled[0] == f"{PREFIX}/outcome"
+    assert sorted(await objects(store, PREFIX)) == ["00001.vote"]

@@ -14,16 +14,15 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import AbortedError
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.plan import PlanComparison
-from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.checkpoint_view import read_view
 from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import Piece, begin_start, leave_in_doubt, phases, save_checkpoint
+from tests.builders import Piece, begin_start, leave_in_doubt, phases, restart, save_checkpoint
 
 TENSOR = np.arange(24, dtype=np.float32).reshape(6, 4)
 HALVES = (Box((0, 0), (3, 4)), Box((3, 0), (3, 4)))
@@ -37,7 +36,7 @@ def on_two_stages(rank: int, *, other: NDArray[np.float32] = TENSOR) -> Sequence
 
 async def read(store: Store) -> tuple[NDArray[np.float32], int]:
     """The tensor of the newest checkpoint, and how many bytes were read of it."""
-    world = await read_view(store, await catalog.find(store, "global_step1"), LoadConfig())
+    world = await read_view(store, await root_view.find(store, "global_step1"), LoadConfig())
     found, read_bytes = np.zeros_like(TENSOR), []
 
     def sink(box: Box, elements: NDArray[np.uint32]) -> None:
@@ -56,7 +55,7 @@ async def test_what_two_stages_hold_alike_is_saved_and_read_once(tmp_path: Path)
         found, count = await read(store)
         assert np.array_equal(found, TENSOR)
         assert count == TENSOR.nbytes
-        verdict = await verify(store, await catalog.find(store, "global_step1"), LoadConfig())
+        verdict = await verify(store, await root_view.find(store, "global_step1"), LoadConfig())
         assert verdict.whole
 
 
@@ -98,8 +97,8 @@ async def test_recovery_commits_no_job_whose_ranks_held_other_values() -> None:
             tensors=lambda _: {},
             pieces=lambda rank, values=values: on_two_stages(rank, other=values),
         )
-        await recover(store, await begin_start(store, 4))
-        [attempt] = await catalog.attempts_of(store, "global_step1")
+        await restart(store, world_size=4)
+        [attempt] = await root_view.attempts_of(store, "global_step1")
         assert attempt.state == state
 
 
@@ -119,5 +118,5 @@ async def test_verify_finds_what_no_coordinator_has_compared(tmp_path: Path, mon
     async with PosixStore(tmp_path) as store:
         pieces = lambda rank: on_two_stages(rank, other=TENSOR * 2)  # noqa: E731
         await save_checkpoint(store, world_size=4, tensors=lambda _: {}, pieces=pieces)
-        [damage] = (await verify(store, await catalog.find(store, "global_step1"), LoadConfig())).damage
+        [damage] = (await verify(store, await root_view.find(store, "global_step1"), LoadConfig())).damage
     assert "head.weight: ranks 0 and 2 both stored" in damage.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,21 +13,22 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.joint_plan import decode_joint_plan
-from checkpointd.layout.keys import JOINT_PLAN, OUTCOME
-from checkpointd.layout.manifest import Outcome, decode, encode
-from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan, read_joint_plan
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, starts
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.ballots import joint_plan_key
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from tests import format_reader
-from tests.builders import Piece, leave_in_doubt, save_checkpoint
+from tests.builders import Piece, leave_in_doubt, restart, save_checkpoint
 
 WEIGHT = np.arange(64, dtype=np.float32).reshape(8, 8)
 PREFIX = "global_step1/00000001-0"
-KEY = f"{PREFIX}/{JOINT_PLAN}"
+
+
+async def key_of(store: Store) -> str:
+    return joint_plan_key((await root_view.find(store, "global_step1")).commit)
 
 
 def halves(rank: int) -> list[Piece]:
@@ -41,7 +43,7 @@ async def saved(store: Store, **options: object) -> None:
 async def test_it_says_which_rank_stored_which_box() -> None:
     store = MemoryStore()
     await saved(store)
-    plan = await checked_joint_plan(store, await catalog.find(store, "global_step1"))
+    plan = await checked_joint_plan(store, await root_view.find(store, "global_step1"))
     assert plan.ranks_of("w", Box((0, 0), (4, 8))) == (0,)
     assert plan.ranks_of("w", Box((3, 6), (2, 1))) == (0, 1)
 
@@ -61,7 +63,7 @@ async def test_every_save_of_one_layout_has_the_same() -> None:
     store = MemoryStore()
     await saved(store)
     await saved(store, tag="again", step=2)
-    found = [(await catalog.find(store, tag)).outcome.plan for tag in ("global_step1", "again")]
+    found = [(await root_view.find(store, tag)).commit.plan for tag in ("global_step1", "again")]
     assert found[0] is not None
     assert found[0] == found[1]
 
@@ -70,52 +72,55 @@ async def test_every_save_of_one_layout_has_the_same() -> None:
 async def test_ranks_that_hold_nothing_together_have_none(options: dict[str, object]) -> None:
     store = MemoryStore()
     await saved(store, **options)
-    checkpoint = await catalog.find(store, "global_step1")
-    assert checkpoint.outcome.plan is None
+    checkpoint = await root_view.find(store, "global_step1")
+    assert checkpoint.commit.plan is None
     assert await read_joint_plan(store, checkpoint) is None
-    assert await store.stat(KEY) is None
+    assert not [entry for entry in await store.list(PREFIX) if entry.name.startswith("plan-")]
 
 
 async def test_a_commit_of_recovery_has_the_same() -> None:
     store, other = MemoryStore(), MemoryStore()
     await saved(store)
     await leave_in_doubt(other, tensors=lambda _: {}, pieces=halves)
-    await recover(other, (await starts.take(other, 0)).start)
-    assert (await catalog.find(other, "global_step1")).outcome.plan == (await catalog.find(store, "global_step1")).outcome.plan
-    assert await other.get(KEY) == await store.get(KEY)
+    await restart(other, world_size=0)
+    assert (await root_view.find(other, "global_step1")).commit.plan == (
+        await root_view.find(store, "global_step1")
+    ).commit.plan
+    assert await other.get(await key_of(other)) == await store.get(await key_of(store))
 
 
 async def test_verify_finds_a_damaged_one() -> None:
     store = MemoryStore()
     await saved(store)
-    checkpoint = await catalog.find(store, "global_step1")
+    checkpoint = await root_view.find(store, "global_step1")
     assert (await verify(store, checkpoint, LoadConfig())).whole
-    data = await store.get(KEY)
-    await store.put(KEY, data[:-1] + bytes([data[-1] ^ 1]))
+    key = await key_of(store)
+    data = await store.get(key)
+    await store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
     verdict = await verify(store, checkpoint, LoadConfig())
-    assert [damage.key for damage in verdict.damage] == [KEY]
-    await store.delete(KEY)
+    assert [damage.key for damage in verdict.damage] == [key]
+    await store.delete(key)
     assert not (await verify(store, checkpoint, LoadConfig(absence_s=0.01))).whole
 
 
 async def test_verify_finds_one_of_another_checkpoint() -> None:
-    """Whole by its digest, since the outcome was forged as well."""
+    """Whole by its digest, since the commit was forged as well."""
     store, other = MemoryStore(), MemoryStore()
     await saved(store)
     await saved(other, pieces=lambda rank: [Piece.part("w", WEIGHT, Box((4 * rank, 0), (4, 8)))])
-    forged = decode(await store.get(f"{PREFIX}/{OUTCOME}"), Outcome, "outcome")
-    plan = (await catalog.find(other, "global_step1")).outcome.plan
-    await store.put(f"{PREFIX}/{OUTCOME}", encode(msgspec.structs.replace(forged, plan=plan)))
-    await store.put(KEY, await other.get(KEY))
-    verdict = await verify(store, await catalog.find(store, "global_step1"), LoadConfig())
+    found, its = await root_view.find(store, "global_step1"), (await root_view.find(other, "global_step1")).commit
+    forged = replace(found, commit=msgspec.structs.replace(found.commit, plan=its.plan))
+    await store.put(joint_plan_key(its), await other.get(joint_plan_key(its)))
+    verdict = await verify(store, forged, LoadConfig())
     assert "does not say what the ranks stored" in verdict.damage[0].message
 
 
 async def test_one_of_another_number_of_ranks_is_damaged() -> None:
     store = MemoryStore()
     await saved(store)
-    checkpoint = await catalog.find(store, "global_step1")
-    assert decode_joint_plan(await store.get(KEY), KEY).world_size == 2
-    lying = msgspec.structs.replace(checkpoint.outcome, world_size=3)
+    checkpoint = await root_view.find(store, "global_step1")
+    key = await key_of(store)
+    assert decode_joint_plan(await store.get(key), key).world_size == 2
+    lying = msgspec.structs.replace(checkpoint.commit, world_size=3)
     with pytest.raises(DamagedError, match="is of 2 ranks, not 3"):
-        await checked_joint_plan(store, catalog.Checkpoint(checkpoint.tag, checkpoint.attempt, lying))
+        await checked_joint_plan(store, root_view.Checkpoint(checkpoint.tag, checkpoint.attempt, lying))

@@ -27,7 +27,7 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView, global_ten
 from checkpointd.pipeline.read.index import chunk_starts
 from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import CARRIERS, BoxMemory, BoxRequest, BoxSink
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from tests.box_strategies import Shape, shapes, tilings_of
@@ -75,7 +75,7 @@ async def saved(tensors: dict[str, tuple[NDArray[Any], str, Sequence[Box]]], ran
 
 
 async def world_of(store: MemoryStore) -> CheckpointView:
-    world = await read_view(store, await catalog.find(store, "global_step1"), CONFIG)
+    world = await read_view(store, await root_view.find(store, "global_step1"), CONFIG)
     if isinstance(store, CountingStore):
         store.reads.clear()
     return world
@@ -244,7 +244,7 @@ async def test_indexes_are_read_in_parallel_and_no_more_at_once_than_allowed() -
     stored = await saved({"t": (noise((7,), "uint8"), "uint8", [whole((7,))])}, 4)
     store = SlowStore()
     store._objects = stored._objects
-    checkpoint = await catalog.find(store, "global_step1")
+    checkpoint = await root_view.find(store, "global_step1")
     for reads in (1, 3):
         store.most = 0
         world = await read_view(store, checkpoint, LoadConfig(reads=reads))
@@ -332,7 +332,7 @@ async def test_read_1_the_damage_of_a_failed_read_names_every_tensor_that_it_may
     tensors = {fqn: np.full((20 << 10,), number + 1, np.uint8) for number, fqn in enumerate("abc")}
     async with PosixStore(tmp_path) as store:
         await save_checkpoint(store, world_size=1, tensors=lambda _: tensors, chunk_bytes=32 << 10)
-        view = await read_view(store, await catalog.find(store, "global_step1"), LoadConfig())
+        view = await read_view(store, await root_view.find(store, "global_step1"), LoadConfig())
         [path] = objects(tmp_path, ".chunks")
         os.truncate(path, path.stat().st_size - 1)
         filled = {fqn: np.zeros((20 << 10,), np.uint8) for fqn in tensors}
@@ -345,7 +345,7 @@ async def test_read_1_the_damage_of_a_failed_read_names_every_tensor_that_it_may
 
 async def test_an_index_that_is_damaged_is_named_with_its_rank() -> None:
     store = await saved({"t": (noise((8,), "uint8"), "uint8", [whole((8,))])}, 3)
-    checkpoint = await catalog.find(store, "global_step1")
+    checkpoint = await root_view.find(store, "global_step1")
     await store.put(f"{checkpoint.prefix}/00001.index", b"nonsense")
     with pytest.raises(DamagedError, match="rank 1 of global_step1") as caught:
         await read_view(store, checkpoint, CONFIG)

@@ -13,7 +13,7 @@ from checkpointd.layout.boxes import Box
 from checkpointd.pipeline.read.checkpoint_view import read_view
 from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import BoxRequest
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.memory import MemoryStore
 from tests.builders import Piece, save_checkpoint
 
@@ -76,7 +76,7 @@ def test_bytes_read_over_bytes_needed(saves: list[Box], loads: list[Box], bound:
     store = saved(saves)
 
     async def load(box: Box) -> None:
-        world = await read_view(store, await catalog.find(store, "global_step1"), LoadConfig())
+        world = await read_view(store, await root_view.find(store, "global_step1"), LoadConfig())
         store.nbytes = 0
         assert await read_boxes(store, world, [BoxRequest("w", box, lambda *_: None)], LoadConfig()) == []
 

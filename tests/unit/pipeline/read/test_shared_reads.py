@@ -15,7 +15,7 @@ from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.read.plan import ByteMemory
 from checkpointd.pipeline.read.shared_reads import CircleBroken
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.shard import Bytes
 from checkpointd.store.memory import MemoryStore
 from tests.builders import save_checkpoint
@@ -98,7 +98,7 @@ class LocalSharing:
 async def saved() -> tuple[CountingStore, Index]:
     store = CountingStore()
     await save_checkpoint(store, world_size=1, tensors=lambda _: {"w": WEIGHT, "small": SMALL}, chunk_bytes=1 << 14)
-    index = await read_index(store, await catalog.find(store, "global_step1"), 0)
+    index = await read_index(store, await root_view.find(store, "global_step1"), 0)
     store.asked = 0
     return store, index
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tracemalloc
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Any
@@ -12,12 +11,12 @@ import msgspec
 import pytest
 
 from checkpointd.errors import NotFoundError, RootInUseError, StoreError
-from checkpointd.layout.keys import attempt_lease_key, job_lease_key, start_key
+from checkpointd.layout.keys import LOG_ROOT, attempt_lease_key, job_lease_key
+from checkpointd.layout.log_records import BeginRecord, entry_key
 from checkpointd.layout.manifest import Lease, decode, encode
+from checkpointd.pipeline.outcome import starting
 from checkpointd.pipeline.root import leases, starts
-from checkpointd.pipeline.root.catalog_log import note, record_of
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
-from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
@@ -27,6 +26,11 @@ from tests.lease_builders import LENGTH_S, PREFIX, SINCE, now, put_lease, renew_
 
 def beginner(process: str, job: str = "", *, life: Life = "unknown", take_over: bool = False) -> Beginner:
     return Beginner(world_size=1, job=job, take_over=take_over, instead="Go elsewhere.", sight=sight(process, life))
+
+
+async def begin(store: MemoryStore, who: Beginner) -> tuple[BeginRecord, HeldLease]:
+    taken = await starting.begin(store, who)
+    return taken.start, taken.lease
 
 
 async def timed(work: Awaitable[object]) -> float:
@@ -88,8 +92,8 @@ def test_lease_3_the_lease_is_there_before_the_start() -> None:
 
     async def work() -> None:
         store = Watched()
-        start, held = await leases.begin(store, beginner("a", "train"))
-        assert put == [job_lease_key(1), start_key(1)]
+        start, held = await begin(store, beginner("a", "train"))
+        assert put == [job_lease_key(1), LOG_ROOT, entry_key(1)]
         lease = decode(await store.get(held.key), Lease, held.key)
         assert (lease.process, lease.job, lease.length_s) == ("a", "train", LENGTH_S)
         assert (start.process, start.job) == ("a", "train")
@@ -101,12 +105,12 @@ def test_lease_3_the_lease_is_there_before_the_start() -> None:
 def test_lease_5_nobody_begins_beside_a_job_of_which_it_cannot_tell_whether_it_lives() -> None:
     async def work() -> None:
         store = Unreadable(job_lease_key(1))
-        await leases.begin(store, beginner("a", "train"))
+        await begin(store, beginner("a", "train"))
         store.reads = 0
         with pytest.raises(StoreError, match="has not answered in time"):
-            await leases.begin(store, beginner("b", "other"))
+            await begin(store, beginner("b", "other"))
         assert await starts.newest(store) == 1
-        await leases.begin(store, beginner("b", "other", take_over=True))
+        await begin(store, beginner("b", "other", take_over=True))
 
     simulated(work)
 
@@ -116,10 +120,10 @@ def test_lease_5_nobody_begins_beside_a_job_of_which_it_cannot_tell_whether_it_l
 def test_lease_5_a_living_job_of_another_name_is_left_alone(life: Life, names: tuple[str, str]) -> None:
     async def work() -> None:
         store = MemoryStore()
-        _, held = await leases.begin(store, beginner("a", names[0]))
+        _, held = await begin(store, beginner("a", names[0]))
         began = now()
         with pytest.raises(RootInUseError, match=r"memory is in use: process \d+ on \S+ runs .* since .* Go elsewhere\."):
-            await leases.begin(store, beginner("b", names[1], life=life))
+            await begin(store, beginner("b", names[1], life=life))
         assert now() - began <= LENGTH_S
         assert await starts.newest(store) == 1
         assert [entry.name for entry in await store.list(".checkpointd/leases")] == ["00000001"]
@@ -131,9 +135,9 @@ def test_lease_5_a_living_job_of_another_name_is_left_alone(life: Life, names: t
 def test_lease_5_the_same_job_and_who_is_told_to_take_over_wait_for_nobody() -> None:
     async def work() -> None:
         store = MemoryStore()
-        _, first = await leases.begin(store, beginner("a", "train"))
-        assert await timed(leases.begin(store, beginner("b", "train"))) == 0
-        assert await timed(leases.begin(store, beginner("c", "eval", take_over=True))) == 0
+        _, first = await begin(store, beginner("a", "train"))
+        assert await timed(begin(store, beginner("b", "train"))) == 0
+        assert await timed(begin(store, beginner("c", "eval", take_over=True))) == 0
         assert await starts.newest(store) == 3
         await asyncio.sleep(2 * LENGTH_S)
         # Those that were taken over from say nothing any more.
@@ -146,9 +150,9 @@ def test_lease_5_the_same_job_and_who_is_told_to_take_over_wait_for_nobody() -> 
 def test_lease_4_a_job_that_renews_no_more_is_waited_out_for_a_leases_length() -> None:
     async def work() -> None:
         store = MemoryStore()
-        _, held = await leases.begin(store, beginner("a"))
+        _, held = await begin(store, beginner("a"))
         await stop_renewing(held)
-        assert 0 < await timed(leases.begin(store, beginner("b"))) <= LENGTH_S
+        assert 0 < await timed(begin(store, beginner("b"))) <= LENGTH_S
         assert await starts.newest(store) == 2
 
     simulated(work)
@@ -157,9 +161,9 @@ def test_lease_4_a_job_that_renews_no_more_is_waited_out_for_a_leases_length() -
 def test_lease_2_a_process_that_has_ended_here_is_not_waited_for() -> None:
     async def work() -> None:
         store = MemoryStore()
-        _, held = await leases.begin(store, beginner("a"))
+        _, held = await begin(store, beginner("a"))
         await stop_renewing(held)
-        assert await timed(leases.begin(store, beginner("b", life="ended"))) == 0
+        assert await timed(begin(store, beginner("b", life="ended"))) == 0
 
     simulated(work)
 
@@ -167,9 +171,9 @@ def test_lease_2_a_process_that_has_ended_here_is_not_waited_for() -> None:
 def test_a_job_that_was_closed_is_not_waited_for() -> None:
     async def work() -> None:
         store = MemoryStore()
-        _, held = await leases.begin(store, beginner("a"))
+        _, held = await begin(store, beginner("a"))
         await held.release()
-        assert await timed(leases.begin(store, beginner("b"))) == 0
+        assert await timed(begin(store, beginner("b"))) == 0
 
     simulated(work)
 
@@ -177,7 +181,7 @@ def test_a_job_that_was_closed_is_not_waited_for() -> None:
 def test_lease_5_of_two_that_begin_at_once_one_is_refused() -> None:
     async def work() -> None:
         store = MemoryStore()
-        both = (leases.begin(store, beginner("a", "one")), leases.begin(store, beginner("b", "two")))
+        both = (begin(store, beginner("a", "one")), begin(store, beginner("b", "two")))
         found = await asyncio.gather(*both, return_exceptions=True)
         assert sum(isinstance(one, RootInUseError) for one in found) == 1
         assert await starts.newest(store) == 1
@@ -197,13 +201,13 @@ def test_lease_5_who_comes_while_a_start_looks_around_is_found() -> None:
             if prefix == ".checkpointd/leases":
                 self.looks += 1
                 if self.looks == 2:
-                    await leases.begin(self, beginner("b", "two", take_over=True))
+                    await begin(self, beginner("b", "two", take_over=True))
             return found
 
     async def work() -> None:
         store = Late()
         with pytest.raises(RootInUseError, match="runs job 'two'"):
-            await leases.begin(store, beginner("a", "one"))
+            await begin(store, beginner("a", "one"))
         assert [(await starts.read(store, number)).job for number in range(1, await starts.newest(store) + 1)] == ["two"]
 
     simulated(work)
@@ -212,10 +216,10 @@ def test_lease_5_who_comes_while_a_start_looks_around_is_found() -> None:
 def test_lease_6_a_lease_that_is_listed_and_cannot_be_opened_has_not_gone() -> None:
     async def work() -> None:
         store = Stale(job_lease_key(1))
-        _, held = await leases.begin(store, beginner("first"))
+        _, held = await begin(store, beginner("first"))
         store.stale = 3
         with pytest.raises(RootInUseError):
-            await leases.begin(store, beginner("second"))
+            await begin(store, beginner("second"))
         await held.release()
 
     simulated(work)
@@ -226,7 +230,7 @@ def test_lease_4_a_lease_that_cannot_be_understood_keeps_nobody_for_ever(data: b
     async def work() -> None:
         store = MemoryStore()
         await store.put(job_lease_key(1), data)
-        assert await timed(leases.begin(store, beginner("a"))) <= leases.LENGTH_S
+        assert await timed(begin(store, beginner("a"))) <= leases.LENGTH_S
 
     simulated(work)
 
@@ -236,15 +240,15 @@ def test_a_storage_that_fails_while_a_lease_is_watched_is_asked_again() -> None:
         reads = 0
 
         async def get(self, key: str, **options: Any) -> bytes:
-            self.reads += 1
-            if 1 < self.reads < 5:
+            self.reads += key == job_lease_key(1)
+            if key == job_lease_key(1) and 1 < self.reads < 5:
                 raise StoreError("stale file handle")
             return await super().get(key, **options)
 
     async def work() -> None:
         store = Failing()
         await put_lease(store, job_lease_key(1))
-        assert 0 < await timed(leases.begin(store, beginner("a"))) <= LENGTH_S
+        assert 0 < await timed(begin(store, beginner("a"))) <= LENGTH_S
 
     simulated(work)
 
@@ -263,7 +267,7 @@ def test_lease_7_a_renewal_that_fails_is_said_once_and_tried_again(caplog: pytes
 
     async def work() -> None:
         store = Failing()
-        _, held = await leases.begin(store, beginner("a"))
+        _, held = await begin(store, beginner("a"))
         store.fails = True
         await asyncio.sleep(LENGTH_S)
         assert caplog.text.count("cannot be renewed: the disk is gone; trying again") == 1
@@ -280,7 +284,7 @@ def test_lease_7_a_renewal_that_fails_is_said_once_and_tried_again(caplog: pytes
 def test_lease_7_a_lease_that_somebody_removed_is_put_again_while_its_start_is_the_newest() -> None:
     async def work() -> None:
         store = MemoryStore()
-        _, held = await leases.begin(store, beginner("a"))
+        _, held = await begin(store, beginner("a"))
         await store.delete(held.key)
         await asyncio.sleep(LENGTH_S)
         assert await store.stat(held.key) is not None
@@ -296,9 +300,10 @@ def test_lease_7_a_lease_that_somebody_removed_is_put_again_while_its_start_is_t
 def test_a_root_that_was_removed_is_not_made_again() -> None:
     async def work() -> None:
         store = MemoryStore()
-        _, held = await leases.begin(store, beginner("a"))
+        _, held = await begin(store, beginner("a"))
         await store.delete(held.key)
-        await store.delete(start_key(1))
+        for key in (LOG_ROOT, entry_key(1)):
+            await store.delete(key)
         await asyncio.sleep(LENGTH_S)
         assert await store.list("") == []
         await held.release()
@@ -328,34 +333,6 @@ def test_a_lease_that_is_being_put_does_not_come_back_after_its_release() -> Non
 # --- attempts -----------------------------------------------------------------------------------------------------------
 
 
-class Large(MemoryStore):
-    """Attempts with many objects. Notes how many bytes of memory are in use at each listing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_use: list[int] = []
-
-    async def list(self, prefix: str) -> list[Entry]:
-        self.in_use.append(tracemalloc.get_traced_memory()[0])
-        if not prefix.startswith("t"):
-            return await super().list(prefix)
-        return [Entry(f"{prefix[1:3]}-{n:03d}.chunks", 1, is_prefix=False) for n in range(1000)]
-
-
-def test_a_look_at_many_attempts_takes_the_memory_of_a_few() -> None:
-    """If the catalog is damaged, all attempts of a root are looked at."""
-
-    async def work() -> None:
-        store = Large()
-        await note(store, *(record_of("intent", f"t{n:02d}", "00000001-0", n=n) for n in range(80)))
-        tracemalloc.start()
-        assert await attempts_at_work(store) == ()
-        tracemalloc.stop()
-        assert max(store.in_use) < 1_000_000, "the names of one attempt take 100,000 bytes"
-
-    simulated(work)
-
-
 def test_an_attempt_survives_while_its_lease_is_renewed() -> None:
     async def work() -> None:
         store = MemoryStore()
@@ -364,8 +341,8 @@ def test_an_attempt_survives_while_its_lease_is_renewed() -> None:
         renewing = asyncio.get_running_loop().create_task(renew_on(store, attempt_lease_key(PREFIX)))
         await asyncio.sleep(1.0)
         assert await attempts_at_work(store) == (PREFIX,)
-        start, held = await leases.begin(store, beginner("a"))
-        assert start.surviving == (PREFIX,)
+        start, held = await begin(store, beginner("a"))
+        assert start.spared == (PREFIX,)
         await held.release()
         renewing.cancel()
         assert await timed(attempts_at_work(store)) <= LENGTH_S
@@ -375,21 +352,19 @@ def test_an_attempt_survives_while_its_lease_is_renewed() -> None:
 
 
 def test_what_a_daemon_announces_while_a_start_waits_survives_without_another_wait() -> None:
-    """Its tag is in the catalog already, so nothing but its announcement shows it (found by simulation, seed 1108600)."""
+    """Nothing but its lease shows it (found by simulation, seed 1108600)."""
     another = "global_step1/00000001-1"
 
     async def work() -> None:
         store = MemoryStore()
         await leave_in_doubt(store, voting=(0,))
-        await note(store, record_of("intent", *PREFIX.split("/")))
         await put_lease(store, attempt_lease_key(PREFIX))  # its holder is dead
-        await put_lease(store, attempt_lease_key(another))
-        looking = asyncio.create_task(leases.begin(store, beginner("a")))
+        looking = asyncio.create_task(begin(store, beginner("a")))
         await asyncio.sleep(LENGTH_S / 2)
-        await note(store, record_of("intent", *another.split("/")))
+        await put_lease(store, attempt_lease_key(another))
         began = now()
         start, held = await looking
-        assert start.surviving == (another,)
+        assert start.spared == (another,)
         assert now() - began == pytest.approx(LENGTH_S / 2)
         await held.release()
 
@@ -415,8 +390,8 @@ def test_what_the_own_daemon_works_at_is_not_watched() -> None:
         await leave_in_doubt(store, voting=(0,))
         await put_lease(store, attempt_lease_key(PREFIX))
         began = now()
-        start, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
-        assert (start.surviving, now()) == ((PREFIX,), began)
+        start, held = await begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert (start.spared, now()) == ((PREFIX,), began)
         await held.release()
 
     simulated(work)
@@ -430,30 +405,30 @@ def test_start_1_an_attempt_that_a_start_has_fenced_survives_in_no_later_one(is_
         store = MemoryStore()
         await starts.take(store, 1)
         await leave_in_doubt(store, voting=(0,))
-        start, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
-        assert start.surviving == (PREFIX,)
+        start, held = await begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert start.spared == (PREFIX,)
         await held.release()
-        start, held = await leases.begin(store, replace(beginner("a"), surviving=(PREFIX,)))
-        assert start.surviving == (PREFIX,), "from one start to the next"
+        start, held = await begin(store, replace(beginner("a"), surviving=(PREFIX,)))
+        assert start.spared == (PREFIX,), "from one start to the next"
         await held.release()
-        start, held = await leases.begin(store, beginner("a"))
-        assert start.surviving == ()
+        start, held = await begin(store, beginner("a"))
+        assert start.spared == ()
         await held.release()
         await put_lease(store, attempt_lease_key(PREFIX))
         at_work = beginner("a", life="running")
-        start, held = await leases.begin(store, replace(at_work, surviving=(PREFIX,) if is_own else ()))
-        assert start.surviving == ()
+        start, held = await begin(store, replace(at_work, surviving=(PREFIX,) if is_own else ()))
+        assert start.spared == ()
         await held.release()
 
     simulated(work)
 
 
-def test_an_attempt_with_an_outcome_is_nobodys_work() -> None:
+def test_an_attempt_that_is_decided_is_nobodys_work() -> None:
     async def work() -> None:
         store = MemoryStore()
         await leave_in_doubt(store, voting=(0,))
         await put_lease(store, attempt_lease_key(PREFIX))
-        await store.put(f"{PREFIX}/outcome", b"whatever")
+        await starts.take(store, 1)
         assert await timed(attempts_at_work(store, "running")) == 0
         assert await attempts_at_work(store, "running") == ()
 
@@ -506,7 +481,7 @@ def test_a_lease_whose_first_put_failed_is_put_all_the_same(monkeypatch: pytest.
 def test_a_renewal_changes_the_count_and_nothing_else() -> None:
     async def work() -> None:
         store = MemoryStore()
-        _, held = await leases.begin(store, beginner("a", "train"))
+        _, held = await begin(store, beginner("a", "train"))
         first = decode(await store.get(held.key), Lease, held.key)
         await asyncio.sleep(LENGTH_S)
         later = decode(await store.get(held.key), Lease, held.key)

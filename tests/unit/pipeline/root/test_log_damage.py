@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 import pytest
 
-from checkpointd.commit import log_records
 from checkpointd.commit.log_access import STATE_EVERY
-from checkpointd.commit.log_records import (
-    LOG,
-    LOG_ROOT,
+from checkpointd.errors import CheckpointdError, DamagedError, FormatError, UnreadableError
+from checkpointd.layout import log_records
+from checkpointd.layout.keys import LOG, LOG_ROOT
+from checkpointd.layout.log_records import (
     LogListing,
     LogState,
     Record,
@@ -32,7 +32,6 @@ from checkpointd.commit.log_records import (
     entry_key,
     state_key,
 )
-from checkpointd.errors import CheckpointdError, DamagedError, FormatError, UnreadableError
 from checkpointd.layout.manifest import VERSION
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root_id import made_id
@@ -275,7 +274,7 @@ async def test_an_append_that_fills_a_gap_does_not_count(known: int) -> None:
     objects, states = await log_of(5)
     store = await store_of({key: data for key, data in objects.items() if key != entry_key(known + 1)})
     log = RootLog(store)
-    log.goes_on_from(states[known])
+    await log.goes_on_from(states[known])
     with pytest.raises(UnreadableError, match=f"{entry_key(known + 2)} does not follow the entry before|is missing"):
         await log.append(lambda state: [announce(500 + state.number)] if state.begin else [begin()])
     assert log.state == states[known]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from collections.abc import Sequence
-from typing import TypeVar
 
 import pytest
 
 from checkpointd.commit.log_access import REBUILD_GAP, STATE_EVERY
-from checkpointd.commit.log_records import (
-    BeginRecord,
+from checkpointd.errors import FormatError, UnreadableError
+from checkpointd.layout.log_records import (
     CommitRecord,
     LogState,
     Record,
@@ -19,15 +16,10 @@ from checkpointd.commit.log_records import (
     mark_key,
     state_key,
 )
-from checkpointd.errors import CheckpointdError, FormatError, StoreError, UnreadableError
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
-from checkpointd.store.passing import PassingStore
-from checkpointd.testing import simloop
-from tests.logs import Unruly, announce, begin, commit, committed, made, name, names_in, objects_of
-
-T = TypeVar("T")
+from tests.logs import announce, begin, commit, committed, made, name, names_in, objects_of
 
 ENTRIES = 300
 
@@ -155,110 +147,34 @@ async def test_while_a_log_is_made_again_appends_fail_and_looks_say_so() -> None
     assert (state.number, await old.look()) == (REBUILD_GAP, state)
 
 
-class Ending(PassingStore):
-    """Each call beyond the first `left` ones fails: before it has its effect, or after it."""
+class Overtaken(MemoryStore):
+    """Before list number `at`, somebody else makes the log again."""
 
-    def __init__(self, store: Store, left: int, *, after: bool) -> None:
-        super().__init__(store)
-        self.left, self.after = left, after
-
-    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        ends = self._ends()
-        done = await super().put_if_absent(key, data, durable=durable) if self.after or not ends else False
-        return self._end(done, ends)
-
-    async def get_each(self, keys: Sequence[str], *, size_max: int = 0) -> list[bytes | CheckpointdError]:
-        return self._end(await super().get_each(keys, size_max=size_max), self._ends())
-
-    async def get(self, key: str, *, size_max: int = 0) -> bytes:
-        return self._end(await super().get(key, size_max=size_max), self._ends())
+    at = lists = 0
+    objects: Objects
 
     async def list(self, prefix: str) -> list[Entry]:
-        return self._end(await super().list(prefix), self._ends())
-
-    def _ends(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    @staticmethod
-    def _end(found: T, ends: bool) -> T:
-        if ends:
-            raise StoreError("killed")
-        return found
+        self.lists += 1
+        if self.lists == self.at:
+            await RootLog(self).rebuild(self.objects.decide)
+        return await super().list(prefix)
 
 
-@pytest.mark.parametrize("after", [True, False])
-async def test_log_11_a_rebuild_that_was_killed_is_finished_by_the_next(*, after: bool) -> None:
-    """At each of its calls."""
-    whole = MemoryStore()
-    truth, objects = await broken(whole, entry_key(280))
-    made_at_first = await objects_of(whole)
-    left, ended = 0, False
-    while not ended:
-        store = MemoryStore()
-        for key, data in made_at_first.items():
-            await store.put(key, data)
-        old = RootLog(store)
-        old.goes_on_from(truth)
-        try:
-            await RootLog(Ending(store, left, after=after)).rebuild(objects.decide)
-            ended = True
-        except StoreError:
-            left += 1
-        reader = RootLog(store)
-        await reader.look()
-        is_done = reader.state.number == REBUILD_GAP
-        assert is_done == (not reader.fault)
-        log = RootLog(store)
-        state = await log.rebuild(objects.decide)
-        assert (state.number, log.fault, committed(state)) == (REBUILD_GAP, "", committed(truth))
-        assert len(await names_in(store, ".rebuild")) == 1
-        assert "start 2" in await old.add(announce(500))
-    assert left > 8
+@pytest.mark.parametrize("before_the_end", range(5))
+async def test_log_11_who_is_overtaken_by_another_rebuild_takes_what_that_has_made(before_the_end: int) -> None:
+    store = Overtaken()
+    _, store.objects = await broken(store, entry_key(280))
+    log = RootLog(store)
+    await log.look()
+    store.at = store.lists + 5 - before_the_end  # three looks at what is damaged, and a list before and after the mark
 
+    async def decide(_: LogState) -> list[Record]:
+        raise AssertionError("somebody else has decided")
 
-def test_log_11_two_rebuilds_at_once_and_two_that_go_on_appending() -> None:
-    """All come to one log: of the two starts, one has begun, and what was reported as appended is in it."""
-
-    async def main(seed: int) -> None:
-        rng = random.Random(seed)
-        memory = MemoryStore()
-        await broken(memory, entries=70)
-        store = Unruly(memory, rng)
-        old = [RootLog(store) for _ in range(2)]
-        for one in old:
-            await one.look()
-        await memory.put(entry_key(70), b"x")
-        appended, starts = set[str](), set[str]()
-
-        async def append(log: RootLog, first: int) -> None:
-            for number in range(first, first + 8):
-                try:
-                    if not await log.add(announce(number)):
-                        appended.add(name(number))
-                except UnreadableError:
-                    await asyncio.sleep(0.1)
-
-        async def start() -> None:
-            begun = begin(2)
-
-            async def decide(_: LogState) -> list[BeginRecord]:
-                return [begun]
-
-            await asyncio.sleep(rng.random() * 2)
-            state = await RootLog(store).rebuild(decide)
-            assert state.number >= REBUILD_GAP
-            starts.update(state.begins[-1][1:])
-
-        await asyncio.gather(append(old[0], 100), append(old[1], 200), start(), start())
-        state = await RootLog(memory).look()
-        assert starts == {state.begins[-1][1]}
-        assert appended <= state.attempts.keys()
-        for one in old:
-            assert await one.look() == state
-
-    for seed in range(40):
-        simloop.run(seed, main(seed))
+    state = await log.rebuild(decide)
+    assert (state.number, log.fault) == (REBUILD_GAP, "")
+    assert state == await RootLog(store).look()
+    assert len(await names_in(store, ".rebuild")) == 1
 
 
 async def test_a_name_that_leaves_no_number_is_said() -> None:

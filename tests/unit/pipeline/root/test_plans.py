@@ -12,15 +12,15 @@ from checkpointd.codec.packed import pack
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, FormatError, StoreError, UsageError
 from checkpointd.layout.keys import AttemptId, object_key, vote_name
-from checkpointd.pipeline.outcome.recover import recover
+from checkpointd.layout.log_records import CommitRecord
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog, plans
+from checkpointd.pipeline.root import plans, root_view
 from checkpointd.pipeline.root.plans import OwnPlans, decode_plan, encode_plan, read_plan, remove_plans
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import leave_in_doubt, make_shard, save_checkpoint
+from tests.builders import leave_in_doubt, make_shard, restart, save_checkpoint
 
 
 def layout(size: int) -> Shard:
@@ -176,10 +176,10 @@ async def test_a_checkpoint_needs_no_plan() -> None:
     await save_checkpoint(store)
     await leave_in_doubt(store, tag="global_step2")
     assert await remove_plans(store, 2) == 4
-    [outcome] = (await recover(store, 2)).decided
-    assert outcome.outcome == "commit"
+    [decided] = (await restart(store)).decided
+    assert isinstance(decided, CommitRecord)
     for tag in ("global_step1", "global_step2"):
-        assert (await verify(store, await catalog.find(store, tag), LoadConfig())).whole
+        assert (await verify(store, await root_view.find(store, tag), LoadConfig())).whole
 
 
 # --- the bytes ----------------------------------------------------------------------------------------------------
@@ -197,9 +197,9 @@ def test_what_is_encoded_is_decoded_and_small() -> None:
     ("content", "words"),
     [
         (b"\xc1", "is damaged"),
-        (msgspec.msgpack.encode({"format": "checkpointd.index", "version": 2}), "is not a checkpointd.plan object"),
+        (msgspec.msgpack.encode({"format": "checkpointd.index", "version": 3}), "is not a checkpointd.plan object"),
         (msgspec.msgpack.encode({"format": "checkpointd.plan", "version": 1}), "has format version 1"),
-        (msgspec.msgpack.encode({"format": "checkpointd.plan", "version": 2}), "is damaged"),
+        (msgspec.msgpack.encode({"format": "checkpointd.plan", "version": 3}), "is damaged"),
     ],
 )
 def test_other_content_is_refused(content: bytes, words: str) -> None:
@@ -218,7 +218,7 @@ def test_a_plan_that_a_reader_would_refuse_is_not_written(monkeypatch: pytest.Mo
 async def test_a_vote_that_names_the_plan_of_another_rank_is_refused() -> None:
     store = MemoryStore()
     await save_checkpoint(store)
-    votes = [await catalog.read_vote(store, object_key("global_step1/00000001-0", vote_name(rank))) for rank in range(2)]
+    votes = [await root_view.read_vote(store, object_key("global_step1/00000001-0", vote_name(rank))) for rank in range(2)]
     assert (await read_plan(store, votes[1])).rank == 1
     with pytest.raises(DamagedError, match="is the plan of rank 1 of 2, not of rank 0"):
         await read_plan(store, msgspec.structs.replace(votes[0], plan=votes[1].plan))

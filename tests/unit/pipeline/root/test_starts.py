@@ -1,60 +1,86 @@
-"""START-2 and START-3 of pipeline/root/starts.py: records of old starts go, and no number is used twice."""
+"""Starts as records of the log: no number is taken twice, and a job that is not among them is fenced."""
 
 from __future__ import annotations
 
 import pytest
 
-from checkpointd.errors import FencedError, NotFoundError
-from checkpointd.layout.keys import start_key
+from checkpointd.errors import DamagedError, FencedError, NotFoundError, UsageError
+from checkpointd.layout.log_records import BEGINS_MAX, AnnounceRecord, entry_key
 from checkpointd.pipeline.root import own_root, starts
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.own_root import OwnRoot
-from checkpointd.pipeline.root.starts import KEPT
+from checkpointd.store.identity import Identity
 from checkpointd.store.memory import MemoryStore
 
-
-async def numbers(store: MemoryStore) -> list[int]:
-    return [int(entry.name) for entry in await store.list(".checkpointd/starts")]
+SPARED = "global_step7/00000001-0"
 
 
-@pytest.mark.parametrize("count", [2 * KEPT, 8 * KEPT])
-async def test_start_2_so_many_records_stay_however_many_starts_there_were(count: int) -> None:
+async def test_a_start_that_was_stopped_does_not_begin_a_start_again() -> None:
     store = MemoryStore()
-    for _ in range(count):
+    for _ in range(3):
         await starts.take(store, 1)
-    assert await numbers(store) == list(range(count - KEPT + 1, count + 1))
+    assert await starts.begin(store, 3, 1) is None
+    assert (await starts.take(store, 1)).start == 4
+    assert await starts.begin(store, 6, 1) is not None  # one beyond the next is as good
+    assert await starts.newest(store) == 6
 
 
-async def test_start_2_the_record_of_a_surviving_attempts_start_stays_as_long_as_it_survives() -> None:
+class Folding(MemoryStore):
+    """A store that takes capitals for small letters, and says where it lies."""
+
+    async def identity(self, key: str) -> Identity | None:
+        if await self.stat(key.lower()) is None:
+            raise NotFoundError(key)
+        return Identity(device=1, number=2, object_touched_ns=3)
+
+    def forget_synced(self) -> None:
+        """It remembers nothing of that kind."""
+
+
+async def test_no_start_begins_where_names_that_differ_in_case_are_one() -> None:
+    """Two tags would share a directory, and their attempts would have one name."""
+    store = Folding()
+    with pytest.raises(UsageError, match="does not tell small letters from capitals"):
+        await starts.take(store, 1)
+    assert (await RootLog.of(store).look()).number == 0
+
+
+async def test_start_1_an_attempt_is_spared_only_while_each_start_spares_it() -> None:
     store = MemoryStore()
     await starts.take(store, 1)
-    for _ in range(2 * KEPT):
-        await starts.take(store, 1, ["global_step7/00000001-0"])
-    assert await numbers(store) == [1, *range(KEPT + 2, 2 * KEPT + 2)]
-    await starts.check_fence(store, 1, "global_step7/00000001-0")
+    assert await RootLog.of(store).add(AnnounceRecord(attempt=SPARED, n=0, step=7)) == ""
+    for _ in range(2):
+        assert (await starts.take(store, 1, [SPARED])).spared == (SPARED,)
+        await starts.check_fence(store, 1, SPARED)
+        await starts.check_not_over(store, 1)
     await starts.take(store, 1)
-    assert 1 not in await numbers(store)
+    assert (await starts.take(store, 1, [SPARED])).spared == ()
+    with pytest.raises(FencedError):
+        await starts.check_fence(store, 1, SPARED)
+    with pytest.raises(FencedError):
+        await starts.check_not_over(store, 1)
 
 
-async def test_start_3_a_start_that_was_stopped_does_not_begin_a_start_again() -> None:
-    store = MemoryStore()
-    chosen = await starts.following(store)
-    for _ in range(KEPT + 1):
-        await starts.take(store, 1)
-    with pytest.raises(NotFoundError):
-        await starts.read(store, chosen)
-    assert await starts.begin(store, chosen, 1) is None
-    assert (await starts.take(store, 1)).start == KEPT + 2
-    assert await starts.begin(store, KEPT + 4, 1) is not None  # one beyond the next is as good
-
-
-async def test_a_job_whose_record_went_is_told_that_it_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_of_whose_start_the_log_does_not_tell_any_more_is_told_that_it_is_fenced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(own_root, "ABSENCE_S", 0.01)
     store = MemoryStore()
     first = await starts.take(store, 1)
-    root = OwnRoot(store)
-    await root.begun(1, first.nonce)
-    for _ in range(KEPT):
+    for _ in range(BEGINS_MAX):
         await starts.take(store, 1)
-    assert await store.stat(start_key(1)) is None
-    with pytest.raises(FencedError, match=rf"taken over .*: start {KEPT + 1}, by .* This job is start 1,"):
+    with pytest.raises(NotFoundError):
+        await starts.read(store, 1)
+    root = OwnRoot(store)
+    root.expect(1, first.nonce)
+    with pytest.raises(FencedError, match=rf"taken over .*: start {BEGINS_MAX + 1}, by .* This job is start 1,"):
         await root.check(1)
+
+
+async def test_a_damaged_log_tells_of_no_start() -> None:
+    store = MemoryStore()
+    await starts.take(store, 1)
+    await store.put(entry_key(RootLog.of(store).state.number + 2), b"{")
+    for asked in (starts.newest(store), starts.check_fence(store, 1), starts.read(store, 1)):
+        with pytest.raises(DamagedError, match="cannot be read to its end"):
+            await asked

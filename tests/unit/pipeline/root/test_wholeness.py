@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from checkpointd.errors import DamagedError
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.ballots import ballot_key
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
@@ -27,8 +28,9 @@ async def test_what_is_gone_is_named_with_the_ranks_that_wrote_it(
 ) -> None:
     async with PosixStore(tmp_path / "root") as store:
         await save_checkpoint(store, world_size=3)
-        [checkpoint] = await catalog.checkpoints(store)
+        [checkpoint] = await root_view.checkpoints(store)
         await check_whole(store, checkpoint, Patience(1.0, 0.01))
+        names = tuple(ballot_key(checkpoint.commit).rpartition("/")[2] if name == "ballot" else name for name in names)
         for name in names:
             (tmp_path / "root" / checkpoint.prefix / name).unlink()
         with pytest.raises(DamagedError) as caught:

@@ -10,7 +10,7 @@ from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.errors import SupersededError
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.memory import MemoryStore
 from tests.spooled_saves import HOUR_S, AwayStore, Node, committed, contents, node_at, phases, run, spool, until
 
@@ -51,7 +51,7 @@ def test_spool_9_a_bucket_that_is_away_for_an_hour_loses_no_save() -> None:
         await node.over()
         assert {attempt.phase for attempt in node.attempts} == {Phase.COMMITTED}
         assert await committed(root) == [f"global_step{step}" for step in range(12, -1, -1)]
-        assert await catalog.latest(root) == "global_step12"
+        assert await root_view.latest(root) == "global_step12"
 
     run(main())
 

@@ -15,7 +15,7 @@ from checkpointd.errors import LostReferenceError
 from checkpointd.layout.indexes import Chunk
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.spool.uploads import runs_of
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
@@ -63,7 +63,7 @@ async def node_at(root: AwayStore, **persist: Any) -> Node:
 
 
 async def whole(root: AwayStore) -> list[str]:
-    found = await catalog.checkpoints(root)
+    found = await root_view.checkpoints(root)
     for checkpoint in found:
         assert (await verify(root, checkpoint, LoadConfig())).whole
     return [one.tag for one in found]
@@ -104,7 +104,8 @@ def test_a_save_whose_reference_is_gone_at_the_upload_fails_by_name_and_the_next
         node.state.bases.forget()
         saved(node, 3, frozen=1)
         await node.over()
-        assert (await whole(root))[0] == "global_step3"
+        newest = (await root_view.checkpoints(root))[0]
+        assert (newest.tag, (await verify(root, newest, LoadConfig())).whole) == ("global_step3", True)
 
     simloop.run(1, main())
 

@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from checkpointd.codec import Compression
+from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import Phase
 from checkpointd.config import LoadConfig, PersistConfig
 from checkpointd.errors import DamagedError, StoreError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.attempt import Attempt, WriterState
+from checkpointd.pipeline.gc.collect import remove, sweep
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.marks import condemn
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.write import dedup, persist, write_objects
 from checkpointd.pipeline.write.encode import Encoded
@@ -57,7 +59,7 @@ async def saved(store: Store, step: int, arrays: Arrays | None = None, **options
 
 
 async def index_at(store: Store, step: int) -> Index:
-    return await read_index(store, await catalog.find(store, f"global_step{step}"), 0)
+    return await read_index(store, await root_view.find(store, f"global_step{step}"), 0)
 
 
 def as_bytes(arrays: Arrays) -> Mapping[str, bytes]:
@@ -89,6 +91,7 @@ async def test_dedup_4_a_base_that_is_forgotten_while_it_is_made_stays_forgotten
 async def test_dedup_4_what_referred_to_a_base_before_it_was_forgotten_is_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second save took its base before damage was found there, and commits after it."""
     state = WriterState(store=MemoryStore(), persist=PersistConfig(compression="none", chunk_bytes=4096, dedup=True))
+    await starts.take(state.store, 1)
     checked = Attempt._check_vote
     held: list[bool] = []
 
@@ -139,8 +142,8 @@ async def test_dedup_4_what_an_earlier_process_wrote_is_not_referred_to_unread(
     assert "is damaged at byte" in caplog.text if fault == "damaged" else "cannot be read" in caplog.text
     assert "writes everything anew" in caplog.text
     if fault == "damaged":
-        assert not (await verify(store, await catalog.find(store, "global_step1"), LoadConfig())).whole
-        assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
+        assert not (await verify(store, await root_view.find(store, "global_step1"), LoadConfig())).whole
+        assert (await verify(store, await root_view.find(store, "global_step2"), LoadConfig())).whole
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -157,7 +160,7 @@ async def test_unchanged_chunks_become_references_and_load(tmp_path: Path, compr
     }
     assert await load_arrays(store, "global_step2", 0) == as_bytes(frozen(2))
     assert await load_arrays(store, "global_step1", 0) == as_bytes(frozen(1))
-    assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
+    assert (await verify(store, await root_view.find(store, "global_step2"), LoadConfig())).whole
 
 
 async def test_a_reader_made_from_the_format_page_follows_references(tmp_path: Path) -> None:
@@ -227,23 +230,128 @@ async def test_dedup_2_an_aborted_save_is_no_base() -> None:
     assert {ref.held_by for ref in (await index_at(store, 3)).objects if ref.held_by} == {"global_step1/00000001-0"}
 
 
-async def test_dedup_3_what_is_condemned_is_written_anew(
+async def test_log_10_the_base_of_a_save_stays_though_it_is_removed_before_the_vote(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mark comes between the index and the look: the save commits all the same, with everything written."""
-    store = MemoryStore()
+    """The removal, by another process, comes between the index and the look."""
+    store, lost = MemoryStore(), persist.lost
     await saved(store, 1)
-    lost = persist.lost
 
-    async def condemned_first(where: Store, index: Index) -> str | None:
-        await condemn(store, "global_step1/00000001-0", "the test", frozenset())
+    async def removed_first(where: Store, index: Index) -> str | None:
+        await removed_by_others(store, "global_step1/00000001-0")
         return await lost(where, index)
 
-    monkeypatch.setattr(persist, "lost", condemned_first)
+    monkeypatch.setattr(persist, "lost", removed_first)
+    await saved(store, 2)
+    assert "writes everything anew" not in caplog.text
+    assert any(ref.held_by for ref in (await index_at(store, 2)).objects)
+    assert await load_arrays(store, "global_step2", 0) == as_bytes(frozen(2))
+
+
+async def test_dedup_3_what_does_not_stay_for_the_save_is_written_anew(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the attempt is announced, with another base, after the shard was written."""
+    store = MemoryStore()
+    await saved(store, 1)
+    refer_to_anything(monkeypatch)
     await saved(store, 2)
     assert "writes everything anew" in caplog.text
     assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
     assert await load_arrays(store, "global_step2", 0) == as_bytes(frozen(2))
+
+
+def refer_to_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves are announced without a base, and refer to the checkpoint before all the same."""
+    monkeypatch.setattr("checkpointd.pipeline.attempt._base", lambda *_: "")
+    monkeypatch.setattr(dedup.Base, "within", lambda base, _: base)
+
+
+async def removed_by_others(store: MemoryStore, *prefixes: str) -> None:
+    other = MemoryStore()  # as another process sees it
+    other.__dict__.update({name: value for name, value in store.__dict__.items() if name != "_root_log"})
+    assert await remove(other, {"the test": prefixes}) == ""
+    await sweep(other)
+
+
+async def test_log_10_a_commit_that_refers_to_what_was_removed_after_the_votes_is_aborted_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    await saved(store, 1)
+    refer_to_anything(monkeypatch)
+    monkeypatch.setattr(persist, "lost", nothing_lost)
+    decide = Attempt._put
+
+    async def removed_first(self: Attempt, decision: Decision) -> LoggedAttempt:
+        await removed_by_others(store, "global_step1/00000001-0")
+        return await decide(self, decision)
+
+    monkeypatch.setattr(Attempt, "_put", removed_first)
+    saves = await save_checkpoint(
+        store, tag="global_step2", world_size=1, dedup=True, tensors=lambda _: frozen(2), timeout_s=3600.0
+    )
+    assert phases(saves) == [Phase.ABORTED]
+    assert "refers to objects that may be gone: global_step1/00000001-0 was removed" in str(saves[0].error)
+
+
+async def nothing_lost(*_: object) -> None:
+    return None
+
+
+async def test_a_save_after_the_removal_of_its_base_writes_everything_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A user has deleted the newest checkpoint while the job goes on."""
+    state = WriterState(store=MemoryStore(), persist=PersistConfig(compression="none", chunk_bytes=4096, dedup=True))
+    await starts.take(state.store, 1)
+    for step in (1, 2, 3, 4):
+        info = AttemptInfo(tag=f"global_step{step}", attempt=AttemptId(1, 0), rank=0, world_size=1, step=step, n=step)
+        attempt = Attempt(state, info, deadline=asyncio.get_running_loop().time() + 60.0)
+        await attempt.run(shard_of(frozen(step)))
+        assert attempt.phase == Phase.COMMITTED
+        if step == 2:
+            assert await remove(state.store, {"the test": [f"global_step{n}/00000001-0" for n in (1, 2)]}) == ""
+            await sweep(state.store)
+    assert "writes everything anew" not in caplog.text
+    held = [{ref.held_by for ref in (await index_at(state.store, step)).objects if ref.held_by} for step in (3, 4)]
+    assert held == [set(), {"global_step3/00000001-0"}]
+
+
+@pytest.mark.parametrize("save_latest", [True, False])
+async def test_log_10_two_saves_in_flight_refer_to_what_stays_and_both_commit(save_latest: bool) -> None:
+    """The second is announced before the first commits, so its base is an older one."""
+    store = MemoryStore()
+    await starts.take(store, 2)
+    persist_config = PersistConfig(compression="none", chunk_bytes=4096, dedup=True)
+    states = [WriterState(store=store, persist=persist_config) for _ in range(2)]
+
+    def attempt(rank: int, step: int) -> Attempt:
+        info = AttemptInfo(
+            tag=f"global_step{step}",
+            attempt=AttemptId(1, 0),
+            rank=rank,
+            world_size=2,
+            step=step,
+            n=step,
+            save_latest=save_latest,
+        )
+        return Attempt(states[rank], info, deadline=asyncio.get_running_loop().time() + 60.0)
+
+    for step in (1, 2, 4, 6):
+        first_is_over = asyncio.Event()
+
+        async def late(step: int = step, over: asyncio.Event = first_is_over) -> Shard:
+            await over.wait()
+            return make_shard(frozen(step + 1))
+
+        firsts = [attempt(rank, step) for rank in range(2)]
+        seconds = [attempt(rank, step + 1) for rank in range(2)] if step > 1 else []
+        later = [asyncio.create_task(one.run(late())) for one in seconds]
+        await asyncio.sleep(0.05)  # the second is announced
+        await asyncio.gather(*(one.run(shard_of(frozen(step))) for one in firsts))
+        first_is_over.set()
+        await asyncio.gather(*later)
+        assert [one.phase for one in (*firsts, *seconds)] == [Phase.COMMITTED] * (len(firsts) + len(seconds))
+    assert (await verify(store, await root_view.find(store, "global_step7"), LoadConfig())).whole
 
 
 class CountingStore(MemoryStore):
@@ -276,7 +384,7 @@ async def looks_at_references(world_size: int) -> int:
 
 
 async def test_dedup_3_the_look_at_references_costs_a_rank_the_same_whatever_the_number_of_ranks() -> None:
-    assert await looks_at_references(2) == await looks_at_references(64) == 3  # the mark, the outcome, the object
+    assert await looks_at_references(2) == await looks_at_references(64) == 1  # the object
 
 
 async def looks_for_the_base(world_size: int) -> int:
@@ -294,7 +402,7 @@ async def test_a_started_rank_finds_its_base_with_as_many_looks_whatever_the_num
     assert await looks_for_the_base(2) == await looks_for_the_base(300)
 
 
-@pytest.mark.parametrize("gone", ["outcome", "object", "size"])
+@pytest.mark.parametrize("gone", ["object", "size"])
 async def test_dedup_3_what_is_gone_or_has_another_size_is_not_referred_to(gone: str) -> None:
     store = MemoryStore()
     for step in (1, 2):
@@ -304,25 +412,8 @@ async def test_dedup_3_what_is_gone_or_has_another_size_is_not_referred_to(gone:
     if gone == "size":
         await store.put(key, b"other")
     else:
-        await store.delete(key if gone == "object" else "global_step1/00000001-0/outcome")
+        await store.delete(key)
     assert "global_step1/00000001-0" in (await dedup.lost(store, index) or "")
-
-
-@pytest.mark.parametrize("later", [0, 1, 2, 3, 4, 7, 8])
-async def test_dedup_3_the_greatest_mark_counts(later: int) -> None:
-    """Each mark keeps an object less; the one that is referred to goes with the last mark."""
-    store, prefix = MemoryStore(), "global_step1/00000001-0"
-    for step in (1, 2):
-        await saved(store, step, frozen(1))
-    index = await index_at(store, 2)
-    [referred] = dedup.referred(index)
-    others = [f"{prefix}/{rank:05d}-0.chunks" for rank in range(1, later + 1)]
-    for key in others:
-        await store.put(key, b"another rank's")
-    for number in range(later + 1):
-        assert await dedup.lost(store, index) is None
-        await condemn(store, prefix, "the test", frozenset([*others[number:], *([referred] if number < later else [])]))
-    assert await dedup.lost(store, index) == f"{referred} is being removed"
 
 
 async def test_a_damaged_chunk_is_found_in_every_checkpoint_that_refers_to_it(tmp_path: Path) -> None:

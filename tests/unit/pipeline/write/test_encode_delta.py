@@ -8,23 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpointd.admin.gc import collection, deletion
 from checkpointd.commit.retention import Retention
 from checkpointd.config import LoadConfig, PersistConfig
 from checkpointd.errors import DamagedError, UsageError
 from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.attempt import Attempt
+from checkpointd.pipeline.gc.collect import references
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
-from checkpointd.pipeline.root.marks import condemn, references
-from checkpointd.pipeline.write import persist
-from checkpointd.pipeline.write.dedup import referred
+from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.write.dedup import Base, referred
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import Arrays, load_arrays, phases, plan_save, save_checkpoint
+from tests.builders import Arrays, collect, delete_checkpoint, load_arrays, phases, plan_save, save_checkpoint
 from tests.format_reader import index_of, tensors_of
 
 ELEMENTS = 120_000
@@ -53,7 +51,7 @@ async def saved(store: Store, step: int, **options: object) -> None:
 
 
 async def index_at(store: Store, step: int) -> Index:
-    return await read_index(store, await catalog.find(store, f"global_step{step}"), 0)
+    return await read_index(store, await root_view.find(store, f"global_step{step}"), 0)
 
 
 def deltas_of(index: Index) -> dict[str, list[bool]]:
@@ -77,8 +75,8 @@ async def test_weights_become_deltas_and_load_as_they_were(tmp_path: Path) -> No
     full, delta = [[c.stored for c in (await index_at(store, step)).tensors[0].chunks] for step in (1, 2)]
     assert sum(delta) < 0.4 * 4 * ELEMENTS < 0.5 * sum(full)
     assert await load_arrays(store, "global_step2", 0) == as_bytes(2)
-    assert (await verify(store, await catalog.find(store, "global_step2"), LoadConfig())).whole
-    assert (await read_back(store, await catalog.find(store, "global_step2"))).whole
+    assert (await verify(store, await root_view.find(store, "global_step2"), LoadConfig())).whole
+    assert (await read_back(store, await root_view.find(store, "global_step2"))).whole
     folder, found = index_of(tmp_path, "global_step2", 0)
     assert {fqn: data for fqn, (_, _, data) in tensors_of(folder, found).items()} == as_bytes(2)
 
@@ -144,14 +142,14 @@ async def test_a_damaged_base_makes_its_deltas_damaged_and_is_named() -> None:
     key, offset = await base_of(store, 2)
     await spoil(store, key, offset)
     for step in (2, 3):
-        verdict = await verify(store, await catalog.find(store, f"global_step{step}"), LoadConfig())
+        verdict = await verify(store, await root_view.find(store, f"global_step{step}"), LoadConfig())
         assert [damage.key for damage in verdict.damage] == [key]
         assert f"{key} is damaged at byte {offset}" in verdict.damage[0].message
         assert f"global_step{step}/00000001-0/00000-1.chunks at byte" in verdict.damage[0].message
         assert "is a delta of it (rank 0, weights)" in verdict.damage[0].message
         with pytest.raises(DamagedError, match="is a delta of it"):
             await load_arrays(store, f"global_step{step}", 0)
-        assert not (await read_back(store, await catalog.find(store, f"global_step{step}"))).whole
+        assert not (await read_back(store, await root_view.find(store, f"global_step{step}"))).whole
 
 
 async def test_a_base_that_is_gone_makes_its_deltas_damaged_and_a_listing_shows_it() -> None:
@@ -160,7 +158,7 @@ async def test_a_base_that_is_gone_makes_its_deltas_damaged_and_a_listing_shows_
         await saved(store, step)
     key, _ = await base_of(store, 2)
     await store.delete(key)
-    verdict = await verify(store, await catalog.find(store, "global_step2"), LoadConfig(absence_s=0))
+    verdict = await verify(store, await root_view.find(store, "global_step2"), LoadConfig(absence_s=0))
     assert {damage.key for damage in verdict.damage} == {key}
     assert "is a delta of it" in " ".join(damage.message for damage in verdict.damage)
 
@@ -176,18 +174,14 @@ async def test_delta_2_a_chunk_whose_base_is_damaged_is_stored_in_full(caplog: p
     assert await load_arrays(store, "global_step2", 0) == as_bytes(2)
 
 
-async def test_delta_3_a_condemned_base_is_not_needed_by_the_vote(
+async def test_delta_3_a_delta_of_what_does_not_stay_is_written_in_full(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As when the attempt is announced, with another base, after the shard was written."""
     store = MemoryStore()
     await saved(store, 1, dedup=False)
-    lost = persist.lost
-
-    async def condemned_first(where: Store, index: Index) -> str | None:
-        await condemn(store, "global_step1/00000001-0", "the test", frozenset())
-        return await lost(where, index)
-
-    monkeypatch.setattr(persist, "lost", condemned_first)
+    monkeypatch.setattr("checkpointd.pipeline.attempt._base", lambda *_: "")
+    monkeypatch.setattr(Base, "within", lambda base, _: base)
     await saved(store, 2, dedup=False)
     assert "writes everything anew" in caplog.text
     assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
@@ -198,17 +192,20 @@ async def test_delta_3_the_objects_of_bases_are_kept_while_deltas_need_them_and_
     store = PosixStore(tmp_path)
     for step in (1, 2, 3, 4):
         await saved(store, step, dedup=False)
-    outcomes = {step: (await catalog.find(store, f"global_step{step}")).outcome for step in (1, 2, 3, 4)}
+    commits = {step: (await root_view.find(store, f"global_step{step}")).commit for step in (1, 2, 3, 4)}
     key, _ = await base_of(store, 3)
     first = "global_step1/00000001-0"
-    assert {step: outcome.holders for step, outcome in outcomes.items()} == {1: (), 2: (first,), 3: (first,), 4: ()}
-    assert await references(store, [first]) == {key}
-    await collection(store, Retention(keep_last=3), dry_run=False)
-    await deletion(store, "global_step2", force=False, dry_run=False)
-    assert await catalog.tags(store) == ["global_step1", "global_step2", "global_step3", "global_step4"]  # 1 holds, 2 explains
+    assert {step: commit.holders for step, commit in commits.items()} == {1: (), 2: (first,), 3: (first,), 4: ()}
+    assert (await references(store, await root_view.state_of(store), [first]))[0] == {first: {key}}
+    await collect(store, Retention(keep_last=3))
+    await delete_checkpoint(store, "global_step2")
+    assert await root_view.directories(store) == [
+        (f"global_step{step}", (await root_view.find(store, "global_step4")).attempt) for step in (1, 3, 4)
+    ]
     assert await store.stat(key) is not None
     assert await load_arrays(store, "global_step3", 0) == as_bytes(3)
-    await collection(store, Retention(keep_last=1), dry_run=False)
+    await collect(store, Retention(keep_last=1))
+    await delete_checkpoint(store, *(c.tag for c in (await root_view.checkpoints(store))[1:]))
     assert await store.stat(key) is None
     assert await load_arrays(store, "global_step4", 0) == as_bytes(4)
 

@@ -1,6 +1,4 @@
-"""PERSIST-6 of pipeline/write/persist.py, ATTEMPT-5 of pipeline/attempt.py, COLLECT-4 of pipeline/gc/collect.py: several
-writers persist one snapshot.
-"""
+"""PERSIST-6 of pipeline/write/persist.py and ATTEMPT-5 of pipeline/attempt.py: several writers persist one snapshot."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc.retire import retire_tag
 from checkpointd.pipeline.read.verify import verify
-from checkpointd.pipeline.root import catalog
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import persist
@@ -82,14 +80,12 @@ async def names(store: Store) -> list[str]:
 
 
 async def check_whole(save: Save) -> None:
-    """The checkpoint is there, whole, and holds nothing of a writer that wrote in vain."""
-    checkpoint = await catalog.find(save.store, save.tag)
+    """The checkpoint is there, and whole."""
+    checkpoint = await root_view.find(save.store, save.tag)
     assert (await verify(save.store, checkpoint, LoadConfig())).whole
     for rank in range(save.world_size):
         expected = {fqn: array.tobytes() for fqn, array in rank_arrays(rank).items()}
         assert await load_arrays(save.store, save.tag, rank) == expected
-    [view] = await catalog.attempts_of(save.store, save.tag)
-    assert view.facts.contested == ()
 
 
 # --- the vote ----------------------------------------------------------------------------------------------------------
@@ -260,45 +256,3 @@ async def test_attempt_5_a_hand_that_was_asleep_wakes_after_the_abort_and_drops_
     assert (await sleeper.run()).phase in (Phase.ABORTED, Phase.FAILED)
     assert chunks_name(1, 0, 1) in await names(store)
     assert chunks_name(1, 0, 0) not in await names(store)
-
-
-# --- what was written in vain --------------------------------------------------------------------------------------------
-
-
-async def test_collect_4_what_a_dead_hand_left_beside_a_checkpoint_goes_and_nothing_else() -> None:
-    store = MemoryStore()
-    save = await plan_save(store)
-    left = [chunks_name(1, 0, 0), index_name(1, 0), chunks_name(1, 1, 2)]
-    for name in left:
-        await store.put(f"{PREFIX}/{name}", b"left by a writer that died")
-    takeovers = [Hand(save, 0, 0), Hand(save, 1, 1)]
-    for takeover in takeovers:
-        takeover.staged.set()
-    await asyncio.gather(*(takeover.run() for takeover in takeovers))
-    assert not set(left) & set(await names(store))
-    await check_whole(save)
-
-
-@pytest.mark.parametrize("broken", ["ballot", index_name(1, 1)])
-async def test_collect_4_where_it_cannot_be_told_what_is_needed_nothing_goes(broken: str) -> None:
-    store = MemoryStore()
-    save = await plan_save(store)
-    takeovers = [Hand(save, 0, 0), Hand(save, 1, 1)]
-    for takeover in takeovers:
-        takeover.staged.set()
-    await asyncio.gather(*(takeover.run() for takeover in takeovers))
-    await store.put(f"{PREFIX}/{chunks_name(1, 0, 0)}", b"left")
-    await store.put(f"{PREFIX}/{broken}", b"scribble")
-    before = await names(store)
-    await retire_tag(store, TAG, 1)
-    assert await names(store) == before
-
-
-async def test_collect_4_an_attempt_in_doubt_is_left_alone() -> None:
-    store = MemoryStore()
-    save = await plan_save(store)
-    await persist(job_of(save, takeover_of(save, 1, 1)))
-    await store.put(f"{PREFIX}/{chunks_name(1, 0, 0)}", b"of a writer that may still vote")
-    before = await names(store)
-    await retire_tag(store, TAG, 1)
-    assert await names(store) == before

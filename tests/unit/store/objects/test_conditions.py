@@ -182,8 +182,8 @@ def test_a_record_that_cannot_be_understood_is_not_believed(data: bytes) -> None
 
 
 def test_whoever_begins_a_start_tries_conditions_first() -> None:
-    """Jobs, recoveries, rollbacks and mirrors call `leases.begin`, each in its own way."""
+    """Jobs, recoveries, rollbacks and mirrors call `starting.begin`, each in its own way."""
     texts = {path: path.read_text() for folder in PRODUCT for path in folder.rglob("*.py") if "testing" not in path.parts}
-    begin = {path.name for path, text in texts.items() if "await leases.begin(" in text}
+    begin = {path.name for path, text in texts.items() if "starting.begin(" in text or "starting import begin" in text}
     assert begin == {"startup.py", "recovery.py", "rollback.py", "hold.py"}
     assert {path.name for path, text in texts.items() if "await check_conditions_of(store" in text} == begin

@@ -235,7 +235,7 @@ def test_a_server_that_was_never_reached_is_not_waited_for(away: str, monkeypatc
     with pytest.raises(UnreadableError, match=r"\(Connection refused\)") as raised:
         open_checkpoint(away.removesuffix("&retry_s=0.2"), timeout_s=3600.0)
     assert lasts(raised.value)
-    assert asked == ["latest"]
+    assert asked == ["log/root"]
 
 
 async def test_a_server_that_has_answered_once_is_waited_for() -> None:

@@ -25,3 +25,11 @@ def test_goes_back_and_says_what_is_left_behind(root: Path, at: With, cli: Cli) 
     assert cli("inspect", root, "latest", "--json").json["tag"] == "global_step1"
     assert cli("rollback", root, "latest", "--json").json["left_behind"] == []
     assert cli("rollback", root, "global_step9").code == 4
+
+
+def test_a_checkpoint_that_no_load_would_take_is_refused(root: Path, at: With, cli: Cli) -> None:
+    at(partial(save_checkpoint, tag="best", step=1, save_latest=False))
+    at(partial(save_checkpoint, tag="global_step2", step=2))
+    refused = cli("rollback", root, "best")
+    assert (refused.code, "save_latest=False" in refused.err) == (2, True)
+    assert [row["state"] for row in cli("list", root, "--json").json["rows"]] == ["committed"] * 2

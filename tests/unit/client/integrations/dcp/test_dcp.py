@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,11 +32,9 @@ from checkpointd.errors import (
     UnreadableError,
     UsageError,
 )
-from checkpointd.layout.keys import start_key
-from checkpointd.layout.manifest import Outcome, encode
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import catalog, starts
-from checkpointd.pipeline.root.catalog import AttemptView
+from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention, open_checkpoint
 from checkpointd_client.errors import UnsafeObjectError
@@ -109,7 +106,7 @@ def everything(reader: StorageReader) -> dict[str, Any]:
 def attempts(root: Path) -> list[AttemptView]:
     async def look() -> list[AttemptView]:
         async with PosixStore(root) as store:
-            return await catalog.scan(store)
+            return await root_view.scan(store)
 
     return asyncio.run(look())
 
@@ -131,7 +128,7 @@ def test_what_is_saved_is_loaded(root: Path) -> None:
     target = zeros(saved)
     dcp.load(target, storage_reader=CheckpointdReader(root), **ALONE)
     assert same(saved, target)
-    assert attempts(root)[0].outcome is not None
+    assert attempts(root)[0].commit is not None
 
 
 def test_the_metadata_is_that_of_dcps_own_storage(root: Path, tmp_path: Path) -> None:
@@ -150,8 +147,8 @@ def test_the_tag_may_be_the_checkpoint_id_and_the_step_is_its_number(root: Path)
         target = {"x": 0}
         dcp.load(target, checkpoint_id=tag, storage_reader=CheckpointdReader(root), **ALONE)
         (found,) = [attempt for attempt in attempts(root) if attempt.tag == tag]
-        assert isinstance(found.outcome, Outcome)
-        assert (target["x"], found.outcome.step) == (x, step)
+        assert found.commit is not None
+        assert (target["x"], found.commit.step) == (x, step)
 
 
 def test_a_save_returns_once_it_is_committed_whatever_is_removed_then(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +302,7 @@ def _begin_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch, job: str = "")
 
     async def begin() -> None:
         async with PosixStore(root) as store:
-            taken = await starts.take(store, 1)
-            await store.put(start_key(taken.start), encode(msgspec.structs.replace(taken, job=job) if job else taken))
+            assert await starts.begin(store, await starts.newest(store) + 1, 1, job=job)
 
     with monkeypatch.context() as patch:
         patch.setattr(starts, "new_writer", lambda: ELSEWHERE)
@@ -338,7 +334,7 @@ def test_dcpsession_2_a_session_that_nobody_uses_ends_and_its_root_stays_fenced(
         return sum(thread.name.startswith("checkpointd") for thread in threading.enumerate())
 
     dcp.save({"x": 1}, storage_writer=CheckpointdWriter(one, "step1"), **ALONE)
-    wait(set(_sessions[os.getpid(), str(one)]._running))  # a save returns at its outcome, before the rest of its attempt
+    wait(set(_sessions[os.getpid(), str(one)]._running))  # a save returns when it is decided, before the rest of its attempt
     at_first = threads()
     dcp.save({"x": 1}, storage_writer=CheckpointdWriter(other, "step1"), **ALONE)
     assert threads() <= at_first
@@ -394,15 +390,14 @@ def test_dcpwrite_1_dcpwrite_2_nothing_is_committed_before_finish_and_what_is_ne
     mine, _ = writer.prepare_global_plan(plans)
     writer.write_data(mine, planner)
     (before,) = attempts(tmp_path)
-    assert before.outcome is None
+    assert before.state == "in-doubt"
     run = writer._run
     writer.reset()
     assert run is not None
     run._ended.result(60)
     (after,) = attempts(tmp_path)
-    assert isinstance(after.outcome, Outcome)
-    assert after.outcome.error is not None
-    assert (after.outcome.outcome, "never finished" in after.outcome.error.message) == ("abort", True)
+    assert after.logged.abort is not None
+    assert "never finished" in after.logged.abort.error.message
 
 
 # --- conversion -----------------------------------------------------------------------------------------------------
@@ -482,7 +477,7 @@ def test_a_process_that_has_not_loaded_removes_nothing_of_an_earlier_job(
         writer = CheckpointdWriter(tmp_path, step=step, retention=Retention(keep_last=1), **options)
         dcp.save({"w": torch.full((5,), float(step))}, storage_writer=writer, **ALONE)
         session, state = writer._ready()
-        wait(set(session._running), 30)  # the coordinator asks for the removal after the outcome, when dcp.save() may be over
+        wait(set(session._running), 30)  # the coordinator asks for the removal after the commit, when dcp.save() may be over
         session.writer.call(state.tidier.rest(), 30)
         return {attempt.tag for attempt in attempts(tmp_path) if attempt.state == "committed"}
 
@@ -608,7 +603,7 @@ def test_saves_after_a_load_of_an_older_tag_leave_what_came_after_it(tmp_path: P
     def left() -> set[str]:
         with open_checkpoint(tmp_path / "run") as opened:
             newest = opened.tag
-        return {newest, *(path.parts[-3] for path in (tmp_path / "run").glob("*/*/left-behind"))}
+        return {newest, *(attempt.tag for attempt in attempts(tmp_path / "run") if attempt.left_behind)}
 
     for step in (1, 2, 3, 4):
         save(step)

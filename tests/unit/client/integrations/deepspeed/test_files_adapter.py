@@ -201,7 +201,7 @@ def test_a_load_reads_every_byte_of_a_file_once(loading: FilesAdapter, tmp_path:
     ends = [0]
     for key, start, stop in sorted(read):
         assert key.startswith("two/")
-        if key.endswith("/ballot"):  # of which a rank reads its own line
+        if "/ballot-" in key:  # of which a rank reads its own line
             continue
         assert key.endswith(".file")
         assert start == ends[-1], "a byte is read twice, or not at all"

@@ -16,7 +16,6 @@ import torch
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 from checkpointd.errors import DamagedError
-from checkpointd.pipeline.outcome import after_commit
 from checkpointd.report.listing import listing
 from checkpointd.store import open_store
 from checkpointd_client import rollback
@@ -93,20 +92,6 @@ def test_the_first_save_after_a_load_by_tag_leaves_what_came_after_it(folder: Pa
         assert load(plug, folder) == "global_step2", "and no fallback takes them"
     with attached() as plug:
         assert load(plug, folder, 4) == "global_step4", "by its name it can be loaded still"
-
-
-def test_a_kill_at_the_commit_is_repaired_by_the_next_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def killed(*_: object) -> None:
-        return
-
-    with monkeypatch.context() as patch, attached() as plug:
-        patch.setattr(after_commit, "leave_by_commit", killed)
-        load(plug, folder, 2)
-        save(plug, folder, 5)
-    assert left(folder) == set()
-    with attached() as plug:
-        assert load(plug, folder) == "global_step5"
-    assert left(folder) == {"global_step3/1", "global_step4/1"}
 
 
 def test_a_root_that_was_left_and_is_used_again_goes_on_from_what_was_loaded(folder: Path) -> None:
@@ -197,20 +182,3 @@ def test_directories_that_a_library_fills_are_of_one_training_and_each_is_loaded
         fill(plug, 4)
         assert left(tmp_path) == {f"checkpoint-{n}--global_step{n}/1" for n in (2, 3)}
         assert load(plug, tmp_path / "checkpoint-3") == "global_step3"
-
-
-def test_the_records_of_all_trainings_are_made_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def killed(*_: object) -> None:
-        return
-
-    with monkeypatch.context() as patch, attached(root=str(tmp_path)) as plug:
-        for name in ("one", "other"):
-            save(plug, tmp_path / name, 1, 2)
-        patch.setattr(after_commit, "leave_by_commit", killed)
-        for name in ("one", "other"):
-            load(plug, tmp_path / name, 1)
-            save(plug, tmp_path / name, 3)
-    assert left(tmp_path) == set()
-    with attached(root=str(tmp_path)) as plug:
-        load(plug, tmp_path / "one")
-    assert left(tmp_path) == {"one--global_step2/1", "other--global_step2/1"}

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install '.[deepspeed]'")
 
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
+from checkpointd.layout.log_records import CommitRecord
 from checkpointd.pipeline.root import tag_directories
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.deepspeed import tensor_adapter
@@ -22,6 +23,7 @@ from checkpointd_client.integrations.deepspeed.adapter_base import Adapter
 from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
 from checkpointd_client.integrations.deepspeed.tensor_adapter import TensorAdapter
 from checkpointd_client.restore.target_chooser import LoadTargets
+from tests.logged_roots import entry_of
 from tests.unit.client.integrations.deepspeed.deepspeed_engine import FILE, Engine, saved_by_deepspeed
 
 
@@ -100,8 +102,10 @@ def test_a_tag_that_deepspeed_has_saved_over_is_refused_and_no_older_one_is_take
 @pytest.mark.parametrize("tag", [None, "only"])
 def test_a_checkpoint_whose_record_is_damaged_is_not_loaded_unverified(tmp_path: Path, tag: str | None) -> None:
     save(tmp_path, "only")
-    [outcome] = (tmp_path / ".checkpointd" / "only").glob("*/outcome")
-    outcome.write_bytes(b"no outcome")
+    root = tmp_path / ".checkpointd"
+    [vote] = root.glob("only/*/*.vote")
+    for record in (vote, entry_of(root, CommitRecord)):
+        record.write_bytes(b"no record")
     with pytest.raises(DamagedError, match=r"the record of .*only is damaged"):
         loaded(tmp_path, tag)
 
@@ -194,9 +198,10 @@ def test_where_it_cannot_be_told_which_is_newer_the_load_is_refused(tmp_path: Pa
     assert loaded_boxes(run, root=str(tmp_path)) == "DeepSpeed's theirs"
 
 
-def test_the_reports_know_a_pointer_of_deepspeeds(tmp_path: Path) -> None:
+def test_a_pointer_of_deepspeeds_changes_no_report(tmp_path: Path) -> None:
     save_boxes(tmp_path, "one", 1)
     saved_by_deepspeed(tmp_path, "two", 2)
     with Checkpointer(tmp_path) as ckpt:
-        assert ckpt.latest() is None
+        assert ckpt.latest() == "one", "the newest of this project, whatever the file says"
+        assert (tmp_path / "latest").read_text() == "two"
         assert [found.tag for found in ckpt.list()] == ["one"]

@@ -30,6 +30,7 @@ from checkpointd_client.integrations.directories import agreement, opening
 from checkpointd_client.ranks.board import StoreBoard
 from checkpointd_client.ranks.convening import Assembly
 from tests.job_elsewhere import live_job
+from tests.logged_roots import log_state
 from tests.unit.client.integrations.deepspeed.deepspeed_engine import FILE, Engine
 from tests.unit.client.integrations.deepspeed.test_tensor_choice import Nowhere, save_boxes
 
@@ -59,9 +60,9 @@ def saved(root: Path, *tags: str) -> Path:
     return root
 
 
-def service(root: Path, name: str) -> list[str]:
-    """What is below `starts` or `leases` of the store of a root."""
-    return sorted(os.listdir(root / ".checkpointd" / ".checkpointd" / name))
+def leases(root: Path) -> list[str]:
+    """What is below `leases` of the store of a root."""
+    return sorted(os.listdir(root / ".checkpointd" / ".checkpointd" / "leases"))
 
 
 def keeps_all_before(plug: FilesAdapter, root: Path) -> int:
@@ -76,13 +77,13 @@ def test_a_root_that_was_only_loaded_from_is_free_after_the_first_save_elsewhere
     first = saved(tmp_path / "first")
     with attached() as plug:
         assert plug.load_checkpoint(str(first))[1] == "one"
-        assert service(first, "leases") == ["00000002"], "until it is known that this job does not save there"
+        assert leases(first) == ["00000002"], "until it is known that this job does not save there"
         save(plug, tmp_path / "second")
-        assert service(first, "leases") == []
+        assert leases(first) == []
         with Checkpointer(first / ".checkpointd"):
-            assert service(first, "leases") == ["00000003"], "another job has begun"
+            assert leases(first) == ["00000003"], "another job has begun"
         assert plug.load_checkpoint(str(tmp_path / "second"))[1] == "one", "where was saved is kept"
-        assert service(tmp_path / "second", "leases") == ["00000001"]
+        assert leases(tmp_path / "second") == ["00000001"]
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -95,7 +96,7 @@ def test_what_is_used_again_is_known_unless_another_job_has_been_there(tmp_path:
             Checkpointer(first / ".checkpointd").close()
         save(plug, first, "two")
         assert (keeps_all_before(plug, first) == 0) is (others == 0)
-        assert service(tmp_path / "second", "leases") == ["00000001"], "both are saved at now"
+        assert leases(tmp_path / "second") == ["00000001"], "both are saved at now"
 
 
 def test_another_engine_of_the_process_keeps_the_root_that_both_have_loaded_from(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_another_engine_of_the_process_keeps_the_root_that_both_have_loaded_from
         for plug in (one, other):
             plug.load_checkpoint(str(first))
         save(one, tmp_path / "second")
-        assert service(first, "leases") == ["00000002"]
+        assert leases(first) == ["00000002"]
         other.engine.global_steps += 1
         save(other, first, "two")
         assert keeps_all_before(other, first) == 0
@@ -144,7 +145,7 @@ def test_the_root_of_a_living_job_is_read_and_left_alone(
         assert loads(plug, root) == "one"
         assert "is opened read-only, since another job is alive there" in caplog.text
         assert os.listdir(lease) == ["00000002"]
-        assert sorted(os.listdir(store / ".checkpointd" / "starts")) == ["00000001", "00000002"]
+        assert log_state(store).start == 2
         if kind is FilesAdapter:
             save(plug, tmp_path / "own")
             with pytest.raises(RootInUseError):
@@ -262,7 +263,7 @@ def test_all_ranks_only_read_where_rank_0_may_not_write(tmp_path: Path, monkeypa
         found = list(pool.map(load, range(WORLD)))
     assert [tag for tag, _ in found] == ["one"] * WORLD
     assert torch.equal(found[0][1], found[1][1])
-    assert service(tmp_path, "starts") == ["00000001"]
+    assert log_state(tmp_path / ".checkpointd").start == 1
 
 
 class Keeping(Engine):

@@ -74,7 +74,7 @@ def test_there_are_none_in_a_folder_that_is_not_there_or_in_a_bucket(tmp_path: P
 
 def test_is_root(tmp_path: Path) -> None:
     assert not is_root(str(tmp_path))
-    (tmp_path / ".checkpointd" / "starts").mkdir(parents=True)
+    made(tmp_path, "log", "root")
     assert is_root(str(tmp_path))
     assert is_root("s3://bucket/run")
 
