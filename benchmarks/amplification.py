@@ -24,12 +24,11 @@ from checkpointd.config import LoadConfig, PersistConfig
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import AttemptId, chunks_name
-from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import BallotRef, ObjectRef, WriterIdentity
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.chunks import group_chunks
 from checkpointd.pipeline.read.plan import BoxRequest, plan_reads
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import ShardTensor
 from checkpointd.pipeline.write.split import split
 from checkpointd.store.base import Capabilities
@@ -119,7 +118,7 @@ def saved(tensors: Iterable[Tensor], ranks: Ranks, chunk_bytes: int) -> Checkpoi
         decided_by=0,
         writer=WriterIdentity(host="", pid=0, time=""),
     )
-    return CheckpointView(Checkpoint("tag", ATTEMPT, commit), indexes)
+    return CheckpointView(LoggedAttempt.of(commit), indexes)
 
 
 def _written(tensors: Iterable[Tensor], ranks: Ranks, rank: int) -> Iterator[ShardTensor]:

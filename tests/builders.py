@@ -25,7 +25,7 @@ from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.indexes import Alias, Scope
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.log_records import AnnounceRecord
+from checkpointd.layout.log_records import AnnounceRecord, LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline import attempt as attempt_module
@@ -275,9 +275,9 @@ async def delete_checkpoint(store: Store, *tags: str) -> None:
 async def collect(store: Store, rules: Retention) -> list[str]:
     """What `gc` does. Returns the tags that are checkpoints no more."""
     before = await root_view.checkpoints(store)
-    await retire(store, await root_view.scan(store), rules)
-    after = await root_view.checkpoints(store)
-    return [one.tag for one in reversed(before) if one not in after]
+    await retire(store, await attempts_at(store), rules)
+    after = {one.prefix for one in await root_view.checkpoints(store)}
+    return [one.tag for one in reversed(before) if one.prefix not in after]
 
 
 async def plan_save(
@@ -376,3 +376,9 @@ class HeldPersist:
             return await persist(job)
 
         monkeypatch.setattr(attempt_module, "persist", held)
+
+
+async def attempts_at(store: Store, tag: str = "") -> list[LoggedAttempt]:
+    """The attempts in the log of `store`, or those of `tag`, oldest first."""
+    state = await root_view.state_of(store)
+    return root_view.attempts_of(state, tag) if tag else [*state.attempts.values()]

@@ -92,7 +92,7 @@ async def add_entry(log: RootLog, at: int, first: int = 0) -> None:
 
 
 def committed(state: LogState) -> set[str]:
-    return {one.attempt for one in state.attempts.values() if one.status == "checkpoint"}
+    return {one.prefix for one in state.attempts.values() if one.status == "checkpoint"}
 
 
 async def names_in(store: Store, ending: str = "") -> list[str]:

@@ -13,11 +13,10 @@ from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import AttemptId, chunks_name
-from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import BallotRef, ObjectRef, WriterIdentity
 from checkpointd.layout.regions import slices
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.memory import MemoryStore
 
 ATTEMPT = AttemptId(1, 0)
@@ -29,7 +28,7 @@ async def small_chunk_view(
     store: MemoryStore, tensors: Tensors, *, ranks: int, chunk_bytes: int, codec: str = "raw"
 ) -> CheckpointView:
     """Store `tensors`, the ranks taking turns with the boxes, in chunks of at most `chunk_bytes` (one element at least)."""
-    checkpoint = Checkpoint("tag", ATTEMPT, _commit(ranks))
+    checkpoint = LoggedAttempt.of(_commit(ranks))
     indexes = {}
     for rank in range(ranks):
         name, data = chunks_name(rank, 0), bytearray()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from checkpointd.commands import at_tag, command
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import NotFoundError, StoreError, UsageError
-from checkpointd.layout.log_records import LogState
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.gc.collect import DELETED_BY_NAME, Removal, remove, survey, sweep
 from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.retire import chosen_by, retired
@@ -18,7 +18,6 @@ from checkpointd.pipeline.read.readback import survivor
 from checkpointd.pipeline.root import reserve, root_view
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import AttemptView, Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned
 from checkpointd.pipeline.root.wholeness import lost
 from checkpointd.report.log import sound_state
@@ -56,19 +55,19 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
     leases = ExportLeases(store)
     await leases.settle()
     state = await sound_state(store)
-    views = root_view.views_of(state)
-    choice = await chosen_by(store, views, rules, exports=leases)
-    if choice.unknown_metric is not None and root_view.checkpoints_of(views):
+    attempts = state.attempts.values()
+    choice = await chosen_by(store, attempts, rules, exports=leases)
+    if choice.unknown_metric is not None and root_view.checkpoints_of(attempts):
         raise UsageError(f"nothing was removed at {store.url}: {choice.unknown_metric}")
     chosen = [*choice.going, *choice.abandoned]
     if dry_run:
         gone = [prefix for prefix, _ in chosen]
         removals = await survey(store, state, _by_reason(chosen))
     else:
-        gone = await retired(store, views, choice.going, choice.abandoned)
+        gone = await retired(store, attempts, choice.going, choice.abandoned)
         removals = await sweep(store)
         await RootLog.of(store).compact()
-    report = _report(store, views, gone, removals, dry_run=dry_run)
+    report = _report(store, attempts, gone, removals, dry_run=dry_run)
     return msgspec.structs.replace(
         report,
         unproved=tuple(_tag(prefix) for prefix, _ in chosen if prefix not in gone),
@@ -93,19 +92,19 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
     `force`; DamagedError if the log cannot be read to its end.
     """
     state = await sound_state(store)
-    views = root_view.views_of(state)
-    checkpoints = root_view.checkpoints_of(views)
+    attempts = state.attempts.values()
+    checkpoints = root_view.checkpoints_of(attempts)
     found = next((c for c in checkpoints if c.tag == tag), None) or await root_view.find(store, tag)  # which says what is there
-    if not force and await _is_indispensable(store, state, checkpoints, found):
+    if not force and await _is_indispensable(store, checkpoints, found):
         anyway = command("delete", *at_tag(store.url, tag), "--force")
         raise UsageError(
             f"{tag} is the newest checkpoint that can be loaded: a restart would load an older one, or none; to delete it "
             f"anyway: {anyway}, or force=True in Python"
         )
     # Otherwise an older commit of the tag that is not collected yet would become its checkpoint.
-    others = [v.prefix for v in views if v.tag == tag and v.state == "committed" and v.prefix != found.prefix]
+    others = [one.prefix for one in attempts if one.tag == tag and one.status == "checkpoint" and one.prefix != found.prefix]
     going = {DELETED_BY_NAME: [found.prefix], "its tag was deleted on request": others}
-    own = {view.prefix for view in views if view.tag == tag}
+    own = {one.prefix for one in attempts if one.tag == tag}
     gone, moved = [found.prefix, *others], None
     if dry_run:
         removals = [one for one in await survey(store, state, going) if one.tag == tag]
@@ -118,7 +117,7 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
         if failed:
             raise failed[0]
     needed_by = tuple(c.tag for c in checkpoints if c.tag != tag and not own.isdisjoint(c.commit.holders))
-    report = _report(store, views, gone, removals, dry_run=dry_run)
+    report = _report(store, attempts, gone, removals, dry_run=dry_run)
     return msgspec.structs.replace(report, latest_moved_to=moved, needed_by=needed_by)
 
 
@@ -153,18 +152,18 @@ async def delete_if_survived(store: Store, tag: str) -> bool:
     return True
 
 
-async def _is_indispensable(store: Store, state: LogState, checkpoints: Sequence[Checkpoint], found: Checkpoint) -> bool:
+async def _is_indispensable(store: Store, checkpoints: Sequence[LoggedAttempt], found: LoggedAttempt) -> bool:
     """Whether a restart would load `found`."""
     for checkpoint in checkpoints:
-        if checkpoint.may_be_latest and not await lost(store, state.attempts[checkpoint.prefix]):
+        if checkpoint.may_be_latest and not await lost(store, checkpoint):
             return checkpoint.prefix == found.prefix
     return False
 
 
 def _report(
-    store: Store, views: Sequence[AttemptView], gone: Sequence[str], removals: Sequence[Removal], *, dry_run: bool
+    store: Store, attempts: Iterable[LoggedAttempt], gone: Sequence[str], removals: Sequence[Removal], *, dry_run: bool
 ) -> CollectionReport:
-    left = {c.tag for c in root_view.checkpoints_of(view for view in views if view.prefix not in gone)}
+    left = {c.tag for c in root_view.checkpoints_of(one for one in attempts if one.prefix not in gone)}
     return CollectionReport(
         root=store.url,
         dry_run=dry_run,

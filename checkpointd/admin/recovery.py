@@ -11,7 +11,7 @@ from checkpointd.commands import command
 from checkpointd.commit.log import apply
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError
-from checkpointd.layout.log_records import AbortRecord, CommitRecord, DamageRecord, LogState
+from checkpointd.layout.log_records import AbortRecord, CommitRecord, DamageRecord, LoggedAttempt, LogState
 from checkpointd.pipeline.gc.collect import survey
 from checkpointd.pipeline.outcome import starting
 from checkpointd.pipeline.outcome.recover import judge, recover
@@ -19,7 +19,6 @@ from checkpointd.pipeline.root import leases, reserve, root_view, starts
 from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.report.holder import Holder, newest_holder
 from checkpointd.report.log import look
@@ -107,10 +106,10 @@ async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
     )
 
 
-async def _losses(store: Store, state: LogState) -> list[tuple[Checkpoint, str]]:
+async def _losses(store: Store, state: LogState) -> list[tuple[LoggedAttempt, str]]:
     """The newest checkpoints, down to the first of which no object is gone, and what is missing of each."""
-    found: list[tuple[Checkpoint, str]] = []
-    for checkpoint in root_view.commits_of(root_view.views_of(state)):
+    found: list[tuple[LoggedAttempt, str]] = []
+    for checkpoint in root_view.commits_of(state.attempts.values()):
         if not checkpoint.may_be_latest or checkpoint.read_back == "damaged":
             continue
         try:
@@ -139,7 +138,7 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
     state, damage = await look(store)
     surviving = await starts.unfenced(store, await leases.attempts_at_work(store, beginner.sight))
     living = None if damage else await leases.refusing(store, beginner)
-    left = [a for a in state.attempts.values() if a.status == "undecided" and a.attempt not in surviving]
+    left = [a for a in state.attempts.values() if a.status == "undecided" and a.prefix not in surviving]
     records = [(await judge(store, one.tag, one.id)).record for one in left]
     after = state
     for record in records:

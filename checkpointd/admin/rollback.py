@@ -13,7 +13,7 @@ from checkpointd.commit.branches import BranchChange
 from checkpointd.commit.log import apply
 from checkpointd.errors import DamagedError, NotFoundError, RootInUseError, UsageError
 from checkpointd.layout.keys import AttemptId, attempt_prefix, check_tag
-from checkpointd.layout.log_records import LogState, RollbackRecord
+from checkpointd.layout.log_records import LoggedAttempt, LogState, RollbackRecord
 from checkpointd.phrases import listed
 from checkpointd.pipeline.identity import user, writer
 from checkpointd.pipeline.outcome import starting
@@ -21,7 +21,6 @@ from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import leases, reserve, root_view, starts
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import point_at
 from checkpointd.report.log import sound_state
 from checkpointd.store.base import Store
@@ -58,7 +57,7 @@ async def rollback(
     return await reserve.on_full_disk(store, lambda: _gone_back(store, chosen, take_over=take_over))
 
 
-async def _gone_back(store: Store, chosen: Checkpoint, *, take_over: bool) -> RollbackReport:
+async def _gone_back(store: Store, chosen: LoggedAttempt, *, take_over: bool) -> RollbackReport:
     tag = chosen.tag
     beginner = beginner_of(store, take_over=take_over, name="rollback", at=(tag,))
     working = await starts.unfenced(store, await leases.attempts_at_work(store, beginner.sight))
@@ -70,7 +69,7 @@ async def _gone_back(store: Store, chosen: Checkpoint, *, take_over: bool) -> Ro
     await check_conditions_of(store, new=False)
 
     def admits(before: LogState) -> None:
-        _chosen(store, before, tag, str(chosen.attempt))  # it may have been removed meanwhile
+        _chosen(store, before, tag, str(chosen.id))  # it may have been removed meanwhile
 
     # In one entry with the begin: so a reply that is lost leads to no second one, which might leave behind what came since.
     taken = await starting.begin(store, replace(beginner, admits=admits, then=(_record(chosen),)))
@@ -85,29 +84,29 @@ async def _gone_back(store: Store, chosen: Checkpoint, *, take_over: bool) -> Ro
     return _report(store, chosen, change, dry_run=False)
 
 
-def _record(chosen: Checkpoint) -> RollbackRecord:
+def _record(chosen: LoggedAttempt) -> RollbackRecord:
     return RollbackRecord(attempt=chosen.prefix, user=user(), writer=writer())
 
 
 def _change(before: LogState, after: LogState) -> BranchChange:
-    was_left = {one.attempt for one in before.attempts.values() if one.left_behind}
+    was_left = {one.prefix for one in before.attempts.values() if one.left_behind}
     newest_first = sorted(after.attempts.values(), key=attrgetter("order"), reverse=True)
     there = [one for one in newest_first if one.status == "checkpoint"]
     return BranchChange(
-        left=tuple(one.attempt for one in there if one.left_behind and one.attempt not in was_left),
-        current=tuple(one.attempt for one in there if not one.left_behind and one.attempt in was_left),
+        left=tuple(one.prefix for one in there if one.left_behind and one.prefix not in was_left),
+        current=tuple(one.prefix for one in there if not one.left_behind and one.prefix in was_left),
     )
 
 
-def _chosen(store: Store, state: LogState, tag: str, attempt: str | None) -> Checkpoint:
+def _chosen(store: Store, state: LogState, tag: str, attempt: str | None) -> LoggedAttempt:
     known = None if attempt is None else AttemptId.parse(attempt)
     if attempt is not None and known is None:
         raise UsageError(f"there is no attempt {attempt!r}: {command('list', '--all', store.url)} shows them, as in 00000003-0")
-    views = [view for view in root_view.views_of(state) if view.tag == tag and known in (None, view.attempt)]
-    chosen = next(iter(root_view.commits_of(views)), None)
+    found = [one for one in root_view.attempts_of(state, tag) if known in (None, one.id)]
+    chosen = next(iter(root_view.commits_of(found)), None)
     if chosen is None:
         what = tag if known is None else attempt_prefix(tag, known)
-        says = command("explain", *at_tag(store.url, tag)) if views else command("list", store.url)
+        says = command("explain", *at_tag(store.url, tag)) if found else command("list", store.url)
         raise NotFoundError(f"{what} at {store.url} is not a checkpoint: {says} says more")
     if chosen.read_back == "damaged":
         looks = command("verify", *at_tag(store.url, tag))
@@ -123,7 +122,7 @@ def _chosen(store: Store, state: LogState, tag: str, attempt: str | None) -> Che
     return chosen
 
 
-def _report(store: Store, chosen: Checkpoint, change: BranchChange, *, dry_run: bool) -> RollbackReport:
+def _report(store: Store, chosen: LoggedAttempt, change: BranchChange, *, dry_run: bool) -> RollbackReport:
     return RollbackReport(
         root=store.url,
         dry_run=dry_run,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from checkpointd.cli.formatting import ABSENT, count, duration, moment, size
 from checkpointd.cli.render import Cell, Mood, Table
+from checkpointd.layout.log_records import ReadBackState
 from checkpointd.layout.manifest import WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
-from checkpointd.pipeline.root.root_view import ReadBackState
 from checkpointd.report.holder import Holder
 from checkpointd.report.listing import RowState
 from checkpointd.report.votes import Ballot, RankWord

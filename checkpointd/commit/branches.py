@@ -29,10 +29,9 @@ def change_of(attempts: Iterable[LoggedAttempt], head: LoggedAttempt, *, beyond:
 
     If training goes on from a checkpoint of a branch that was left, that one and those before it are current again.
     """
-    assert head.commit is not None
     order, gaps = head.order, head.commit.left
     base = order if beyond or not gaps else gaps[-1][0]
-    alike = [one for one in attempts if one.commit is not None and training(one.commit) == training(head.commit)]
+    alike = [one for one in attempts if one.committed and training(one.commit) == training(head.commit)]
     alike.sort(key=attrgetter("order"), reverse=True)
     regains = any(one.left_behind and one.order == base for one in alike)  # it may have been removed since
     left, current = list[str](), list[str]()
@@ -44,7 +43,7 @@ def change_of(attempts: Iterable[LoggedAttempt], head: LoggedAttempt, *, beyond:
             continue
         is_left = at != order and (at > order or any(since < at < until for since, until in gaps))
         if is_left and not one.left_behind:
-            left.append(one.attempt)
+            left.append(one.prefix)
         elif one.left_behind and not is_left and regains and at <= base:
-            current.append(one.attempt)
+            current.append(one.prefix)
     return BranchChange(tuple(left), tuple(current))

@@ -119,7 +119,7 @@ def _check_announce(state: LogState, record: AnnounceRecord) -> str:
 def _check_new(state: LogState, record: AnnounceRecord) -> str:
     if record.attempt in state.attempts:
         return f"{record.attempt} {fate(state, record.attempt)}"
-    return _used(record) if was_used(state, record) else ""
+    return _used(record) if was_used(state, record.attempt, record.n) else ""
 
 
 def _used(record: Numbered) -> str:
@@ -139,7 +139,7 @@ def _check_commit(state: LogState, record: CommitRecord) -> str:
     if refused := _check_status(state, record.attempt, "undecided"):
         return refused
     one = state.attempts[record.attempt]
-    if one.n < 0 and was_used(state, record):
+    if one.n < 0 and was_used(state, record.attempt, record.n):
         return _used(record)
     pinned = pinned_by(state, one.base)
     for holder in record.holders:
@@ -168,7 +168,7 @@ def _check_remove(state: LogState, record: RemoveRecord) -> str:
     if record.start != state.start:
         return f"start {state.start} has begun, so start {record.start} removes nothing"
     going = set(record.attempts)
-    if any(is_sound(one) and one.verified for one in state.attempts.values() if one.attempt not in going):
+    if any(is_sound(one) and one.verified for one in state.attempts.values() if one.prefix not in going):
         return ""
     return f"without {listed(record.attempts)} no checkpoint is left that was read back whole"
 
@@ -211,7 +211,7 @@ def base_in(state: LogState) -> str:
     """The checkpoint (`<tag>/<attempt>`) to which a save refers that is announced now: the newest. Empty if there is none."""
     current = (one for one in state.attempts.values() if one.status == "checkpoint" and not (one.damaged or one.left_behind))
     newest = max(current, key=attrgetter("order"), default=None)
-    return "" if newest is None else newest.attempt
+    return "" if newest is None else newest.prefix
 
 
 def for_followers(state: LogState) -> LogState:
@@ -232,7 +232,7 @@ def _check_rollback(state: LogState, record: RollbackRecord) -> str:
     one = state.attempts[record.attempt]
     if one.damaged:
         return f"{record.attempt} is damaged"
-    undecided = (other.attempt for other in state.attempts.values() if other.status == "undecided" and other.order > one.order)
+    undecided = (other.prefix for other in state.attempts.values() if other.status == "undecided" and other.order > one.order)
     spared = () if state.begin is None else state.begin.spared
     unannounced = (name for name in spared if name not in state.attempts and AttemptId.of(name).start >= one.id.start)
     waiting = next(iter((*undecided, *unannounced)), None)
@@ -267,10 +267,10 @@ def _is_own(state: LogState, attempt: str) -> bool:
     return state.begin is not None and (AttemptId.of(attempt).start == state.start or attempt in state.begin.spared)
 
 
-def was_used(state: LogState, record: Numbered | LoggedAttempt) -> bool:
-    """Whether the number of this save was announced, as far back as the log tells."""
-    start = AttemptId.of(record.attempt).start
-    return any(first <= record.n <= last for first, last in state.used.get(start, ()))
+def was_used(state: LogState, attempt: str, n: int) -> bool:
+    """Whether the number `n` of the save `attempt` was announced, as far back as the log tells."""
+    start = AttemptId.of(attempt).start
+    return any(first <= n <= last for first, last in state.used.get(start, ()))
 
 
 def reached(state: LogState, record: Record) -> bool:
@@ -371,7 +371,7 @@ class _Change:
                 self._use(record)
                 name = record.attempt
                 self.attempts[name] = LoggedAttempt(
-                    attempt=name, n=record.n, step=record.step, base=record.base, status="undecided"
+                    prefix=name, n=record.n, step=record.step, base=record.base, status="undecided"
                 )
             case CommitRecord():
                 self._commit(record)
@@ -391,7 +391,7 @@ class _Change:
             case RollbackRecord():
                 self._roll_back(record)
             case HoldRecord():
-                self.attempts[record.attempt] = LoggedAttempt(attempt=record.attempt, status="removed")
+                self.attempts[record.attempt] = LoggedAttempt(prefix=record.attempt, status="removed")
 
     def forget(self) -> None:
         """Forget what was swept long ago."""
@@ -406,7 +406,7 @@ class _Change:
 
     def _decide(self, attempt: str, status: AttemptStatus, **changes: object) -> None:
         """The same for what decides it: it may be unknown, too, after entries that cannot be read."""
-        self.attempts.setdefault(attempt, LoggedAttempt(attempt=attempt, status=status))
+        self.attempts.setdefault(attempt, LoggedAttempt(prefix=attempt, status=status))
         self._set(attempt, status=status, **changes)
 
     def _begin(self, begin: BeginRecord) -> None:
@@ -431,14 +431,14 @@ class _Change:
         before = self.attempts.get(commit.attempt)
         if before is not None and before.n < 0:
             self._use(commit)
-        self._decide(commit.attempt, "checkpoint", n=commit.n, step=commit.step, commit=commit)
+        self._decide(commit.attempt, "checkpoint", n=commit.n, step=commit.step, committed=commit)
         own, one = training(commit), self.attempts[commit.attempt]
         if commit.left:
             self._leave(one, beyond=False)
         head = self.attempts.get(self.heads.get(own, ""))
         if head is None or head.order < one.order:
-            self.heads[own] = one.attempt
-        elif head.commit is not None and head.commit.left:
+            self.heads[own] = one.prefix
+        elif head.committed and head.commit.left:
             self._leave(head, beyond=False)  # the commit comes late, and may be of a branch that was left since
 
     def _remove(self, record: RemoveRecord) -> None:
@@ -447,15 +447,15 @@ class _Change:
         for own in [own for own, head in self.heads.items() if head in record.attempts]:
             del self.heads[own]
             current = [one for one in self.attempts.values() if one.status == "checkpoint" and not one.left_behind]
-            alike = [one for one in current if one.commit is not None and training(one.commit) == own]
+            alike = [one for one in current if training(one.commit) == own]
             if alike:
-                self.heads[own] = max(alike, key=attrgetter("order")).attempt
+                self.heads[own] = max(alike, key=attrgetter("order")).prefix
 
     def _roll_back(self, record: RollbackRecord) -> None:
         one = self.attempts.get(record.attempt)
-        if one is not None and one.commit is not None:
+        if one is not None and one.committed:
             self._leave(one, beyond=True)
-            self.heads[training(one.commit)] = one.attempt
+            self.heads[training(one.commit)] = one.prefix
 
     def _leave(self, head: LoggedAttempt, *, beyond: bool) -> None:
         change = change_of(self.attempts.values(), head, beyond=beyond)

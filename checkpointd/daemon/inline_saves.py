@@ -14,12 +14,11 @@ from checkpointd.daemon.status.model import SaveStatus
 from checkpointd.daemon.status.tally import RESULTS
 from checkpointd.errors import ERRORS, CheckpointdError, DamagedError, NotFoundError, UnreadableError, UsageError
 from checkpointd.layout.keys import AttemptId, check_tag
-from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport, Inline, Vote
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.root.ballots import vote_of
-from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.store.base import Store
 
 WHY_MAX = 500
@@ -73,38 +72,38 @@ def _short(error: ErrorReport) -> ErrorReport:
     return ErrorReport(code=code, message=escaped(error.message, WHY_MAX), phase=escaped(error.phase, PHASE_MAX))
 
 
-async def find(hub: Hub, root: str, store: Store, fresh: Iterable[AttemptView]) -> None:
+async def find(hub: Hub, root: str, store: Store, fresh: Iterable[LoggedAttempt]) -> None:
     """Count the inline saves that nobody reported: read the votes of this node's ranks for the commits in `fresh`.
 
     Only commits since the daemon began count. A vote that cannot be read is left out.
     """
-    for view in fresh:
-        commit = view.commit
+    for one in fresh:
+        commit = one.committed
         decided_at = None if commit is None else seconds_of(commit.writer.time)
         if commit is None or decided_at is None or decided_at < hub.started_at:
             continue
         for record in hub.ranks_at(root)[:VOTES_MAX]:
             start, nonce = record.begun
             uid = os.geteuid() if record.user is None else record.user.uid
-            key: JobKey = (root, nonce, uid, view.tag, str(view.attempt), record.rank)
-            if start != view.attempt.start or record.rank >= commit.world_size or hub.is_counted(key):
+            key: JobKey = (root, nonce, uid, one.tag, str(one.id), record.rank)
+            if start != one.id.start or record.rank >= commit.world_size or hub.is_counted(key):
                 continue
             try:
                 vote = await vote_of(store, commit, record.rank)
             except (DamagedError, NotFoundError, UnreadableError):
                 continue
             if vote.inline is not None and not hub.is_counted(key):  # its trainer may have reported it meanwhile
-                hub.inlined(key, _voted(vote, view, commit, decided_at), held_s=vote.held_s)
+                hub.inlined(key, _voted(vote, one, commit, decided_at), held_s=vote.held_s)
 
 
-def _voted(vote: Vote, view: AttemptView, commit: CommitRecord, decided_at: float) -> SaveStatus:
+def _voted(vote: Vote, one: LoggedAttempt, commit: CommitRecord, decided_at: float) -> SaveStatus:
     """A committed inline save, by its vote and commit."""
     assert vote.inline is not None
     began_at = decided_at - (commit.cost.took_s if commit.cost is not None else 0.0)
     staged_at, voted_at = _times(began_at, vote.seconds, decided_at)
     return SaveStatus(
-        tag=view.tag,
-        attempt=str(view.attempt),
+        tag=one.tag,
+        attempt=str(one.id),
         step=vote.step,
         rank=vote.rank,
         phase="committed",

@@ -33,6 +33,7 @@ from checkpointd.export.selection import (
 from checkpointd.export.stream import PlacedTensor, Turn, at_once, stream
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
 from checkpointd.phrases import byte_count
 from checkpointd.pipeline.identity import writer
@@ -40,7 +41,6 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.read.plan import BoxRequest, gaps
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import named
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -169,7 +169,7 @@ async def _output(out: str | os.PathLike[str], container: Container, request: Ex
 
 async def export_checkpoint(
     store: Store,
-    checkpoint: Checkpoint,
+    checkpoint: LoggedAttempt,
     output: ExportOutput,
     container: Container,
     request: ExportRequest,
@@ -218,12 +218,12 @@ async def export_checkpoint(
     )
 
 
-def _record(store: Store, checkpoint: Checkpoint, request: ExportRequest, nbytes: int) -> ExportRecord:
+def _record(store: Store, checkpoint: LoggedAttempt, request: ExportRequest, nbytes: int) -> ExportRecord:
     return ExportRecord(
         complete=True,
         root=store.url,
         tag=checkpoint.tag,
-        attempt=str(checkpoint.attempt),
+        attempt=str(checkpoint.id),
         order=checkpoint.commit.order,
         ballot=ballot_of(checkpoint),
         step=checkpoint.commit.step,

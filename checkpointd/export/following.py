@@ -33,13 +33,13 @@ from checkpointd.export.progress import ExportProgress, LeftReason
 from checkpointd.export.record import ExportRecord
 from checkpointd.export.stream import Turn, at_once
 from checkpointd.export.target import ExportTarget, records_at
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.phrases import byte_count, byte_size, lasting
 from checkpointd.pipeline.gc.export_leases import OwnExportLease
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.limited import TokenBucket
 from checkpointd.store.patient import Patience, PatientStore
@@ -95,7 +95,7 @@ class Exporter:
         self._there: dict[str, ExportRecord | None] = {}
         self._tried: dict[str, LeftReason] = {}
         """The attempts that could not be exported, with the reason."""
-        self._due: tuple[Checkpoint, ...] = ()
+        self._due: tuple[LoggedAttempt, ...] = ()
         """Those that were due at the last look."""
         self._staying: set[str] = set()
         """The exports that cannot be removed."""
@@ -194,9 +194,9 @@ class Exporter:
     async def _see(self) -> ExportAgenda:
         """What is to be done now."""
         self._at = None
-        views = await root_view.scan(self._root)
+        state = await root_view.state_of(self._root)
         at = self._now
-        newest_first = root_view.checkpoints_of(views)
+        newest_first = root_view.checkpoints_of(state.attempts.values())
         agenda = planned(newest_first, self._there, self._config, self._root.url, self._tried)
         for one in agenda.blocked:
             self._leave(
@@ -214,7 +214,7 @@ class Exporter:
             self._at = at
         return agenda
 
-    async def _export(self, checkpoint: Checkpoint) -> None:
+    async def _export(self, checkpoint: LoggedAttempt) -> None:
         shown, began = self.progress, time.monotonic()
         shown.state, shown.tag, shown.done_bytes, shown.total_bytes = "exporting", checkpoint.tag, 0, 0
         try:
@@ -231,7 +231,7 @@ class Exporter:
         shown.last_s = time.monotonic() - began
         log.info("%s exported to %s: %s in %s", checkpoint.tag, done.out, byte_size(done.bytes), lasting(shown.last_s))
 
-    async def _exported(self, checkpoint: Checkpoint) -> Consolidation:
+    async def _exported(self, checkpoint: LoggedAttempt) -> Consolidation:
         config, shown = self._config, self.progress
         request = ExportRequest(
             only=config.only,
@@ -261,25 +261,25 @@ class Exporter:
             nbytes -= piece
         await self._hold.check()
 
-    async def _failed(self, checkpoint: Checkpoint, error: CheckpointdError) -> None:
-        now = await root_view.logged(self._root, checkpoint.tag, checkpoint.attempt)
+    async def _failed(self, checkpoint: LoggedAttempt, error: CheckpointdError) -> None:
+        now = await root_view.logged(self._root, checkpoint.prefix)
         if now is None or now.status != "checkpoint":
             self._lose(checkpoint)
         else:
             self._leave(checkpoint, "damaged" if isinstance(error, DamagedError) else "blocked", error)
 
-    def _leave(self, checkpoint: Checkpoint, why: LeftReason, error: CheckpointdError) -> None:
+    def _leave(self, checkpoint: LoggedAttempt, why: LeftReason, error: CheckpointdError) -> None:
         if self._is_news(checkpoint, why):
             log.error("%s cannot be exported to %s: %s", checkpoint.tag, self._config.to, error)
             self.progress.problem = ErrorReport.of(error)
             self._fails(error)
 
-    def _lose(self, checkpoint: Checkpoint) -> None:
+    def _lose(self, checkpoint: LoggedAttempt) -> None:
         if self._is_news(checkpoint, "removed"):
             words = "%s was removed before its export had ended: keep more checkpoints at %s, or export fewer (every_steps)"
             log.warning(words, checkpoint.tag, self._root.url)
 
-    def _is_news(self, checkpoint: Checkpoint, why: LeftReason) -> bool:
+    def _is_news(self, checkpoint: LoggedAttempt, why: LeftReason) -> bool:
         """Count a checkpoint that is not exported, unless that was done."""
         if checkpoint.prefix in self._tried:
             return False

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from checkpointd.bucket_urls import is_same_root
 from checkpointd.config import ExportConfig
 from checkpointd.export.record import ExportRecord
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.gc.export_leases import is_wanted
-from checkpointd.pipeline.root.root_view import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,13 @@ class ExportAgenda:
     first, and unfinished ones that are not due any more.
     """
 
-    due: tuple[Checkpoint, ...] = ()
-    blocked: tuple[Checkpoint, ...] = ()
+    due: tuple[LoggedAttempt, ...] = ()
+    blocked: tuple[LoggedAttempt, ...] = ()
     going: tuple[ExportRecord, ...] = ()
 
 
 def planned(
-    newest_first: Sequence[Checkpoint],
+    newest_first: Sequence[LoggedAttempt],
     there: Mapping[str, ExportRecord | None],
     config: ExportConfig,
     root: str,

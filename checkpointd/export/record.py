@@ -9,8 +9,8 @@ import msgspec
 
 from checkpointd.commit.facts import Order
 from checkpointd.errors import FormatError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.safetensors import INDEX
-from checkpointd.pipeline.root.root_view import Checkpoint
 
 NAME = "checkpointd.json"
 CONFIG = "config.json"
@@ -42,12 +42,12 @@ class ExportRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format"
     time: str
     """When the export began: ISO 8601, UTC."""
 
-    def is_of(self, checkpoint: Checkpoint) -> bool:
+    def is_of(self, checkpoint: LoggedAttempt) -> bool:
         """Whether this is an export of `checkpoint`."""
-        return (self.tag, self.attempt, self.ballot) == (checkpoint.tag, str(checkpoint.attempt), ballot_of(checkpoint))
+        return (self.tag, self.attempt, self.ballot) == (checkpoint.tag, str(checkpoint.id), ballot_of(checkpoint))
 
 
-def ballot_of(checkpoint: Checkpoint) -> str:
+def ballot_of(checkpoint: LoggedAttempt) -> str:
     """The digest of the ballot of `checkpoint`."""
     return checkpoint.commit.ballot.digest
 

@@ -48,6 +48,7 @@ Nonce: TypeAlias = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16,64}\Z")]
 Start: TypeAlias = Annotated[int, Meta(ge=1, le=START_MAX)]
 
 AttemptStatus = Literal["undecided", "checkpoint", "aborted", "removed"]
+ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
 
 
 # --- records --------------------------------------------------------------------------------------------------------
@@ -234,12 +235,12 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", ta
 class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """An attempt as the log has it."""
 
-    attempt: AttemptName
+    prefix: AttemptName = msgspec.field(name="attempt")
     n: int = 0
     step: int = -1
     base: AttemptName = ""
     status: AttemptStatus
-    commit: CommitRecord | None = None
+    committed: CommitRecord | None = msgspec.field(default=None, name="commit")
     """Of a checkpoint, also of one that was removed."""
     abort: AbortRecord | None = None
     removal: RemoveRecord | None = None
@@ -248,18 +249,24 @@ class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     damaged: str = ""
     """What was found; empty if it is not recorded as damaged."""
     passed_over: str = ""
+    """Why a load passed over it and took an older checkpoint; empty if none did."""
     left_behind: bool = False
-    """Whether it is of a branch that was left."""
+    """Whether it is of a branch that was left: training went on from an older checkpoint."""
     swept: int = 0
     """The number of the entry since which nothing is left of it."""
 
+    @classmethod
+    def of(cls, commit: CommitRecord) -> LoggedAttempt:
+        """The checkpoint that `commit` has made."""
+        return cls(prefix=commit.attempt, n=commit.n, step=commit.step, status="checkpoint", committed=commit)
+
     @property
     def id(self) -> AttemptId:
-        return AttemptId.of(self.attempt)
+        return AttemptId.of(self.prefix)
 
     @property
     def tag(self) -> str:
-        return self.attempt.rpartition("/")[0]
+        return self.prefix.rpartition("/")[0]
 
     @property
     def order(self) -> tuple[int, int]:
@@ -267,9 +274,29 @@ class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return self.id.start, self.n
 
     @property
+    def commit(self) -> CommitRecord:
+        """The same as `committed`, of an attempt that has committed."""
+        assert self.committed is not None, self.prefix
+        return self.committed
+
+    @property
+    def decision(self) -> CommitRecord | AbortRecord | None:
+        return self.committed or self.abort
+
+    @property
     def holders(self) -> tuple[str, ...]:
         """The older attempts that it refers to, as far as that is decided."""
-        return () if self.commit is None else self.commit.holders
+        return () if self.committed is None else self.committed.holders
+
+    @property
+    def may_be_latest(self) -> bool:
+        """Whether `latest` may name it."""
+        return self.status == "checkpoint" and self.commit.save_latest and not self.left_behind
+
+    @property
+    def read_back(self) -> ReadBackState:
+        """Whether it was read back since it was written, and the result."""
+        return "damaged" if self.damaged else "whole" if self.verified else "no"
 
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -396,7 +423,7 @@ def decode_state(data: bytes, number: int) -> LogState:
         found.begins,
         MappingProxyType(found.used),
         MappingProxyType(found.heads),
-        MappingProxyType({one.attempt: one for one in found.attempts}),
+        MappingProxyType({one.prefix: one for one in found.attempts}),
     )
 
 
@@ -431,19 +458,19 @@ def _names(record: Record) -> tuple[str, ...]:
 
 
 def _state_fault(state: _StoredState) -> str | None:
-    listed, named = {one.attempt for one in state.attempts}, set[str](state.heads.values())
+    listed, named = {one.prefix for one in state.attempts}, set[str](state.heads.values())
     if len(listed) < len(state.attempts):
         return "lists an attempt twice"
     for one in state.attempts:
-        commit = one.commit
+        commit = one.committed
         if commit is not None:
-            if commit.attempt != one.attempt:
-                return f"lists {one.attempt!r:.100} with the commit of {commit.attempt!r:.100}"
+            if commit.attempt != one.prefix:
+                return f"lists {one.prefix!r:.100} with the commit of {commit.attempt!r:.100}"
             if fault := _ballot_fault(commit):
                 return fault
             named.update(commit.holders)
         elif one.status == "checkpoint":
-            return f"lists {one.attempt!r:.100} as a checkpoint without its commit"
+            return f"lists {one.prefix!r:.100} as a checkpoint without its commit"
         if one.abort is not None:
             named.add(one.abort.attempt)
         if one.removal is not None:

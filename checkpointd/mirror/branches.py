@@ -18,7 +18,7 @@ def rollbacks(theirs: LogState, ours: LogState) -> list[RollbackRecord]:
     far as the mirror has the checkpoints from which training goes on.
     """
     found = list[RollbackRecord]()
-    for own in {training(commit) for name in _unlike(theirs, ours) if (commit := ours.attempts[name].commit) is not None}:
+    for own in {training(commit) for name in _unlike(theirs, ours) if (commit := ours.attempts[name].committed) is not None}:
         record = RollbackRecord(attempt=theirs.heads.get(own, ""), writer=writer())
         if check(ours, record):
             continue  # it is not there yet, or not any more

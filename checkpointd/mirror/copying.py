@@ -42,7 +42,6 @@ from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_for_commit, votes_of
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.workers import run_workers, uncollected
 from checkpointd.store.base import SMALL_BYTES_MAX, Store, each
 from checkpointd.store.patient import Patience, PatientStore
@@ -113,7 +112,7 @@ class CheckpointCopy:
 
     origin: Store
     mirror: Store
-    checkpoint: Checkpoint
+    checkpoint: LoggedAttempt
     hold: Hold
     ours: LogState
     on_bytes: Callable[[int], None] = lambda _: None
@@ -223,11 +222,10 @@ class CheckpointCopy:
 
     async def _referred(self, one: LoggedAttempt) -> set[str]:
         """The keys of older attempts' objects to which the checkpoint at the mirror refers, as far as that can be read."""
-        assert one.commit is not None
         try:
             votes = await votes_of(self.mirror, one.commit)
         except (DamagedError, NotFoundError, UnreadableError) as error:
-            log.warning("%s at the mirror keeps nothing for others: %s", one.attempt, error)
+            log.warning("%s at the mirror keeps nothing for others: %s", one.prefix, error)
             return set()
         return {key for vote in votes.values() if isinstance(vote, Vote) for key in vote.refers}
 
@@ -353,7 +351,7 @@ class CheckpointCopy:
 
     async def _commit(self, held: Sequence[str]) -> None:
         """Put the entry that makes it a checkpoint (MIRRORCOPY-1). `held`: the older attempts of which the log knew nothing."""
-        commit, base = self.checkpoint.commit, self._base.attempt if self._base is not None else ""
+        commit, base = self.checkpoint.commit, self._base.prefix if self._base is not None else ""
         announced = AnnounceRecord(attempt=self.prefix, n=commit.n, step=commit.step, base=base)
         records: list[Record] = [announced, commit, *(HoldRecord(attempt=holder) for holder in held)]
 
@@ -369,7 +367,7 @@ class CheckpointCopy:
 
 def _reach(one: LoggedAttempt) -> set[str]:
     """The checkpoint `one`, and the attempts to which it refers."""
-    return {one.attempt, *one.holders}
+    return {one.prefix, *one.holders}
 
 
 class _Proved:
@@ -388,14 +386,14 @@ class _Proved:
         if holder in self._doubted:
             return False
         for one in filter(None, (self._copy._base, self._copy.ours.attempts.get(holder))):
-            if one.status == "checkpoint" and one.attempt not in self._read:
-                self._read.add(one.attempt)
-                await self._learn(root_view.checkpoint_of(one))
+            if one.status == "checkpoint" and one.prefix not in self._read:
+                self._read.add(one.prefix)
+                await self._learn(one)
             if self._known.get(key, set()).issuperset(pieces):
                 return True
         return False
 
-    async def _learn(self, checkpoint: Checkpoint) -> None:
+    async def _learn(self, checkpoint: LoggedAttempt) -> None:
         if self._rank >= checkpoint.commit.world_size:
             return
         try:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from checkpointd.errors import CheckpointdError, FencedError, RootInUseError, StoreError, UsageError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.news import CheckpointNews, MirrorProgress, News
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -103,7 +103,7 @@ class Follower:
 
     def _in_step(self) -> None:
         seen = self._mirroring.seen
-        newest = next(iter(root_view.commits_of(root_view.views_of(seen.ours))), None)
+        newest = next(iter(root_view.commits_of(seen.ours.attempts.values())), None)
         shown = self.progress
         shown.newest_tag = newest.tag if newest is not None else None
         shown.newest_step = newest.commit.step if newest is not None else None
@@ -115,7 +115,7 @@ class Follower:
 
     # --- what the mirroring tells ------------------------------------------------------------------------------------
 
-    def _copying(self, checkpoint: Checkpoint, nbytes: int, behind: int) -> None:
+    def _copying(self, checkpoint: LoggedAttempt, nbytes: int, behind: int) -> None:
         shown = self.progress
         shown.state, shown.tag, shown.behind = "copying", checkpoint.tag, behind + 1
         shown.done_bytes, shown.total_bytes = 0, nbytes

@@ -72,7 +72,6 @@ from checkpointd.pipeline.read.verify import CheckpointVerdict
 from checkpointd.pipeline.root import reserve, root_view
 from checkpointd.pipeline.root.latest import move_latest, newest_of
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import AttemptView, Checkpoint, checkpoint_of
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
 
@@ -99,7 +98,7 @@ class BothRoots:
 
     theirs: LogState
     ours: LogState
-    wanted: list[AttemptView]
+    wanted: list[LoggedAttempt]
     agenda: Agenda
 
 
@@ -118,7 +117,7 @@ class Mirroring:
         *,
         tell: Callable[[News], None] = lambda _: None,
         on_bytes: Callable[[int], None] = lambda _: None,
-        on_copy: Callable[[Checkpoint, int, int], None] = lambda *_: None,
+        on_copy: Callable[[LoggedAttempt, int, int], None] = lambda *_: None,
     ) -> None:
         self.config = config or MirrorConfig()
         limit = self.config.limit_bps
@@ -234,7 +233,7 @@ class Mirroring:
         going: set[str] = set()
         if wanted:
             coming = [as_unread(view) for view in wanted if view.prefix not in self._tried]
-            choice = await chosen_by(self.mirror, [*_checkpoints(ours), *coming], self.config.rules, looks=False)
+            choice = await chosen_by(self.mirror, [*ours.attempts.values(), *coming], self.config.rules, looks=False)
             going = {prefix for prefix, _ in choice.going}
         # An origin of which not all can be read does not tell what it wants no more.
         begun = () if self._their_log.fault else [one for one in self._begun if may_be_held(ours, one)]
@@ -276,7 +275,7 @@ class Mirroring:
         if not copied:
             await self._make_room(seen)
         if self.config.verify:
-            await self._prove(_newest_for_latest(self._our_log.state))  # an earlier run may not have done so
+            await self._prove(newest_of(self._our_log.state))  # an earlier run may not have done so
         if await self._heal():
             await self._make_room(await self._see())  # what waited for something whole may go; reading takes long
         await self._follow_branches()
@@ -329,7 +328,7 @@ class Mirroring:
         assert self._hold is not None, "begin() comes first"
         return self._hold
 
-    async def _copy(self, checkpoint: Checkpoint, seen: BothRoots, behind: int) -> bool:
+    async def _copy(self, checkpoint: LoggedAttempt, seen: BothRoots, behind: int) -> bool:
         """Copy one checkpoint. Returns whether that was possible; the news says why not."""
         self._on_copy(checkpoint, nbytes_of(checkpoint), behind)
         copy = CheckpointCopy(self.origin, self.mirror, checkpoint, self._held, seen.ours, self._on_bytes, begins=self._note)
@@ -362,57 +361,56 @@ class Mirroring:
 
     async def _heal(self) -> bool:
         """Copy again what is damaged at the mirror, oldest first, or say why not (MIRROR-8). Returns whether that was tried."""
-        due = [one for one in damaged_of(self._our_log.state) if one.attempt not in self._not_healed]
+        due = [one for one in damaged_of(self._our_log.state) if one.prefix not in self._not_healed]
         for one in due:
             says = f"a record at {self.mirror.url} says that it is damaged"
             try:
-                await self._heal_one(one, self._their_log.state.attempts.get(one.attempt))
+                await self._heal_one(one, self._their_log.state.attempts.get(one.prefix))
             except LeftOut as left:
-                self._not_healed[one.attempt] = left.why
-                self._say(checkpoint_of(one), "damaged-here", f"{says}, and {left}")
+                self._not_healed[one.prefix] = left.why
+                self._say(one, "damaged-here", f"{says}, and {left}")
             except StoreFullError as error:
-                self._not_healed[one.attempt] = "blocked"
-                self._say(checkpoint_of(one), "damaged-here", f"{says}, and there is no room to copy it again: {error}")
+                self._not_healed[one.prefix] = "blocked"
+                self._say(one, "damaged-here", f"{says}, and there is no room to copy it again: {error}")
         return bool(due)
 
     async def _heal_one(self, one: LoggedAttempt, there: LoggedAttempt | None) -> None:
         """Heal one checkpoint. Raises LeftOut if that is not possible."""
         state = await self._held.check()
-        if state.attempts[one.attempt].status != "checkpoint":
+        if state.attempts[one.prefix].status != "checkpoint":
             return  # the rules, or a person, have removed it since the look
         if there is None or there.status != "checkpoint":
             raise LeftOut("removed", f"{self.origin.url} does not have it any more")
         if there.damaged:
             raise LeftOut("damaged", f"so does one at {self.origin.url}")
-        checkpoint = checkpoint_of(there)
-        self._on_copy(checkpoint, nbytes_of(checkpoint), 0)
-        copy = CheckpointCopy(self.origin, self.mirror, checkpoint, self._held, state, self._on_bytes, heals=True)
+        self._on_copy(there, nbytes_of(there), 0)
+        copy = CheckpointCopy(self.origin, self.mirror, there, self._held, state, self._on_bytes, heals=True)
         amount = await copy.run()
-        verdict = await read_back(self.mirror, checkpoint)
+        verdict = await read_back(self.mirror, there)
         if verdict.damage:
             raise LeftOut("blocked", f"it was copied again in vain: {verdict.damage[0].message}")
         if verdict.unreadable:
             raise LeftOut("unreadable", f"it was copied again, and cannot be read back now: {verdict.unreadable[0].message}")
-        self._said.discard(_said("damaged-here", one.attempt))
-        self._tell(news_of(checkpoint, "healed", copied=amount.copied, found=amount.found, verified=True))
+        self._said.discard(_said("damaged-here", one.prefix))
+        self._tell(news_of(there, "healed", copied=amount.copied, found=amount.found, verified=True))
 
     # --- the rules of the mirror ------------------------------------------------------------------------------------
 
     async def _retire(self, seen: BothRoots, *, is_full: bool) -> bool:
         """Remove what no rule keeps at the mirror, and leftovers (MIRROR-7). Returns whether anything was removed."""
         exports, ours, rules = None if is_full else self._exports, seen.ours, self.config.rules
-        choice = await chosen_by(self.mirror, _checkpoints(ours), rules, exports=exports)
+        choice = await chosen_by(self.mirror, ours.attempts.values(), rules, exports=exports)
         if choice.surplus or (choice.going and not has_proof(ours, {prefix for prefix, _ in choice.going})):
             # Jobs read back what they save; here, only the newest that is to take the place of older ones is.
-            await self._prove(next(iter(root_view.commits_of(_checkpoints(ours))), None))
+            await self._prove(next(iter(root_view.commits_of(ours.attempts.values())), None))
             ours = await self._our_log.look()
-            choice = await chosen_by(self.mirror, _checkpoints(ours), rules, exports=exports)
+            choice = await chosen_by(self.mirror, ours.attempts.values(), rules, exports=exports)
         stays = spared(seen.agenda.due, seen.theirs)
         if not is_full:
             stays |= await self._to_be_healed(seen.theirs, ours)
         going = [dead for dead in choice.going if dead[0] not in stays]
         await self._held.check()
-        gone = set(await retired(self.mirror, _checkpoints(ours), going, start=self._held.start.start) if going else ())
+        gone = set(await retired(self.mirror, ours.attempts.values(), going, start=self._held.start.start) if going else ())
         freed = await self._swept() if gone or not self._is_swept else 0
         if retired_tags := tuple(ours.attempts[prefix].tag for prefix, _ in going if prefix in gone):
             self._tell(RemovalNews(retired=retired_tags, freed_bytes=freed))
@@ -430,10 +428,10 @@ class Mirroring:
     async def _to_be_healed(self, theirs: LogState, ours: LogState) -> set[str]:
         """The damaged checkpoints that may be healed yet, and that the rules would keep if they were whole."""
         there = {name for name, one in theirs.attempts.items() if one.status == "checkpoint" and name not in self._given_up}
-        found = {one.attempt for one in damaged_of(ours)} & there
+        found = {one.prefix for one in damaged_of(ours)} & there
         if not found:
             return found
-        healed = [as_unread(view) if view.prefix in found else view for view in _checkpoints(ours)]
+        healed = [as_unread(one) if one.prefix in found else one for one in root_view.commits_of(ours.attempts.values())]
         choice = await chosen_by(self.mirror, healed, self.config.rules, looks=False)
         return found - {prefix for prefix, _ in choice.going}
 
@@ -442,7 +440,7 @@ class Mirroring:
         """The damaged checkpoints of the mirror that the origin cannot heal."""
         return {prefix for prefix, kind in self._not_healed.items() if kind in ("damaged", "removed")}
 
-    async def _prove(self, newest: Checkpoint | None) -> None:
+    async def _prove(self, newest: LoggedAttempt | None) -> None:
         """Read a checkpoint back from the mirror, unless that was done or tried."""
         if newest is not None and newest.read_back == "no" and newest.prefix not in self._unread:
             self._say_unread(newest, await read_back(self.mirror, newest))
@@ -457,12 +455,12 @@ class Mirroring:
         for checkpoint in seen.agenda.damaged:
             self._say(checkpoint, "damaged", f"a record at {self.origin.url} says that it is damaged")
 
-    def _say(self, checkpoint: Checkpoint, kind: Kind, why: str) -> None:
+    def _say(self, checkpoint: LoggedAttempt, kind: Kind, why: str) -> None:
         if _said(kind, checkpoint.prefix) not in self._said:
             self._said.add(_said(kind, checkpoint.prefix))
             self._tell(news_of(checkpoint, kind, why=why))
 
-    def _say_unread(self, checkpoint: Checkpoint, verdict: CheckpointVerdict) -> None:
+    def _say_unread(self, checkpoint: LoggedAttempt, verdict: CheckpointVerdict) -> None:
         """Tell of a checkpoint that could not be read back. That proves no damage."""
         if verdict.unreadable and not verdict.damage:
             self._unread.add(checkpoint.prefix)
@@ -472,15 +470,6 @@ class Mirroring:
 
 def _said(kind: Kind, prefix: str) -> str:
     return f"{kind} {prefix}"
-
-
-def _checkpoints(state: LogState) -> list[AttemptView]:
-    return [view for view in root_view.views_of(state) if view.state == "committed"]
-
-
-def _newest_for_latest(state: LogState) -> Checkpoint | None:
-    newest = newest_of(state)
-    return None if newest is None else checkpoint_of(newest)
 
 
 async def run_once(mirroring: Mirroring, news: list[News]) -> MirrorReport:

@@ -7,7 +7,6 @@ from checkpointd.layout.keys import holder_of, object_rank
 from checkpointd.layout.log_records import LogState
 from checkpointd.mirror.pieces import StoredPiece, pieces_by_object
 from checkpointd.pipeline.read.index import read_index
-from checkpointd.pipeline.root.root_view import checkpoint_of
 from checkpointd.store.base import Store
 
 
@@ -21,16 +20,15 @@ async def named_pieces(mirror: Store, state: LogState, key: str, elsewhere: Stor
     assert rank is not None  # the objects of tensors have the rank in their names
     for one in state.attempts.values():
         # Only the indexes of the rank that wrote the object name it (`check_chunks_ref`).
-        if one.status != "checkpoint" or one.commit is None or rank >= one.commit.world_size:
+        if one.status != "checkpoint" or rank >= one.commit.world_size:
             continue
-        if holder not in (one.attempt, *one.holders):
+        if holder not in (one.prefix, *one.holders):
             continue
-        checkpoint = checkpoint_of(one)
         try:
-            index = await read_index(mirror, checkpoint, rank)
+            index = await read_index(mirror, one, rank)
         except (DamagedError, UnreadableError):
-            index = await read_index(elsewhere, checkpoint, rank)
+            index = await read_index(elsewhere, one, rank)
         for named, pieces in zip(index.objects, pieces_by_object(index), strict=True):
-            if named.key(one.attempt) == key:
+            if named.key(one.prefix) == key:
                 found.update(pieces)
     return found

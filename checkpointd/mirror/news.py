@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.root.root_view import Checkpoint
 
 Kind = Literal["mirrored", "left-out", "removed", "damaged", "unreadable", "blocked", "damaged-here", "healed"]
 """`left-out`: the rules of the mirror would remove it again. `removed`: it was removed at the origin while it was copied.
@@ -44,12 +44,12 @@ class CheckpointNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def news_of(
-    checkpoint: Checkpoint, kind: Kind, *, copied: int = 0, found: int = 0, verified: bool = False, why: str = ""
+    checkpoint: LoggedAttempt, kind: Kind, *, copied: int = 0, found: int = 0, verified: bool = False, why: str = ""
 ) -> CheckpointNews:
     return CheckpointNews(
         kind=kind,
         tag=checkpoint.tag,
-        attempt=str(checkpoint.attempt),
+        attempt=str(checkpoint.id),
         step=checkpoint.commit.step,
         copied_bytes=copied,
         found_bytes=found,

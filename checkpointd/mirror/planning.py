@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
@@ -13,7 +13,6 @@ from checkpointd.commit.log import pinned_by, was_used
 from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.mirror.news import Kind
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.root_view import AttemptView, Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +22,23 @@ class Agenda:
     more.
     """
 
-    due: tuple[Checkpoint, ...] = ()
-    left_out: tuple[Checkpoint, ...] = ()
-    damaged: tuple[Checkpoint, ...] = ()
+    due: tuple[LoggedAttempt, ...] = ()
+    left_out: tuple[LoggedAttempt, ...] = ()
+    damaged: tuple[LoggedAttempt, ...] = ()
     leftovers: tuple[str, ...] = ()
 
 
-def missing(theirs: LogState, ours: LogState) -> list[AttemptView]:
+def missing(theirs: LogState, ours: LogState) -> list[LoggedAttempt]:
     """The checkpoints of the origin that the mirror has never had."""
     return [
-        AttemptView(one)
+        one
         for name, one in theirs.attempts.items()
-        if one.status == "checkpoint" and name not in ours.attempts and not was_used(ours, one)
+        if one.status == "checkpoint" and name not in ours.attempts and not was_used(ours, name, one.n)
     ]
 
 
 def planned(
-    wanted: Sequence[AttemptView],
+    wanted: Sequence[LoggedAttempt],
     begun: Iterable[str],
     going: Collection[str],
     *,
@@ -49,7 +48,7 @@ def planned(
     """`wanted`: what `missing` found. `begun`: the attempts of which objects were copied already. `going`: those that the rules
     of the mirror would remove. `everything`: copy those, too, once. `tried`: attempts to leave alone now, with the reason.
     """
-    due, left_out, damaged, still = list[Checkpoint](), list[Checkpoint](), list[Checkpoint](), set[str]()
+    due, left_out, damaged, still = list[LoggedAttempt](), list[LoggedAttempt](), list[LoggedAttempt](), set[str]()
     for checkpoint in reversed(root_view.commits_of(wanted)):
         if checkpoint.prefix in going and not everything:
             left_out.append(checkpoint)
@@ -63,7 +62,7 @@ def planned(
     return Agenda(tuple(due), tuple(left_out), tuple(damaged), leftovers)
 
 
-def spared(due: Iterable[Checkpoint], theirs: LogState) -> set[str]:
+def spared(due: Iterable[LoggedAttempt], theirs: LogState) -> set[str]:
     """The checkpoints that no rule removes for now: checkpoints that are `due` refer to their objects, or saves that are in
     flight at the origin may.
     """
@@ -76,7 +75,7 @@ def spared(due: Iterable[Checkpoint], theirs: LogState) -> set[str]:
 
 def reached(ours: LogState) -> Order:
     """The greatest order of a checkpoint that the mirror has or had."""
-    return max((one.order for one in ours.attempts.values() if one.commit is not None), default=(0, 0))
+    return max((one.order for one in ours.attempts.values() if one.committed), default=(0, 0))
 
 
 def damaged_of(ours: LogState) -> list[LoggedAttempt]:
@@ -86,20 +85,20 @@ def damaged_of(ours: LogState) -> list[LoggedAttempt]:
 
 def doubted(ours: LogState) -> set[str]:
     """The attempts of whose objects at the mirror one may be damaged: damaged checkpoints, and those to which they refer."""
-    return {name for one in damaged_of(ours) for name in (one.attempt, *one.holders)}
+    return {name for one in damaged_of(ours) for name in (one.prefix, *one.holders)}
 
 
-def nbytes_of(checkpoint: Checkpoint) -> int:
+def nbytes_of(checkpoint: LoggedAttempt) -> int:
     """The stored bytes of a checkpoint."""
     cost = checkpoint.commit.cost
     return cost.stored_bytes if cost is not None else 0
 
 
-def as_unread(view: AttemptView) -> AttemptView:
-    """The attempt as it will be at the mirror before it was read back there."""
-    return replace(view, logged=msgspec.structs.replace(view.logged, verified=False, damaged=""))
+def as_unread(checkpoint: LoggedAttempt) -> LoggedAttempt:
+    """The `checkpoint` as it will be at the mirror before it was read back there."""
+    return msgspec.structs.replace(checkpoint, verified=False, damaged="")
 
 
 def has_proof(ours: LogState, going: Collection[str]) -> bool:
     """Whether a checkpoint that stays is recorded as read back whole."""
-    return any(a.status == "checkpoint" and a.verified and a.attempt not in going for a in ours.attempts.values())
+    return any(a.status == "checkpoint" and a.verified and a.prefix not in going for a in ours.attempts.values())

@@ -127,10 +127,10 @@ def _check_checkpoints(origin: Side, mirror: Side, swapped: str) -> None:
     """Refuse checkpoints that the origin never had. A root that was its mirror all the time may have what it has forgotten."""
     own = []
     for name, one in mirror.state.attempts.items():
-        if one.status != "checkpoint" or one.commit is None:
+        if one.status != "checkpoint":
             continue
         there = origin.state.attempts.get(name)
-        commit = None if there is None else there.commit
+        commit = None if there is None else there.committed
         if commit is None:
             own.append(one)
         elif not is_same(one.commit, commit):

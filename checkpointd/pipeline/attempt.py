@@ -163,7 +163,7 @@ class Attempt:
                 self._over.set()  # if this is cancelled, the upload ends by itself
                 self.spool.leave()
         if self.phase is Phase.COMMITTED and self.outcome is not None and self._state.commit.read_back:
-            self._state.reader.committed(root_view.checkpoint_of(self.outcome), self.info.rank)
+            self._state.reader.committed(self.outcome, self.info.rank)
 
     async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
         """Run the attempt, and then have dead attempts and old entries of the log removed, which this does not wait for
@@ -194,16 +194,16 @@ class Attempt:
                 await self.spool.ended(committed=False)
             return
         self._over.set()
-        if outcome.commit is not None:
+        if outcome.committed:
             await self._voted(work, outcome)
         self.outcome = outcome
-        await show_files(self._state.showing, self.info, outcome.commit)
-        if self.info.rank == COORDINATOR and outcome.commit is not None:
+        await show_files(self._state.showing, self.info, outcome.committed)
+        if self.info.rank == COORDINATOR and outcome.committed:
             await point_latest(self._log, outcome.commit)
         self._conclude(outcome)
         await work
         await self._state.own_plans.decided(self._store, self.info.prefix)
-        if outcome.commit is None:
+        if outcome.committed is None:
             await tried(drop_shard, self._store, self.info)
             if self.info.rank == COORDINATOR:
                 await tried(drop_unfinished, self._store, self.info)
@@ -211,7 +211,7 @@ class Attempt:
         elif self.info.may_be_taken_over and not self._own_vote_stands:
             await tried(drop_unless_named, self._store, self.info)
         if self.spool is not None:
-            await self.spool.ended(committed=outcome.commit is not None)
+            await self.spool.ended(committed=outcome.committed is not None)
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
@@ -549,7 +549,7 @@ class Attempt:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def _conclude(self, outcome: LoggedAttempt) -> None:
-        if (commit := outcome.commit) is not None:
+        if (commit := outcome.committed) is not None:
             if self._index is not None and self._own_vote_stands:
                 self._state.bases.saw(self._index, commit.order, self._bases_forgotten)
             if commit.no_progress and self._state.commit.on_no_progress != "ignore":

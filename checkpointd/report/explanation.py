@@ -7,14 +7,14 @@ import difflib
 import msgspec
 
 from checkpointd.commands import at_tag, command
+from checkpointd.commit.facts import STATES
 from checkpointd.errors import NotFoundError
 from checkpointd.layout.keys import check_tag
-from checkpointd.layout.log_records import CommitRecord, LogState, RemoveRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt, LogState, RemoveRecord
 from checkpointd.layout.manifest import ErrorReport, WriterIdentity
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import leases, root_view
 from checkpointd.pipeline.root.leases import Sight
-from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.root.wholeness import Lost, lost_advice, lost_state, lost_text, seen_lost
 from checkpointd.report import advice
 from checkpointd.report.holder import Holder, holder_at, newest_holder
@@ -59,7 +59,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 async def explanation(store: Store, tag: str) -> Explanation:
     """Explain every attempt at `tag`. NotFoundError, with similar tags, if there is none."""
     state, damage = await look(store)
-    attempts = await root_view.attempts_of(store, check_tag(tag))
+    attempts = root_view.attempts_of(state, check_tag(tag))
     if not attempts:
         raise NotFoundError(await _no_such_tag(store, state, tag))
     newest = await newest_holder(store, state)
@@ -87,7 +87,7 @@ async def _no_such_tag(store: Store, state: LogState, tag: str) -> str:
     return f"nobody ever saved the tag {tag!r} at {store.url}, or it was removed long ago: {hint}"
 
 
-def _latest_words(named: Pointer, attempts: list[AttemptView], tag: str) -> str:
+def _latest_words(named: Pointer, attempts: list[LoggedAttempt], tag: str) -> str:
     own = next(iter(root_view.checkpoints_of(attempts)), None)
     if named.newest == tag:
         if named.tag is None and not named.note:
@@ -104,19 +104,21 @@ def _latest_words(named: Pointer, attempts: list[AttemptView], tag: str) -> str:
 
 
 async def _explain(
-    store: Store, state: LogState, attempt: AttemptView, attempts: list[AttemptView], newest: Holder | None
+    store: Store, state: LogState, attempt: LoggedAttempt, attempts: list[LoggedAttempt], newest: Holder | None
 ) -> AttemptExplanation:
-    job = await holder_at(store, state, attempt.attempt.start)
+    job = await holder_at(store, state, attempt.id.start)
     if job is not None and not job.is_job:
         job = None  # a start of the same number, at a mirror: the attempt's own is at the origin
-    one, votes = attempt.logged, await votes_of(store, attempt)
-    words = words_of(attempt, votes, job.world_size if job else None)
-    lost = await seen_lost(store, one)
+    sizes = await root_view.sizes_of(store, attempt.prefix)
+    votes = await votes_of(store, attempt, sizes)
+    words = words_of(attempt, sizes, votes, job.world_size if job else None)
+    lost = await seen_lost(store, attempt)
+    is_checkpoint = attempt.status == "checkpoint"
     why, then = await _reason(store, attempt, attempts, words, lost, newest)
-    decided = attempt.commit or one.abort
+    decided = attempt.decision
     return AttemptExplanation(
-        attempt=str(attempt.attempt),
-        state=lost_state(lost) if lost else "left-behind" if attempt.is_left_checkpoint else attempt.state,
+        attempt=str(attempt.id),
+        state=lost_state(lost) if lost else "left-behind" if is_checkpoint and attempt.left_behind else STATES[attempt.status],
         why=why,
         next=then,
         step=words.step,
@@ -124,23 +126,23 @@ async def _explain(
         job=job,
         decided_by=decided.decided_by if decided else None,
         decided=decided.writer if decided else None,
-        error=one.abort.error if one.abort else None,
-        ranks=words.ranks if votes or decided is None or attempt.state == "committed" else (),
+        error=attempt.abort.error if attempt.abort else None,
+        ranks=words.ranks if votes or decided is None or is_checkpoint else (),
         lost=lost,
     )
 
 
 async def _reason(
     store: Store,
-    attempt: AttemptView,
-    attempts: list[AttemptView],
+    attempt: LoggedAttempt,
+    attempts: list[LoggedAttempt],
     words: RankWords,
     lost: tuple[Lost, ...],
     newest: Holder | None,
 ) -> tuple[str, str]:
     """Why the attempt is in its state, and advice."""
-    abort, removal = attempt.logged.abort, attempt.logged.removal
-    if attempt.state == "in-doubt":
+    abort, removal = attempt.abort, attempt.removal
+    if attempt.status == "undecided":
         return await _in_doubt(store, attempt, words, newest)
     if removal is not None:
         return _removed(removal), "Nothing: it is gone, but for objects that others still need."
@@ -148,7 +150,7 @@ async def _reason(
         who = f" (at fault: {rank_runs(abort.ranks)})" if abort.ranks else ""
         why = f"{decider(abort.decided_by)} aborted it{who}: {abort.error.message}"
         return why, advice.after_abort(abort.error, abort.ranks)
-    if attempt.commit is None:
+    if attempt.committed is None:
         return "the log of this mirror keeps it, since checkpoints refer to objects of it", "Nothing: it is no checkpoint here."
     return _committed(store, attempt, attempts, words, lost)
 
@@ -163,17 +165,16 @@ def decider(rank: int) -> str:
 
 
 def _committed(
-    store: Store, attempt: AttemptView, attempts: list[AttemptView], words: RankWords, lost: tuple[Lost, ...]
+    store: Store, attempt: LoggedAttempt, attempts: list[LoggedAttempt], words: RankWords, lost: tuple[Lost, ...]
 ) -> tuple[str, str]:
-    one, commit = attempt.logged, attempt.commit
-    assert commit is not None
+    commit = attempt.commit
     why = f"every rank voted yes, and {decider(commit.decided_by)} committed it"
     if commit.rebuilt:
         why = "it was found whole when the log was made again, which did not know any more what had become of it"
-    if one.passed_over:
-        why += f"; load() took an older checkpoint, so retention keeps this one: {one.passed_over}"
-    if one.damaged:
-        why += f"; it was read since, and is damaged: {one.damaged}"
+    if attempt.passed_over:
+        why += f"; load() took an older checkpoint, so retention keeps this one: {attempt.passed_over}"
+    if attempt.damaged:
+        why += f"; it was read since, and is damaged: {attempt.damaged}"
     verify = command("verify", *at_tag(store.url, attempt.tag))
     if lost:
         remedy = lost_advice(store.url, attempt.tag, lost)
@@ -181,14 +182,14 @@ def _committed(
     bad = [word.rank for word in words.ranks if word.vote != "yes"]
     if bad:
         why = f"{why}, but the vote of {rank_runs(bad)} is gone or changed since: it does not load"
-    if bad or one.damaged or one.passed_over:
+    if bad or attempt.damaged or attempt.passed_over:
         return why, f"{verify} lists the damage. Load another one, or bring the objects back from a copy."
     if attempt.left_behind:
-        back = command("rollback", *at_tag(store.url, attempt.tag), "--attempt", str(attempt.attempt))
+        back = command("rollback", *at_tag(store.url, attempt.tag), "--attempt", str(attempt.id))
         return f"{why}; {LEFT_BEHIND_WORDS}", f"Nothing. {back} goes back to it."
     [current] = root_view.checkpoints_of(attempts)
-    if current.attempt != attempt.attempt:
-        return f"{why}; attempt {current.attempt} of the same tag has replaced it", "Nothing: it is about to be collected."
+    if current.id != attempt.id:
+        return f"{why}; attempt {current.id} of the same tag has replaced it", "Nothing: it is about to be collected."
     return why, f"Nothing. {verify} reads all of it and checks every byte."
 
 
@@ -198,10 +199,10 @@ def _removed(removal: RemoveRecord) -> str:
     return f"it was a checkpoint, and {by} removed it at {who.time} (process {who.pid} on {who.host}): {removal.reason}"
 
 
-async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest: Holder | None) -> tuple[str, str]:
+async def _in_doubt(store: Store, attempt: LoggedAttempt, words: RankWords, newest: Holder | None) -> tuple[str, str]:
     from checkpointd.pipeline.outcome.recover import judge  # brings in numpy, which no other question here needs
 
-    expected = (await judge(store, attempt.tag, attempt.attempt)).record
+    expected = (await judge(store, attempt.tag, attempt.id)).record
     missing = words.missing()
     if words.world_size is None:
         why = "it is not decided, and no vote gives the number of ranks"
@@ -213,5 +214,5 @@ async def _in_doubt(store: Store, attempt: AttemptView, words: RankWords, newest
     if worker is not None:
         who = worker.writer
         return why, f"Wait: the daemon (process {who.pid} on {who.host}) works at it and will decide it."
-    then = advice.in_doubt(newest, attempt.attempt.start, store.url, would_commit=isinstance(expected, CommitRecord))
+    then = advice.in_doubt(newest, attempt.id.start, store.url, would_commit=isinstance(expected, CommitRecord))
     return why, then

@@ -13,11 +13,11 @@ from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.indexes import Alias, Chunk, Index, Scope, TensorEntry
+from checkpointd.layout.log_records import LoggedAttempt, ReadBackState
 from checkpointd.layout.manifest import ObjectRef
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import Damage
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.root_view import Checkpoint, ReadBackState
 from checkpointd.pipeline.root.wholeness import Lost, seen_lost
 from checkpointd.report.log import look
 from checkpointd.report.values import Value, values_of
@@ -134,11 +134,11 @@ async def inspection(
     shown = [tensor for report in reports for tensor in report.tensors]
     if tensors != "*" and not shown and not any(report.damage for report in reports):
         raise NotFoundError(f"no tensor of {tag} matches {tensors!r}; leave --tensors out to see all of them")
-    commit, one = checkpoint.commit, await root_view.logged(store, tag, checkpoint.attempt)
+    commit = checkpoint.commit
     return Inspection(
         root=store.url,
         tag=tag,
-        attempt=str(checkpoint.attempt),
+        attempt=str(checkpoint.id),
         step=commit.step,
         world_size=commit.world_size,
         time=commit.writer.time,
@@ -148,16 +148,16 @@ async def inspection(
         referred_bytes=sum(t.referred_bytes for t in shown),
         metrics=commit.metrics,
         read_back=checkpoint.read_back,
-        damaged="" if one is None else one.damaged,
+        damaged=checkpoint.damaged,
         codecs=_merged(total for tensor in shown for total in tensor.codecs),
         tensors=tuple(_together(reports)),
         ranks=tuple(reports),
-        lost=() if one is None else await seen_lost(store, one),
+        lost=await seen_lost(store, checkpoint),
         log_damage=log_damage,
     )
 
 
-def _ranks(checkpoint: Checkpoint, rank: int | None) -> list[int]:
+def _ranks(checkpoint: LoggedAttempt, rank: int | None) -> list[int]:
     size = checkpoint.commit.world_size
     if rank is None:
         return list(range(size))
@@ -166,7 +166,7 @@ def _ranks(checkpoint: Checkpoint, rank: int | None) -> list[int]:
     return [rank]
 
 
-async def _rank(store: Store, checkpoint: Checkpoint, rank: int, pattern: str, values: bool) -> RankReport:
+async def _rank(store: Store, checkpoint: LoggedAttempt, rank: int, pattern: str, values: bool) -> RankReport:
     try:
         index = await read_index(store, checkpoint, rank)
         found = tuple(values_of(tree.decode(index.tree, f"the index of rank {rank}"))) if values else None

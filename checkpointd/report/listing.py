@@ -7,11 +7,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from checkpointd.commit.facts import State
+from checkpointd.commit.facts import STATES, State
+from checkpointd.layout.log_records import LoggedAttempt, ReadBackState
 from checkpointd.layout.save_timings import Cost
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.root_view import AttemptView, ReadBackState
 from checkpointd.pipeline.root.wholeness import Lost, lost_state, lost_text, seen_at_a_glance
 from checkpointd.report.latest import Pointer, pointer
 from checkpointd.report.log import look
@@ -78,81 +78,80 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     The log tells nearly all. The root is listed once, to see the tags that are gone, and the objects of undecided attempts.
     """
     state, damage = await look(store)
-    views = root_view.views_of(state)
-    current = {c.prefix for c in root_view.checkpoints_of(views)}
-    found = [view for view in views if everything or view.prefix in current or view.is_left_checkpoint]
-    found.sort(key=lambda view: view.order, reverse=True)
+    attempts = state.attempts.values()
+    current = {c.prefix for c in root_view.checkpoints_of(attempts)}
+    found = [one for one in attempts if everything or one.prefix in current or (one.status == "checkpoint" and one.left_behind)]
+    found.sort(key=lambda one: one.order, reverse=True)
     shown = found[:limit]
     missing = await seen_at_a_glance(store, root_view.commits_of(shown))
-    undecided = [view for view in shown if view.state == "in-doubt"]
+    undecided = [one for one in shown if one.status == "undecided"]
     rows = {row.prefix: row for row in await each(partial(_undecided, store), undecided)}
     named = await pointer(store, state, damage)
-    for view in shown:
-        if view.prefix not in rows:
-            is_current = view.prefix in current
-            lost = missing.get(view.prefix, ()) if is_current or view.is_left_checkpoint else ()
-            rows[view.prefix] = _row(view, _state_of(view, lost, is_current), lost, named.tag)
-    ordered = tuple(rows[view.prefix] for view in shown)
+    for one in shown:
+        if one.prefix not in rows:
+            is_current = one.prefix in current
+            lost = missing.get(one.prefix, ()) if is_current or one.left_behind else ()
+            rows[one.prefix] = _row(one, _state_of(one, lost, is_current), lost, named.tag)
+    ordered = tuple(rows[one.prefix] for one in shown)
     return Listing(root=store.url, latest=named, rows=ordered, left_out=len(found) - len(shown), log_damage=damage)
 
 
-async def _undecided(store: Store, view: AttemptView) -> AttemptRow:
-    seen = await root_view.with_objects(store, view)
-    words = await rank_words(store, seen)
+async def _undecided(store: Store, one: LoggedAttempt) -> AttemptRow:
+    sizes = await root_view.sizes_of(store, one.prefix)
+    words = await rank_words(store, one, sizes)
     missing = words.missing()
     why = f"undecided; no vote of {rank_runs(missing)}" if missing else "undecided, although every vote is there"
     if words.world_size is None:
         why = "undecided; no rank has voted"
     return AttemptRow(
-        tag=view.tag,
-        attempt=str(view.attempt),
+        tag=one.tag,
+        attempt=str(one.id),
         state="in-doubt",
         latest=False,
         step=words.step,
         world_size=words.world_size,
         raw_bytes=words.raw_bytes(),
         stored_bytes=words.stored_bytes(),
-        object_bytes=seen.nbytes,
+        object_bytes=sum(sizes.values()),
         time=None,
         why=why,
         metrics={},
     )
 
 
-def _state_of(view: AttemptView, lost: tuple[Lost, ...], is_current: bool) -> RowState:
-    if view.state != "committed":
-        return view.state
+def _state_of(one: LoggedAttempt, lost: tuple[Lost, ...], is_current: bool) -> RowState:
+    if one.status != "checkpoint":
+        return STATES[one.status]
     if lost:
         return lost_state(lost)
-    return "left-behind" if view.left_behind else "committed" if is_current else "superseded"
+    return "left-behind" if one.left_behind else "committed" if is_current else "superseded"
 
 
-def _row(view: AttemptView, state: RowState, lost: tuple[Lost, ...], latest: str | None) -> AttemptRow:
-    one, commit = view.logged, view.commit
+def _row(one: LoggedAttempt, state: RowState, lost: tuple[Lost, ...], latest: str | None) -> AttemptRow:
+    commit = one.committed
     cost = (commit and commit.cost) or _NO_COST
-    decided = commit or one.abort
+    decided = one.decision
     return AttemptRow(
-        tag=view.tag,
-        attempt=str(view.attempt),
+        tag=one.tag,
+        attempt=str(one.id),
         state=state,
-        latest=view.tag == latest and state in ("committed", "incomplete", "removed"),
+        latest=one.tag == latest and state in ("committed", "incomplete", "removed"),
         step=one.step if one.step >= 0 else None,
         world_size=commit.world_size if commit else None,
         raw_bytes=cost.raw_bytes or None,
         stored_bytes=cost.stored_bytes or None,
-        object_bytes=view.nbytes,
+        object_bytes=cost.written_bytes,
         time=decided.writer.time if decided else None,
-        read_back=view.read_back,
-        why=lost_text(lost) or _why(view, state),
-        brief=_brief(view),
+        read_back=one.read_back,
+        why=lost_text(lost) or _why(one, state),
+        brief=_brief(one),
         metrics=commit.metrics if commit else {},
         lost=lost,
         passed_over=one.passed_over,
     )
 
 
-def _why(view: AttemptView, state: RowState) -> str:
-    one = view.logged
+def _why(one: LoggedAttempt, state: RowState) -> str:
     match state:
         case "left-behind":
             return LEFT_BEHIND_WORDS
@@ -165,8 +164,8 @@ def _why(view: AttemptView, state: RowState) -> str:
     return one.damaged
 
 
-def _brief(view: AttemptView) -> str:
-    abort = view.logged.abort
+def _brief(one: LoggedAttempt) -> str:
+    abort = one.abort
     if abort is None:
         return ""
     return f"{abort.error.code}, {rank_runs(abort.ranks)}" if abort.ranks else abort.error.code

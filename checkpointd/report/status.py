@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.root import leases, root_view
 from checkpointd.pipeline.root.leases import Sight
-from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.root.wholeness import Lost, is_removed, seen_at_a_glance
 from checkpointd.report.holder import Holder, newest_holder
 from checkpointd.report.latest import Pointer, pointer
@@ -86,12 +86,12 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 async def standing(store: Store) -> Standing:
     """The status of `store` now."""
     state, damage = await look(store)
-    views = root_view.views_of(state)
-    checkpoints = root_view.checkpoints_of(views)
+    attempts = state.attempts.values()
+    checkpoints = root_view.checkpoints_of(attempts)
     missing = await seen_at_a_glance(store, checkpoints)
     left = [checkpoint for checkpoint in checkpoints if not is_removed(missing.get(checkpoint.prefix, ()))]
     holder = await newest_holder(store, state)
-    undecided = sorted((v for v in views if v.state == "in-doubt"), key=lambda view: view.order, reverse=True)
+    undecided = sorted((one for one in attempts if one.status == "undecided"), key=lambda one: one.order, reverse=True)
     return Standing(
         root=store.url,
         holder=holder,
@@ -99,47 +99,48 @@ async def standing(store: Store) -> Standing:
         checkpoints=len(left),
         left_behind=tuple(c.tag for c in left if c.left_behind),
         commits=tuple(
-            Commit(tag=c.tag, attempt=str(c.attempt), step=c.commit.step, order=c.commit.order, time=c.commit.writer.time)
+            Commit(tag=c.tag, attempt=str(c.id), step=c.commit.step, order=c.commit.order, time=c.commit.writer.time)
             for c in left[:RECENT]
         ),
         damaged=tuple(c.prefix for c in left if c.read_back == "damaged"),
         incomplete=tuple(
-            Incomplete(tag=one.tag, attempt=str(one.attempt), lost=missing[one.prefix])
+            Incomplete(tag=one.tag, attempt=str(one.id), lost=missing[one.prefix])
             for one in checkpoints
             if one.prefix in missing
         ),
-        flights=tuple([await _flight(store, await root_view.with_objects(store, view), holder) for view in undecided]),
-        failures=_failures(views),
+        flights=tuple([await _flight(store, one, holder) for one in undecided]),
+        failures=_failures(attempts),
         log_damage=damage,
     )
 
 
-async def _flight(store: Store, attempt: AttemptView, holder: Holder | None) -> Flight:
-    is_newest = holder is not None and holder.start == attempt.attempt.start
-    words = await rank_words(store, attempt, holder.world_size if holder and is_newest else None)
+async def _flight(store: Store, attempt: LoggedAttempt, holder: Holder | None) -> Flight:
+    is_newest = holder is not None and holder.start == attempt.id.start
+    sizes = await root_view.sizes_of(store, attempt.prefix)
+    words = await rank_words(store, attempt, sizes, holder.world_size if holder and is_newest else None)
     return Flight(
         tag=attempt.tag,
-        attempt=str(attempt.attempt),
+        attempt=str(attempt.id),
         orphaned=holder is not None
         and (not (is_newest or holder.mirrors) or holder.life == "ended")
         and await leases.worker_of(store, attempt.prefix, Sight()) is None,
         world_size=words.world_size,
-        object_bytes=attempt.nbytes,
+        object_bytes=sum(sizes.values()),
         ranks=words.ranks,
     )
 
 
-def _failures(views: Sequence[AttemptView]) -> tuple[AbortedAttempt, ...]:
-    aborted = sorted((view for view in views if view.state == "aborted"), key=lambda view: view.order, reverse=True)
+def _failures(attempts: Iterable[LoggedAttempt]) -> tuple[AbortedAttempt, ...]:
+    aborted = sorted((one for one in attempts if one.status == "aborted"), key=lambda one: one.order, reverse=True)
     return tuple(
         AbortedAttempt(
-            tag=view.tag,
-            attempt=str(view.attempt),
+            tag=one.tag,
+            attempt=str(one.id),
             time=abort.writer.time,
             code=abort.error.code,
             message=abort.error.message,
             ranks=abort.ranks,
         )
-        for view in aborted[:RECENT]
-        if (abort := view.logged.abort) is not None
+        for one in aborted[:RECENT]
+        if (abort := one.abort) is not None
     )

@@ -11,11 +11,10 @@ import msgspec
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, StoreError, UsageError
 from checkpointd.layout.keys import LOG, attempt_prefix
-from checkpointd.layout.log_records import LogState
+from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.pipeline.gc.collect import survey
 from checkpointd.pipeline.read.verify import Damage, record_verdict, verify, verify_proved
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import Lost, is_removed, seen_at_a_glance, seen_lost
 from checkpointd.pipeline.root_id import read_id
 from checkpointd.report.latest import Pointer, pointer
@@ -89,7 +88,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 class Task:
     """One checkpoint to verify and about how many bytes it has."""
 
-    checkpoint: Checkpoint
+    checkpoint: LoggedAttempt
     nbytes: int
 
     @property
@@ -101,7 +100,7 @@ async def tasks(store: Store, tag: str | None) -> list[Task]:
     """The checkpoints to verify, in the order in which loads try them: all, or the newest of `tag`. NotFoundError if `tag` has
     none.
     """
-    views = root_view.views_of(await root_view.state_of(store))
+    views = (await root_view.state_of(store)).attempts.values()
     found = root_view.commits_of(views) if tag is None else [await root_view.find(store, tag)]
     return [Task(checkpoint=one, nbytes=one.commit.cost.stored_bytes if one.commit.cost else 0) for one in found]
 
@@ -123,7 +122,7 @@ async def verified(
         on_task(task)
         one = task.checkpoint
         if is_removed(lost := missing.get(one.prefix, ())):
-            verdicts.append(TagVerdict(tag=one.tag, attempt=str(one.attempt), state="removed", bytes_read=0, lost=lost))
+            verdicts.append(TagVerdict(tag=one.tag, attempt=str(one.id), state="removed", bytes_read=0, lost=lost))
         else:
             verdicts.append(await _verdict(store, task.checkpoint, config or PATIENCE, on_bytes, record=record))
         on_verdict(verdicts[-1])
@@ -131,7 +130,7 @@ async def verified(
 
 
 async def _verdict(
-    store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None], *, record: bool
+    store: Store, checkpoint: LoggedAttempt, config: LoadConfig, on_bytes: Callable[[int], None], *, record: bool
 ) -> TagVerdict:
     unrecorded: StoreError | None = None
     if record:
@@ -139,11 +138,11 @@ async def _verdict(
         unrecorded = await record_verdict(store, checkpoint, verdict)
     else:
         verdict = await verify(store.uncached, checkpoint, config, on_bytes)
-    one = None if verdict.whole else await root_view.logged(store, checkpoint.tag, checkpoint.attempt)
+    one = None if verdict.whole else await root_view.logged(store, checkpoint.prefix)
     gone = not verdict.whole and (one is None or one.status != "checkpoint")
     return TagVerdict(
         tag=checkpoint.tag,
-        attempt=str(checkpoint.attempt),
+        attempt=str(checkpoint.id),
         state="whole" if verdict.whole else "removed" if gone else "damaged" if verdict.damage else "unreadable",
         bytes_read=verdict.bytes_read,
         damage=() if gone else tuple(verdict.damage),

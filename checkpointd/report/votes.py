@@ -9,12 +9,12 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
-from checkpointd.layout.keys import object_key, object_rank, vote_name
+from checkpointd.layout.keys import object_key, object_rank, vote_name, vote_rank
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport, Inline, Vote, WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.root.wholeness import counted_votes
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
@@ -67,30 +67,36 @@ def _total(parts: list[int | None]) -> int | None:
     return sum(known) if known and len(known) == len(parts) else None
 
 
-async def rank_words(store: Store, attempt: AttemptView, world_size: int | None = None) -> RankWords:
-    """Read the votes of `attempt`. `world_size`, that of its start, is used if the attempt has none."""
-    return words_of(attempt, await votes_of(store, attempt), world_size)
+async def rank_words(
+    store: Store, attempt: LoggedAttempt, sizes: Mapping[str, int], world_size: int | None = None
+) -> RankWords:
+    """Read the votes of `attempt`, whose objects have these `sizes` in bytes. `world_size`, that of its start, is used if the
+    attempt has none.
+    """
+    return words_of(attempt, sizes, await votes_of(store, attempt, sizes), world_size)
 
 
-async def votes_of(store: Store, attempt: AttemptView) -> dict[int, Vote | str]:
+async def votes_of(store: Store, attempt: LoggedAttempt, sizes: Mapping[str, int]) -> dict[int, Vote | str]:
     """The votes of `attempt` by rank; in place of an unreadable vote, the reason. Of a commit, the votes that it counted."""
-    if attempt.commit is not None and attempt.state == "committed":
+    if attempt.status == "checkpoint":
         return await counted_votes(store, attempt.commit)
     votes: dict[int, Vote | str] = {}
 
     async def read(rank: int) -> None:
         votes[rank] = await _vote(store, object_key(attempt.prefix, vote_name(rank)))
 
-    await run_workers([partial(read, rank) for rank in attempt.vote_ranks], READS)
+    await run_workers([partial(read, rank) for name in sizes if (rank := vote_rank(name)) is not None], READS)
     return votes
 
 
-def words_of(attempt: AttemptView, votes: Mapping[int, Vote | str], world_size: int | None = None) -> RankWords:
+def words_of(
+    attempt: LoggedAttempt, sizes: Mapping[str, int], votes: Mapping[int, Vote | str], world_size: int | None = None
+) -> RankWords:
     """As `rank_words`, with `votes` that were read before."""
-    told = attempt.commit or next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
+    told = attempt.committed or next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
     size = (told.world_size if told else 0) or world_size or None
-    step = told.step if told else attempt.logged.step
-    nbytes = _bytes_by_rank(attempt)
+    step = told.step if told else attempt.step
+    nbytes = _bytes_by_rank(sizes)
     ranks = sorted({*range(size or 0), *votes, *nbytes})
     return RankWords(
         world_size=size,
@@ -106,17 +112,17 @@ async def _vote(store: Store, key: str) -> Vote | str:
         return str(error)
 
 
-def _bytes_by_rank(attempt: AttemptView) -> dict[int, int]:
+def _bytes_by_rank(sizes: Mapping[str, int]) -> dict[int, int]:
     """The bytes of the objects of each rank that has any."""
     found: dict[int, int] = {}
-    for name, size in attempt.sizes.items():
+    for name, size in sizes.items():
         rank = object_rank(name)
         if rank is not None:
             found[rank] = found.get(rank, 0) + size
     return found
 
 
-def _word(attempt: AttemptView, rank: int, vote: Vote | str | None, nbytes: int) -> RankWord:
+def _word(attempt: LoggedAttempt, rank: int, vote: Vote | str | None, nbytes: int) -> RankWord:
     if vote is None:
         return RankWord(rank=rank, vote="missing", object_bytes=nbytes)
     if isinstance(vote, str):
@@ -136,9 +142,9 @@ def _word(attempt: AttemptView, rank: int, vote: Vote | str | None, nbytes: int)
     )
 
 
-def _seconds(attempt: AttemptView, vote: Vote) -> PhaseSeconds:
+def _seconds(attempt: LoggedAttempt, vote: Vote) -> PhaseSeconds:
     """The seconds in the vote, and the time from the vote to the decision, by the clocks of the machines that wrote them."""
-    decided = attempt.commit or attempt.logged.abort
+    decided = attempt.decision
     if vote.seconds == PhaseSeconds() or decided is None:
         return vote.seconds
     voted, ended = seconds_of(vote.writer.time), seconds_of(decided.writer.time)

@@ -29,12 +29,12 @@ from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, Ranks,
 from checkpointd.errors import CheckpointdError, ClosedError, StateError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.files import WHOLE, training_of
 from checkpointd.layout.keys import LATEST, AttemptId, check_tag
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.candidates import listed, named, newest, note_passed_over
 from checkpointd.pipeline.root.leases import Beginner
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.store import open_store
@@ -330,15 +330,15 @@ class Core:
         self._saver.left.update(left or {})
         self._saver.take_up()
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
+    def go_on_from(self, checkpoint: LoggedAttempt) -> None:
         """Act as after a load of `checkpoint`, whose files the caller has loaded. Call it on every rank."""
         self._go_on(checkpoint.commit.step, checkpoint)
 
-    def _go_on(self, step: int | None, taken: Candidate | Checkpoint | None) -> None:
+    def _go_on(self, step: int | None, taken: Candidate | LoggedAttempt | None) -> None:
         left: tuple[str, Branches] = "", ()
         if taken is not None and self._ranks.rank == COORDINATOR:  # which decides
             look = partial(call_patiently, self._writer, self._options.load)
-            left = left_after(self._store, taken.tag, taken.attempt, (self._start.number, self._saver.begun), look)
+            left = left_after(self._store, taken.prefix, (self._start.number, self._saver.begun), look)
         self._saver.loaded(step, *left)
 
     @property
@@ -392,7 +392,7 @@ class Core:
         found = self._newest("latest_step")
         return None if found is None else found.commit.step
 
-    def _newest(self, asked: str) -> Checkpoint | None:
+    def _newest(self, asked: str) -> LoggedAttempt | None:
         self._check_open(asked)
         return self._writer.call(self._at_own_root(newest(self._store)), self._options.commit_timeout_s)
 
@@ -421,7 +421,7 @@ class Core:
 
         return self._writer.call(self._at_own_root(let_go()), self._options.commit_timeout_s)
 
-    def checkpoints(self) -> list[Checkpoint]:
+    def checkpoints(self) -> list[LoggedAttempt]:
         """All checkpoints in the store, newest first. Raises UnreadableError if failed reads hide which one is the newest."""
         self._check_open("list")
         return call_patiently(
@@ -441,7 +441,7 @@ class Core:
         if self._ranks.rank == COORDINATOR:
             self._saver.is_recorded &= leave_record(self._writer, note_passed_over(self._store, prefix, why), prefix)
 
-    def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
+    def damage(self, checkpoint: LoggedAttempt, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
         """Read all files that `ranks` stored and list the damage, and files that are not shown; empty if all are whole. `taker`
         may load files on the way. Raises UnreadableError if a read fails for now.
         """

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.pipeline.read.stored_files import FileChunkRun, StoredFile, read_runs, stored_files
 from checkpointd.pipeline.read.verify import checked_index, verify_ranks
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import unseen_of
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -64,7 +63,7 @@ class Examination:
     writer: WriterThread
     config: LoadConfig
     timeout_s: float
-    checkpoint: Checkpoint
+    checkpoint: LoggedAttempt
     unseen: Callable[[Store, CommitRecord], Coroutine[Any, Any, str | None]] = unseen_of
 
     def damage(self, ranks: Iterable[int], taker: Taker) -> tuple[str, ...]:

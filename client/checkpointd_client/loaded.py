@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from checkpointd.commit.facts import Order
 from checkpointd.errors import CheckpointdError
-from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.outcome import branches
 from checkpointd.store.base import Store
@@ -51,16 +50,15 @@ def say_loaded(loaded: Loaded | None, root: str, took_s: float) -> None:
 
 def left_after(
     store: Store,
-    tag: str,
-    attempt: AttemptId,
+    prefix: str,
     begins: Order,
     look: Callable[[Callable[[Patience], Coroutine[Any, Any, tuple[str, Branches]]]], tuple[str, Branches]],
 ) -> tuple[str, Branches]:
-    """The training of this checkpoint, and the branches that were left by saves that go on from it (`CommitRecord.left`).
-    `begins`: the order of the first of them. `look` runs a look at the root patiently.
+    """The training of the checkpoint `prefix`, and the branches that were left by saves that go on from it
+    (`CommitRecord.left`). `begins`: the order of the first of them. `look` runs a look at the root patiently.
     """
     try:
-        return look(lambda patience: branches.after(store, patience, tag, attempt, begins))
+        return look(lambda patience: branches.after(store, patience, prefix, begins))
     except CheckpointdError as error:  # the objects are filled
-        log.error("%s is loaded, but whether newer ones are left behind cannot be told: %s", tag, error)
+        log.error("%s is loaded, but whether newer ones are left behind cannot be told: %s", prefix, error)
         return "", ()

@@ -46,12 +46,11 @@ from checkpointd.errors import (
     StoreError,
     UnreadableError,
 )
-from checkpointd.layout.keys import AttemptId, attempt_prefix
-from checkpointd.layout.log_records import LogState
+from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.phrases import listed
 from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import uncollected
@@ -179,7 +178,7 @@ class Loader:
             if not fallback or tag is not None or not isinstance(verdict, DamagedError):
                 raise verdict
             log.error("%s cannot be loaded: %s. Trying the checkpoint before it", candidate.tag, verdict)
-            self._note_passed_over(attempt_prefix(candidate.tag, candidate.attempt), str(verdict))
+            self._note_passed_over(candidate.prefix, str(verdict))
         raise AssertionError("unreachable")
 
     def _nothing(self) -> None:
@@ -236,14 +235,14 @@ class Loader:
             return CandidateChoice(is_missing=self._is_missing)
         return CandidateChoice(
             tag=chosen.tag,
-            attempt=str(chosen.attempt),
+            attempt=str(chosen.id),
             commit=chosen.commit,
             nonce=choices.nonce_of(self.store, chosen),
             near=near,
             share_reads=self.options.share_reads and self.ranks.world_size > 1,
         )
 
-    async def _chosen(self, tag: str | None, patience: Patience) -> Checkpoint | None:
+    async def _chosen(self, tag: str | None, patience: Patience) -> LoggedAttempt | None:
         if tag is not None:
             return await choices.find(self.store, tag, patience)
         found = await choices.candidates(self.store, patience)
@@ -284,7 +283,7 @@ class Loader:
             note = Holding(held=held, spooled=self.near.offers(self.ranks.rank), near=self.near.prefixes)
         self.load_round.offer("held", note)
 
-    def _is_near(self, chosen: Checkpoint) -> bool:
+    def _is_near(self, chosen: LoggedAttempt) -> bool:
         """Whether a node has a part of `chosen` in memory or in its spool, which was not tried yet."""
         notes = [note for note in self._offers.values() if chosen.prefix not in self._nearby]
         named = {prefix for note in notes for prefix in (*note.near, *(f"{one.tag}/{one.attempt}" for one in note.held))}
@@ -394,7 +393,7 @@ class Loader:
         if candidate.is_not_of_root:
             return None
         try:
-            one = self._state().attempts.get(attempt_prefix(candidate.tag, candidate.attempt))
+            one = self._state().attempts.get(candidate.prefix)
         except CheckpointdError:
             return None
         if one is not None and one.status == "checkpoint":
@@ -453,7 +452,7 @@ class Loader:
         """Raise DamagedError if something is missing that any rank needs."""
         assert candidate.commit is not None
         try:
-            await check_whole(self.store, Checkpoint(candidate.tag, candidate.attempt, candidate.commit), patience)
+            await check_whole(self.store, LoggedAttempt.of(candidate.commit), patience)
         except DamagedError:
             self._is_missing = True
             raise
@@ -462,7 +461,7 @@ class Loader:
         if candidate.in_memory or (candidate.near and not candidate.share_reads and self._holds(candidate)):
             return self._held_source(candidate)
         if candidate.in_spool and self.near is not None:
-            prefix, args = attempt_prefix(candidate.tag, candidate.attempt), (self.config, self.timeout_s, self.ranks)
+            prefix, args = candidate.prefix, (self.config, self.timeout_s, self.ranks)
             return spooled_source(self.near, self.store, prefix, self.writer, *args)
         return self._stored_source(candidate)
 
@@ -486,7 +485,7 @@ class Loader:
 
     def _stored_source(self, candidate: Candidate) -> StoredSource:
         assert candidate.commit is not None
-        checkpoint = Checkpoint(candidate.tag, candidate.attempt, candidate.commit)
+        checkpoint = LoggedAttempt.of(candidate.commit)
         sharing = RankSharing(self.load_round, f"reads/{checkpoint.prefix}") if candidate.share_reads else None
         near = self.near is not None and candidate.near and checkpoint.prefix in self.near.prefixes
         return StoredSource(

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Self
 
 from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfig
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import listed
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import unlike, without_directory
 from checkpointd.store import open_store
 from checkpointd_client.examining import Examination, Nobody, Taker
@@ -78,7 +78,7 @@ class Onlooker:
     def take_up(self) -> None:
         """Do nothing: this job removes no checkpoint here."""
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
+    def go_on_from(self, checkpoint: LoggedAttempt) -> None:
         """Do nothing: this job does not save here."""
 
     def pass_over(self, prefix: str, why: str) -> None:
@@ -90,7 +90,7 @@ class Onlooker:
         looked = without_directory(self._store, self.checkpoints(), self._load.absence_s)
         return frozenset(self._writer.call(looked, LOOK_S))
 
-    def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
+    def damage(self, checkpoint: LoggedAttempt, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
         """The damage to the files that `ranks` stored, and files that are not shown, as `Core.damage` lists them."""
         unseen = partial(unlike, absence_s=self._load.absence_s)
         examination = Examination(self._store, self._writer, self._glance, self._timeout_s, checkpoint, unseen)
@@ -99,8 +99,8 @@ class Onlooker:
             return (f"{checkpoint.prefix} was removed while it was read, by the job that saves there or by hand",)
         return damage
 
-    def _is_gone(self, checkpoint: Checkpoint) -> bool:
-        one = self._writer.call(root_view.logged(self._store, checkpoint.tag, checkpoint.attempt), LOOK_S)
+    def _is_gone(self, checkpoint: LoggedAttempt) -> bool:
+        one = self._writer.call(root_view.logged(self._store, checkpoint.prefix), LOOK_S)
         return one is None or one.status != "checkpoint"
 
     def close(self) -> None:
@@ -116,6 +116,6 @@ class Onlooker:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def checkpoints(self) -> list[Checkpoint]:
+    def checkpoints(self) -> list[LoggedAttempt]:
         """All checkpoints, newest first. UnreadableError if failed reads hide which one is the newest."""
         return call_patiently(self._writer, self._glance, lambda patience: listed(self._store, patience))

@@ -36,6 +36,7 @@ from checkpointd.errors import (
 )
 from checkpointd.export.selection import select_all
 from checkpointd.layout.keys import LATEST, STEP_MAX, AttemptId
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.other_formats import of_others
 from checkpointd.phrases import listed
 from checkpointd.pipeline.identity import seconds_of
@@ -43,7 +44,6 @@ from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.read.load import read_boxes
 from checkpointd.pipeline.read.plan import BoxRequest
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store import open_store
 from checkpointd.system_errors import in_words
 from checkpointd_client.capture.tensor_kinds.classes import TensorClasses
@@ -189,7 +189,7 @@ class OpenCheckpoint:
     @property
     def attempt(self) -> str:
         """The committed attempt of that tag, as `checkpointd explain` names it."""
-        return str(self._checkpoint.attempt)
+        return str(self._checkpoint.id)
 
     @property
     def step(self) -> int:
@@ -238,7 +238,7 @@ class OpenCheckpoint:
         return self._world
 
     @property
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> LoggedAttempt:
         self._told = True
         return self._world.checkpoint
 

@@ -17,6 +17,7 @@ from checkpointd.pipeline.read.checkpoint_view import read_view
 from checkpointd.pipeline.root import root_view
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.integrations.dcp import CheckpointdReader
+from tests.builders import attempts_at
 from tests.e2e.dcp_ranks import PROCESSES, plain_state
 from tests.e2e.rank_cases import show_cases
 
@@ -69,9 +70,9 @@ def test_one_rank_loads_what_two_have_saved(root: Path, tag: str) -> None:
 
 async def test_a_rank_that_failed_has_kept_all_from_committing(root: Path) -> None:
     async with PosixStore(root) as store:
-        (failed,) = [attempt for attempt in await root_view.scan(store) if attempt.tag == "failed"]
+        (failed,) = [attempt for attempt in await attempts_at(store) if attempt.tag == "failed"]
         committed = {checkpoint.tag for checkpoint in await root_view.checkpoints(store)}
-    assert failed.state == "aborted"
+    assert failed.status == "aborted"
     assert committed == {"one", "two", "after", "global_step7"}
 
 

@@ -324,7 +324,7 @@ def verified(root: Path, original: Path) -> str:
         with Checkpointer(root / ".checkpointd", absence_s=0.02, commit_timeout_s=RETRY_S) as ckpt:
             checkpoints, removed = core_of(ckpt).checkpoints(), core_of(ckpt).removed()
             for checkpoint in checkpoints:
-                if checkpoint.prefix in removed or core_of(ckpt).damage(checkpoint, range(checkpoint.outcome.world_size)):
+                if checkpoint.prefix in removed or core_of(ckpt).damage(checkpoint, range(checkpoint.commit.world_size)):
                     continue
                 for path in (original / checkpoint.tag).glob("*.pt"):
                     shown = root / path.relative_to(original)

@@ -332,7 +332,7 @@ async def record_verified(root: Path) -> None:
 async def record_branches(root: Path) -> None:
     async with PosixStore(root) as store:
         log = RootLog.of(store)
-        *_, older, newest = root_view.checkpoints_of(root_view.views_of(await log.look()))[::-1]
+        *_, older, newest = root_view.checkpoints_of((await log.look()).attempts.values())[::-1]
         await log.add(PassOverRecord(attempt=newest.prefix, why="its index was damaged"))
         await log.add(DamageRecord(attempt=newest.prefix, why="a chunk is not what was written"))
         await log.add(RollbackRecord(attempt=older.prefix, user="alice (1000)", writer=identity.writer()))

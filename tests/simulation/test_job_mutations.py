@@ -200,8 +200,8 @@ def own_decision_believed(patch: Patch) -> None:
         await append(root_log, draft)
         record = draft.record
         if isinstance(record, CommitRecord):
-            return LoggedAttempt(attempt=record.attempt, n=record.n, status="checkpoint", commit=record)
-        return LoggedAttempt(attempt=record.attempt, status="aborted", abort=record)
+            return LoggedAttempt.of(record)
+        return LoggedAttempt(prefix=record.attempt, status="aborted", abort=record)
 
     patch.setattr(attempt, "append", put)
 

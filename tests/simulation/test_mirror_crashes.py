@@ -27,6 +27,7 @@ from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
 from checkpointd.testing.simdisk import Effect, SimDisk
+from tests.builders import attempts_at
 from tests.simulation.named_seeds import NamedSeeds
 from tests.unit.mirror.origins import check_whole, delete, origin_with, save, tags_of, whole_ones
 
@@ -72,7 +73,7 @@ class World:
         taken = await begin(store, Beginner(world_size=2, take_over=True))
         await recover(store, taken.before)
         await taken.lease.release()
-        assert "in-doubt" not in {view.state for view in await root_view.scan(store)}
+        assert "undecided" not in {one.status for one in await attempts_at(store)}
 
 
 def run_at_every_point(*steps: int, rules: Retention, goes_on: bool, before: int = 1) -> Scenario:

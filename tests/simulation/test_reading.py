@@ -13,10 +13,10 @@ import pytest
 
 from checkpointd.errors import CheckpointdError, DamagedError
 from checkpointd.layout.keys import LOG_ROOT
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.posix import store
 from checkpointd.store.posix.disk import Disk
 from checkpointd.testing.job.simjob import run_schedule
@@ -47,7 +47,7 @@ def test_what_is_read_is_whole_whatever_happens_to_the_job() -> None:
 def removal_taken_for_damage(patch: Patch) -> None:
     """Whatever cannot be read any more counts as damaged."""
 
-    async def verdict(self: CheckpointFinder, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointdError:
+    async def verdict(self: CheckpointFinder, checkpoint: LoggedAttempt, error: CheckpointdError) -> CheckpointdError:
         return error if isinstance(error, DamagedError) else DamagedError(str(error))
 
     patch.setattr(CheckpointFinder, "verdict", verdict)
@@ -57,7 +57,7 @@ def oldest_read(patch: Patch) -> None:
     """A reader takes a checkpoint that there is, and not the newest."""
     newest = CheckpointFinder._newest
 
-    async def oldest(self: CheckpointFinder) -> Checkpoint:
+    async def oldest(self: CheckpointFinder) -> LoggedAttempt:
         await newest(self)
         return (await root_view.checkpoints(self.store))[-1]
 

@@ -166,11 +166,11 @@ async def test_every_checkpoint_is_whole(root: str) -> None:
 
 async def test_attempts_are_what_they_were() -> None:
     async with PosixStore(GOLDEN / "two-ranks") as store:
-        assert {view.prefix: view.state for view in await root_view.scan(store)} == {
-            "best/00000001-0": "deleted",
-            "best/00000001-1": "committed",
+        assert {name: one.status for name, one in (await root_view.state_of(store)).attempts.items()} == {
+            "best/00000001-0": "removed",
+            "best/00000001-1": "checkpoint",
             "global_step2/00000001-0": "aborted",
-            "global_step3/00000001-0": "committed",
+            "global_step3/00000001-0": "checkpoint",
         }
         newest = newest_of(await root_view.state_of(store))
         assert newest is not None
@@ -181,10 +181,10 @@ async def test_attempts_are_what_they_were() -> None:
 
 async def test_references_are_among_them_and_what_they_need_is_there() -> None:
     async with PosixStore(GOLDEN / "references") as store:
-        assert {view.prefix: view.state for view in await root_view.scan(store)} == {
-            "global_step1/00000001-0": "deleted",
-            "global_step2/00000001-0": "deleted",
-            "global_step3/00000001-0": "committed",
+        assert {name: one.status for name, one in (await root_view.state_of(store)).attempts.items()} == {
+            "global_step1/00000001-0": "removed",
+            "global_step2/00000001-0": "removed",
+            "global_step3/00000001-0": "checkpoint",
         }
         commit = (await root_view.find(store, "global_step3")).commit
         assert commit.holders == ("global_step1/00000001-0",)

@@ -13,22 +13,23 @@ Invariants
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from checkpointd.errors import DamagedError, NotFoundError
+from checkpointd.layout.keys import vote_rank
 from checkpointd.layout.log_records import BeginRecord, CommitRecord, LoggedAttempt
 from checkpointd.pipeline.gc.retire import retire_tag
 from checkpointd.pipeline.outcome.publish import Draft, append
 from checkpointd.pipeline.outcome.recover import judge
-from checkpointd.pipeline.root import leases, starts
+from checkpointd.pipeline.root import leases, root_view, starts
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.root.tag_directories import show
 from checkpointd.store import writers
-from checkpointd.store.base import Store
+from checkpointd.store.base import Store, each
 
 log = logging.getLogger("checkpointd")
 
@@ -67,19 +68,24 @@ class InDoubtAttempts:
         return bool(self._known)
 
     async def settle(
-        self, store: Store, attempts: Sequence[AttemptView], busy: Collection[str], now: float
+        self, store: Store, attempts: Sequence[LoggedAttempt], busy: Collection[str], now: float
     ) -> list[LoggedAttempt]:
-        """Decide the `attempts` that may be decided at the time `now`; returns the outcomes. `busy`: see INDOUBT-3."""
-        self._see(attempts, now)
-        if not attempts:
+        """Decide those of the undecided `attempts` that may be decided at the time `now`; returns them. `busy`: see INDOUBT-3.
+        An attempt without objects waits for its first one.
+        """
+        found = await each(partial(root_view.sizes_of, store), [one.prefix for one in attempts])
+        sizes = {one.prefix: there for one, there in zip(attempts, found, strict=True) if there}
+        self._see(sizes, now)
+        if not sizes:
             return []
         newest = await _newest(store)
-        waiting = [view for view in attempts if view.prefix not in busy and newest is not None and _may_decide(view, newest)]
-        found = [await self._settled(store, view, now) for view in waiting]
-        return [outcome for outcome in found if outcome is not None]
+        if newest is None:
+            return []
+        waiting = [one for one in attempts if one.prefix in sizes and one.prefix not in busy and _may_decide(one, newest)]
+        settled = [await self._settled(store, one, now) for one in waiting]
+        return [one for one in settled if one is not None]
 
-    def _see(self, attempts: Iterable[AttemptView], now: float) -> None:
-        seen = {view.prefix: dict(view.sizes) for view in attempts}
+    def _see(self, seen: Mapping[str, dict[str, int]], now: float) -> None:
         for gone in self._known.keys() - seen.keys():
             del self._known[gone]
         for prefix, sizes in seen.items():
@@ -89,27 +95,28 @@ class InDoubtAttempts:
             elif known.sizes != sizes:
                 known.sizes, known.since = sizes, now
 
-    async def _settled(self, store: Store, view: AttemptView, now: float) -> LoggedAttempt | None:
-        doubt = self._known[view.prefix]
-        lease = await leases.worker_of(store, view.prefix, Sight())
+    async def _settled(self, store: Store, one: LoggedAttempt, now: float) -> LoggedAttempt | None:
+        doubt = self._known[one.prefix]
+        lease = await leases.worker_of(store, one.prefix, Sight())
         if lease is not None and (doubt.renewed is None or doubt.renewed[0] != lease.count):
             doubt.renewed = lease.count, now
         quiet_s = now - doubt.since
-        if not view.vote_ranks or quiet_s < self.patience_s:
+        has_votes = any(vote_rank(name) is not None for name in doubt.sizes)
+        if not has_votes or quiet_s < self.patience_s:
             draft = None
         else:
-            draft = await judge(store, view.tag, view.attempt)
+            draft = await judge(store, one.tag, one.id)
             if isinstance(draft.record, CommitRecord):
                 return await _decide(store, draft)
-        holder, why = await _holder(store, view)
+        holder, why = await _holder(store, one)
         # A lease of this process is a leftover, because the attempts of its jobs are `busy`.
         if lease is not None and writers.is_alive(lease.process) and not writers.is_this_process(lease.process):
             why = f"process {lease.writer.pid} on {lease.writer.host} works at it"
         grace_s = max(self.grace_s, holder.commit_timeout_s if holder else 0.0)
         idle_s = min(quiet_s, now - doubt.renewed[1]) if doubt.renewed is not None else quiet_s
         if why is None and idle_s >= grace_s:
-            return await _decide(store, draft or await judge(store, view.tag, view.attempt))
-        doubt.say(view.prefix, why or f"its job has ended; it is decided when nothing in it has changed for {grace_s:g} s")
+            return await _decide(store, draft or await judge(store, one.tag, one.id))
+        doubt.say(one.prefix, why or f"its job has ended; it is decided when nothing in it has changed for {grace_s:g} s")
         return None
 
 
@@ -121,15 +128,15 @@ async def _newest(store: Store) -> BeginRecord | None:
         return None
 
 
-def _may_decide(view: AttemptView, newest: BeginRecord) -> bool:
+def _may_decide(one: LoggedAttempt, newest: BeginRecord) -> bool:
     """Whether the attempt is of the newest start, or surviving. The next recovery decides all others."""
-    return view.attempt.start == newest.start or view.prefix in newest.spared
+    return one.id.start == newest.start or one.prefix in newest.spared
 
 
-async def _holder(store: Store, view: AttemptView) -> tuple[BeginRecord | None, str | None]:
+async def _holder(store: Store, one: LoggedAttempt) -> tuple[BeginRecord | None, str | None]:
     """The record of the attempt's start, and the reason why somebody may still vote; None if nobody can."""
     try:
-        holder = await starts.read(store, view.attempt.start)
+        holder = await starts.read(store, one.id.start)
     except (NotFoundError, DamagedError) as error:
         return None, f"the record of its start cannot be read ({error}), so the next start decides it"
     return holder, _why_wait(holder)
@@ -149,8 +156,8 @@ async def _decide(store: Store, draft: Draft) -> LoggedAttempt:
     root_log = RootLog.of(store)
     stands = await append(root_log, draft)
     done, why = ("aborted", f": {stands.abort.error.message}") if stands.abort else ("committed", ": every rank had voted yes")
-    log.warning("%s was left in doubt; %s%s", stands.attempt, done, why)
-    if stands.commit is not None:
+    log.warning("%s was left in doubt; %s%s", stands.prefix, done, why)
+    if stands.committed:
         await show(store, stands.commit)
         await move_latest(root_log, is_start=True)
     await retire_tag(store, stands.tag, stands.id.start)

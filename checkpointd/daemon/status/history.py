@@ -51,7 +51,7 @@ class RootHistory:
 
     def decided(self, attempts: Iterable[LoggedAttempt]) -> None:
         """Add the attempts that are decided and new."""
-        fresh = {one.attempt: past for one in attempts if one.attempt not in self._saves and (past := past_of(one))}
+        fresh = {one.prefix: past for one in attempts if one.prefix not in self._saves and (past := past_of(one))}
         if fresh:
             ordered = sorted([*self._saves.items(), *fresh.items()], key=lambda item: item[1].at)
             self._saves = dict(ordered[-SAVES_MAX:])
@@ -74,12 +74,12 @@ class RootHistory:
 
 def past_of(attempt: LoggedAttempt) -> PastSave | None:
     """The save of an attempt; None if it is undecided, or if its record has no valid time."""
-    record = attempt.commit or attempt.abort
+    record = attempt.decision
     at = None if record is None else seconds_of(record.writer.time)
     if at is None:
         return None
-    past = PastSave(tag=attempt.tag, step=attempt.step, at=at, committed=attempt.commit is not None)
-    if attempt.commit is None:
+    past = PastSave(tag=attempt.tag, step=attempt.step, at=at, committed=attempt.committed is not None)
+    if attempt.committed is None:
         return past
     cost, found = attempt.commit.cost, attempt.commit.metrics
     metrics = {name: found[name] for name in sorted(found)[:METRICS_MAX]}

@@ -11,10 +11,10 @@ import msgspec
 
 from checkpointd.commands import command
 from checkpointd.export.progress import ExportProgress
+from checkpointd.layout.log_records import ReadBackState
 from checkpointd.layout.manifest import ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.mirror.news import MirrorProgress
-from checkpointd.pipeline.root.root_view import ReadBackState
 from checkpointd.store.requests import Requests
 
 JSON_BYTES_MAX = 4 << 20

@@ -88,64 +88,64 @@ async def sweep(
     dead = sweepable(state, kept, only)
     if not dead or root_log.fault:
         return []
-    needed, by = await references(store, state, [one.attempt for one in dead])
-    unhidden = await hide(store, {one.attempt for one in dead if one.commit is not None})
+    needed, by = await references(store, state, [one.prefix for one in dead])
+    unhidden = await hide(store, {one.prefix for one in dead if one.committed})
     errors += unhidden.values()
     removals: dict[str, Removal] = {}
 
     async def one_swept(one: LoggedAttempt) -> None:
         try:
-            removal = _removal(one, await root_view.objects_of(store, one.attempt), needed.get(one.attempt, ()))
+            removal = _removal(one, await root_view.objects_of(store, one.prefix), needed.get(one.prefix, ()))
             await root_log.check_root()
-            await store.delete_each([object_key(one.attempt, name) for name in removal.objects])
-            removals[one.attempt] = removal
-            kept.pop(one.attempt, None)
-            if removal.kept and one.attempt in by:
-                kept[one.attempt] = by[one.attempt]
+            await store.delete_each([object_key(one.prefix, name) for name in removal.objects])
+            removals[one.prefix] = removal
+            kept.pop(one.prefix, None)
+            if removal.kept and one.prefix in by:
+                kept[one.prefix] = by[one.prefix]
         except StoreFullError:
             raise  # `reserve.on_full_disk` makes room
         except StoreError as error:
             errors.append(error)
 
-    await each(one_swept, [one for one in dead if one.attempt not in unhidden], SWEEPS)
+    await each(one_swept, [one for one in dead if one.prefix not in unhidden], SWEEPS)
     others = needed_by_others(state)
-    empty = tuple(one.attempt for one in dead if one.attempt in removals and one.attempt not in others)
+    empty = tuple(one.prefix for one in dead if one.prefix in removals and one.prefix not in others)
     if empty:
         await root_log.add(SweepRecord(attempts=empty))
     if errors and failed is None:
         raise errors[0]
-    return [removals[one.attempt] for one in dead if one.attempt in removals and removals[one.attempt].objects]
+    return [removals[one.prefix] for one in dead if one.prefix in removals and removals[one.prefix].objects]
 
 
 async def sweep_late(store: Store) -> None:
     """Remove what a rank of an earlier start has still put for an aborted attempt after it was swept, before the rank died."""
     root_log = RootLog.of(store)
     for one in root_log.state.attempts.values():
-        if one.status == "aborted" and one.swept and (late := await root_view.objects_of(store, one.attempt)):
+        if one.status == "aborted" and one.swept and (late := await root_view.objects_of(store, one.prefix)):
             await root_log.check_root()
-            await store.delete_each([object_key(one.attempt, entry.name) for entry in late])
+            await store.delete_each([object_key(one.prefix, entry.name) for entry in late])
 
 
 def swept_next(state: LogState, only: Collection[str] | None = None) -> list[LoggedAttempt]:
     """The attempts whose objects may go, as far as nobody needs them."""
     dead = (one for one in state.attempts.values() if one.status in ("aborted", "removed") and not one.swept)
-    return [one for one in dead if only is None or one.attempt in only]
+    return [one for one in dead if only is None or one.prefix in only]
 
 
 def sweepable(state: LogState, kept: Kept, only: Collection[str] | None = None) -> list[LoggedAttempt]:
     """The same without those of which earlier sweeps have left only what others need."""
     dead = swept_next(state, only)
-    there = {one.attempt for one in state.attempts.values() if one.status == "checkpoint"} if dead and kept else ()
-    return [one for one in dead if one.attempt not in kept or not kept[one.attempt].issubset(there)]
+    there = {one.prefix for one in state.attempts.values() if one.status == "checkpoint"} if dead and kept else ()
+    return [one for one in dead if one.prefix not in kept or not kept[one.prefix].issubset(there)]
 
 
 async def survey(store: Store, state: LogState, going: Mapping[str, Sequence[str]] = NONE_GOING) -> list[Removal]:
     """The objects that would go in `state` if the checkpoints `going` were removed, too. Writes nothing."""
     reasons = {name: reason for reason, names in going.items() for name in names}
     dead = [*swept_next(state), *(state.attempts[name] for name in reasons)]
-    needed, _ = await references(store, state, [one.attempt for one in dead], without=reasons)
+    needed, _ = await references(store, state, [one.prefix for one in dead], without=reasons)
     found = [
-        _removal(one, await root_view.objects_of(store, one.attempt), needed.get(one.attempt, ()), reasons.get(one.attempt))
+        _removal(one, await root_view.objects_of(store, one.prefix), needed.get(one.prefix, ()), reasons.get(one.prefix))
         for one in dead
     ]
     return [removal for removal in found if removal.objects]
@@ -155,7 +155,7 @@ def _removal(
     one: LoggedAttempt, entries: Iterable[Entry], needed: Collection[str] | None, reason: str | None = None
 ) -> Removal:
     listed = list(entries)
-    staying = [e for e in listed if needed is None or object_key(one.attempt, e.name) in needed]
+    staying = [e for e in listed if needed is None or object_key(one.prefix, e.name) in needed]
     going = [e for e in listed if e not in staying]
     return Removal(
         tag=one.tag,
@@ -182,18 +182,18 @@ async def references(
     holder is left out if these may come to need less of it while they are there.
     """
     wanted, needed, by = set(holders), dict[str, set[str] | None](), dict[str, frozenset[str]]()
-    referring = [a for a in state.attempts.values() if a.status == "checkpoint" and a.attempt not in without]
+    referring = [a for a in state.attempts.values() if a.status == "checkpoint" and a.prefix not in without]
     for one in state.attempts.values():
         base = state.attempts.get(one.base) if one.status == "undecided" else None
         if base is not None and base.status != "checkpoint":
-            needed[base.attempt] = None
+            needed[base.prefix] = None
             referring.append(base)
     for one in sorted(referring, key=attrgetter("order"), reverse=True):
         if not wanted.isdisjoint(one.holders):
             try:
                 keys = await _referred(store, one)
             except (DamagedError, NotFoundError) as error:
-                log.error("%s: what it refers to cannot be read, so all of it stays: %s", one.attempt, error)
+                log.error("%s: what it refers to cannot be read, so all of it stays: %s", one.prefix, error)
                 needed |= dict.fromkeys(one.holders)
                 continue
             for key in keys:
@@ -201,14 +201,13 @@ async def references(
                 kept = needed.setdefault(holder, set())
                 if kept is not None and key not in kept:
                     kept.add(key)
-                    by[holder] = by.get(holder, frozenset()) | {one.attempt}
+                    by[holder] = by.get(holder, frozenset()) | {one.prefix}
     found = {name: keys for name, keys in needed.items() if name in wanted}
     return found, {name: some for name, some in by.items() if found.get(name) is not None}
 
 
 async def _referred(store: Store, one: LoggedAttempt) -> set[str]:
     """The keys of older attempts' objects that the checkpoint refers to."""
-    assert one.commit is not None
     found: set[str] = set()
     for vote in (await votes_of(store, one.commit)).values():
         if isinstance(vote, DamagedError):

@@ -23,11 +23,11 @@ import msgspec
 from checkpointd.commit.facts import Order
 from checkpointd.errors import FormatError, NotFoundError, StoreError
 from checkpointd.layout.keys import SERVICE
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import LEASE_S_MAX, Lease, decode_sealed, digest
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import LOOK_S_MAX, RUNNING_LENGTHS, HeldLease, Sight
-from checkpointd.pipeline.root.root_view import AttemptView, Checkpoint
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -46,7 +46,7 @@ class ExportLease(Lease, frozen=True, kw_only=True, tag_field="format", tag="che
     seen: Order = (0, 0)
     """The newest commit that the exporter has seen."""
 
-    def kept_among(self, newest_first: Sequence[Checkpoint]) -> set[str]:
+    def kept_among(self, newest_first: Sequence[LoggedAttempt]) -> set[str]:
         """The checkpoints that stay for this export, by prefix."""
         unseen = (c for c in newest_first if c.commit.order > self.seen and is_wanted(c.commit.step, self.every_steps))
         waiting = next((c.prefix for c in unseen if c.read_back != "damaged"), None)
@@ -123,10 +123,10 @@ class ExportLeases:
         self._said = set[str]()
         """What the look before could not read."""
 
-    async def kept(self, views: Iterable[AttemptView]) -> frozenset[str]:
-        """The checkpoints among `views` that exports keep now, by prefix."""
+    async def kept(self, attempts: Iterable[LoggedAttempt]) -> frozenset[str]:
+        """The checkpoints among `attempts` that exports keep now, by prefix."""
         leases = await self._look()
-        newest_first = root_view.checkpoints_of(views) if leases else []
+        newest_first = root_view.checkpoints_of(attempts) if leases else []
         return frozenset(prefix for lease in leases for prefix in lease.kept_among(newest_first))
 
     async def settle(self) -> None:

@@ -22,7 +22,6 @@ from checkpointd.pipeline.read.readback import read_back, survivor
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.root.wholeness import is_removed, lost_at_a_glance
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
@@ -32,7 +31,7 @@ log = logging.getLogger("checkpointd")
 
 async def retire(
     store: Store,
-    views: Sequence[AttemptView],
+    attempts: Collection[LoggedAttempt],
     rules: Retention,
     *,
     start: int = 0,
@@ -40,12 +39,12 @@ async def retire(
     exports: ExportLeases | None = None,
     kept: Kept | None = None,
 ) -> Sequence[Removal]:
-    """Remove the checkpoints among `views` that the rules do not keep, and what is left of aborted attempts. Checkpoints before
+    """Remove the checkpoints among `attempts` that the rules do not keep, and what is left of aborted attempts. Those before
     `keeps_before` stay (RETENTION-6), and so do those that `exports` need (RETENTION-7). `start`: the start for which this is;
     0 for a person. `kept`: as for `sweep`. Returns the removals.
     """
-    choice = await chosen_by(store, views, rules, keeps_before=keeps_before, exports=exports)
-    await retired(store, views, choice.going, choice.abandoned, start)
+    choice = await chosen_by(store, attempts, rules, keeps_before=keeps_before, exports=exports)
+    await retired(store, attempts, choice.going, choice.abandoned, start)
     failed: list[StoreError] = []
     removed = await sweep(store, failed=failed, kept=kept)
     if failed:
@@ -55,13 +54,13 @@ async def retire(
 
 
 async def retired(
-    store: Store, views: Sequence[AttemptView], going: Sequence[Dead], abandoned: Sequence[Dead] = (), start: int = 0
+    store: Store, attempts: Collection[LoggedAttempt], going: Sequence[Dead], abandoned: Sequence[Dead] = (), start: int = 0
 ) -> list[str]:
-    """Record that the checkpoints `going` and `abandoned` among `views` are none any more; returns which. None of `going` goes
-    unless one that stays was read back whole (READBACK-3); if none was, one is read back now.
+    """Record that the checkpoints `going` and `abandoned` among `attempts` are none any more; returns which. None of `going`
+    goes unless one that stays was read back whole (READBACK-3); if none was, one is read back now.
     """
     gone = {prefix for prefix, _ in (*going, *abandoned)}
-    staying = root_view.commits_of(view for view in views if view.prefix not in gone)
+    staying = root_view.commits_of(one for one in attempts if one.prefix not in gone)
     if going and await survivor(store, staying) is None:
         log.error("%d older checkpoints stay, since none of the newer ones could be read back whole", len(going))
         going = ()
@@ -87,8 +86,8 @@ async def retire_tag(store: Store, tag: str, start: int) -> None:
     If there is a newer start, nothing goes. Checkpoints of older starts stay (RETENTION-6).
     """
     if await starts.newest(store) == start:
-        views = await root_view.attempts_of(store, tag)
-        await retire(store, views, Retention(), start=start, keeps_before=(start, 0), exports=ExportLeases(store))
+        attempts = root_view.attempts_of(await root_view.state_of(store), tag)
+        await retire(store, attempts, Retention(), start=start, keeps_before=(start, 0), exports=ExportLeases(store))
 
 
 async def prove_newest(store: Store, bytes_max: int | None = None) -> bool:
@@ -105,27 +104,27 @@ def _stored_bytes(commit: CommitRecord) -> float:
 
 async def chosen_by(
     store: Store,
-    views: Sequence[AttemptView],
+    attempts: Collection[LoggedAttempt],
     rules: Retention,
     *,
     keeps_before: Order = KEEPS_NONE,
     exports: ExportLeases | None = None,
     looks: bool = True,
 ) -> RemovalChoice:
-    """Choose the checkpoints among `views` to remove. Those count of which one listing of the root shows nothing to be missing
-    (RETENTION-9). `exports`: keep those that exports need. Without `looks`, nothing counts as missing.
+    """Choose the checkpoints among `attempts` to remove. Those count of which one listing of the root shows nothing to be
+    missing (RETENTION-9). `exports`: keep those that exports need. Without `looks`, nothing counts as missing.
     """
-    missing = await lost_at_a_glance(store, root_view.commits_of(views)) if looks else {}
+    missing = await lost_at_a_glance(store, root_view.commits_of(attempts)) if looks else {}
     gone = {prefix for prefix, lost in missing.items() if is_removed(lost)}
-    commits = facts_of((view.logged for view in views if view.prefix not in gone), rules, missing)
-    removed_by_hand = tuple((v.prefix, DIRECTORY_REMOVED) for v in views if v.prefix in gone and v.state == "committed")
+    commits = facts_of((one for one in attempts if one.prefix not in gone), rules, missing)
+    removed_by_hand = tuple((prefix, DIRECTORY_REMOVED) for prefix in sorted(gone))
 
     def chosen() -> RemovalChoice:
         return uncollected(lambda: choose(commits, rules, keeps_before=keeps_before))
 
     choice = chosen()
     if exports is not None and (choice.going or choice.surplus):
-        exporting = await exports.kept(views)
+        exporting = await exports.kept(attempts)
         commits = [replace(one, exporting=one.attempt in exporting) for one in commits]
         choice = chosen() if exporting else choice
     return replace(choice, abandoned=removed_by_hand)
@@ -138,7 +137,7 @@ def facts_of(attempts: Iterable[LoggedAttempt], rules: Retention, incomplete: Co
     has_ages = rules.younger_than_s is not None
     return [
         CheckpointFacts(
-            attempt=one.attempt,
+            attempt=one.prefix,
             order=one.order,
             step=one.commit.step,
             save_latest=one.commit.save_latest,
@@ -148,11 +147,11 @@ def facts_of(attempts: Iterable[LoggedAttempt], rules: Retention, incomplete: Co
             left_behind=one.left_behind,
             is_shown=bool(one.commit.shown_at),
             age_s=_age_s(one.commit) if has_ages else None,
-            incomplete=one.attempt in incomplete,
+            incomplete=one.prefix in incomplete,
             metrics=one.commit.metrics,
         )
         for one in attempts
-        if one.commit is not None and one.status == "checkpoint"
+        if one.status == "checkpoint"
     ]
 
 

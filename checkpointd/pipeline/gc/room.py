@@ -56,7 +56,7 @@ class RoomUse:
     @property
     def removable(self) -> frozenset[str]:
         """What a removal can remove now."""
-        return frozenset(one.attempt for one in self.going if one.attempt not in self.pinned)
+        return frozenset(one.prefix for one in self.going if one.prefix not in self.pinned)
 
 
 def room_use(state: LogState, rules: Retention, keeps_before: Order = KEEPS_NONE, kept: Kept = _NOTHING) -> RoomUse:
@@ -76,7 +76,7 @@ def room_use(state: LogState, rules: Retention, keeps_before: Order = KEEPS_NONE
         [state.attempts[name] for name in choice.surplus],
         frozenset(name for one in undecided for name in pinned_by(state, one.base)),
         choice.unknown_metric,
-        any(one.commit is not None and one.commit.shown_at for one in checkpoints),
+        any(one.commit.shown_at for one in checkpoints),
     )
 
 
@@ -104,12 +104,10 @@ def has_room(
     def alike(names: Iterable[str]) -> set[str]:
         return {name for name in names if not rules.keeps_all or name.rpartition("/")[0] == info.tag} - {info.prefix}
 
-    undecided = alike(one.attempt for one in found.undecided) - begun.keys()
+    undecided = alike(one.prefix for one in found.undecided) - begun.keys()
     # Those of this start belong to ranks that lead, or to a lost coordinator that this one has replaced.
-    led = {one.attempt for one in found.undecided if one.id.start == info.attempt.start} & undecided
-    removable = (
-        {} if only_undecided else {one.attempt: one for one in (*found.going, *found.surplus) if one.attempt not in stays}
-    )
+    led = {one.prefix for one in found.undecided if one.id.start == info.attempt.start} & undecided
+    removable = {} if only_undecided else {one.prefix: one for one in (*found.going, *found.surplus) if one.prefix not in stays}
     counted = alike(removable) | alike(begun) | (undecided - led)
     more = 1 + max(len(led), 1 if info.world_size > 1 else 0)
     known = {**{name: _nbytes(one) for name, one in removable.items()}, **begun}
@@ -121,4 +119,4 @@ def has_room(
 
 def _nbytes(one: LoggedAttempt) -> int:
     """The bytes that it has written; 0 if that is not known."""
-    return 0 if one.commit is None or one.commit.cost is None else one.commit.cost.written_bytes
+    return 0 if one.committed is None or one.commit.cost is None else one.commit.cost.written_bytes

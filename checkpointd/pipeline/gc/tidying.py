@@ -28,12 +28,13 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import TypeAlias
 
 from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.phrases import byte_size
 from checkpointd.pipeline.gc import room
 from checkpointd.pipeline.gc.collect import Kept
@@ -42,10 +43,9 @@ from checkpointd.pipeline.gc.retire import prove_newest, retire
 from checkpointd.pipeline.gc.room import RoomUse, has_room, room_use
 from checkpointd.pipeline.identity import user
 from checkpointd.pipeline.pauses import pauses
-from checkpointd.pipeline.root import reserve, root_view
+from checkpointd.pipeline.root import reserve
 from checkpointd.pipeline.root.leases import ANSWER_S, LENGTH_S
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
@@ -210,7 +210,7 @@ class Tidier:
         found, start = self._room_use(), info.attempt.start
         if self._is_over(start):
             return
-        older = [one.attempt for one in found.undecided if one.id.start < start]
+        older = [one.prefix for one in found.undecided if one.id.start < start]
         if older:
             self._run_aside("deciding", lambda: self._decides(older, DECIDING_S, lambda: self._check_root(start)))
         if found.surplus:
@@ -344,15 +344,15 @@ class Tidier:
             state = await self._log.look()
             await self._check_root(self._start)
             if not self._is_over(self._start):
-                await self._retire(root_view.views_of(state))
+                await self._retire(state.attempts.values())
         await self._log.compact()
 
-    async def _retire(self, views: Sequence[AttemptView]) -> None:
+    async def _retire(self, attempts: Collection[LoggedAttempt]) -> None:
         removed = await reserve.on_full_disk(
             self._store,
             lambda: retire(
                 self._store,
-                views,
+                attempts,
                 self._rules,
                 start=self._start,
                 keeps_before=self.keeps_before,

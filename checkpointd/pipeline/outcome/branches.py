@@ -11,7 +11,6 @@ from __future__ import annotations
 from checkpointd.commit.branches import training
 from checkpointd.commit.facts import Order
 from checkpointd.errors import UnreadableError
-from checkpointd.layout.keys import AttemptId, attempt_prefix
 from checkpointd.layout.log_records import LogState
 from checkpointd.layout.manifest import Branches
 from checkpointd.pipeline.root import root_view
@@ -19,23 +18,23 @@ from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 
 
-async def after(store: Store, patience: Patience, tag: str, attempt: AttemptId, begins: Order) -> tuple[str, Branches]:
-    """The training of this checkpoint, and `CommitRecord.left` of the saves that go on from it. `begins`: the order of the
-    first of them.
+async def after(store: Store, patience: Patience, prefix: str, begins: Order) -> tuple[str, Branches]:
+    """The training of the checkpoint `prefix`, and `CommitRecord.left` of the saves that go on from it. `begins`: the order of
+    the first of them.
     """
     with patience.looks() as looks:
         while True:
             try:
-                return _left(await root_view.state_of(store), attempt_prefix(tag, attempt), begins)
+                return _left(await root_view.state_of(store), prefix, begins)
             except UnreadableError as error:
                 await looks.unreadable(error)
 
 
 def _left(state: LogState, prefix: str, begins: Order) -> tuple[str, Branches]:
     one = state.attempts.get(prefix)
-    if one is None or one.commit is None:
+    if one is None or one.committed is None:
         return "", ()  # it lies in memory or in a spool, and is the newest
     own = training(one.commit)
-    commits = [a for a in state.attempts.values() if a.status == "checkpoint" and a.commit and a.commit.save_latest]
-    is_back = any(one.order < a.order < begins for a in commits if a.commit and training(a.commit) == own)
+    commits = [a for a in state.attempts.values() if a.status == "checkpoint" and a.commit.save_latest]
+    is_back = any(one.order < a.order < begins for a in commits if training(a.commit) == own)
     return own, (*one.commit.left, (one.order, begins)) if is_back else one.commit.left

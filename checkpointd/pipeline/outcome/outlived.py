@@ -117,13 +117,13 @@ class _Waiting:
 
     async def _look(self) -> LoggedAttempt | None:
         await self._watch.look()
-        sizes = {entry.name: entry.size for entry in await root_view.objects_of(self.store, self.prefix)}
+        sizes = await root_view.sizes_of(self.store, self.prefix)
         now = asyncio.get_running_loop().time()
         # As for the lease, what kept this process from looking may have kept others from writing.
         if sizes != self._sizes or now - self._looked >= self._watch.length_s / 2:
             self._since = now
         self._sizes, self._looked = sizes, now
-        return (await root_view.state_of(self.store)).attempts.get(self.prefix)
+        return await root_view.logged(self.store, self.prefix)
 
     def _is_abandoned(self) -> bool:
         quiet_s = asyncio.get_running_loop().time() - self._since
@@ -141,7 +141,7 @@ class _Waiting:
             say(draft.record)
         elif self._decided is None and one is not None and self._has_tried:
             self._decided = one
-        if self._decided is None or self._decided.status != "checkpoint" or self._decided.commit is None:
+        if self._decided is None or self._decided.status != "checkpoint":
             return
         await move_latest(RootLog.of(self.store), is_start=True)
         await show(self.store, self._decided.commit)

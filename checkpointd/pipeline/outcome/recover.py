@@ -30,7 +30,7 @@ from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import COORDINATOR, AttemptId, attempt_prefix, is_tag, vote_name
-from checkpointd.layout.log_records import AbortRecord, BeginRecord, CommitRecord, LoggedAttempt, LogState, Record
+from checkpointd.layout.log_records import AbortRecord, BeginRecord, CommitRecord, LogState, Record
 from checkpointd.layout.manifest import Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.phrases import listed
@@ -79,7 +79,7 @@ async def decided_now(store: Store, state: LogState, spared: Collection[str]) ->
     """The decisions on the undecided attempts in `state`, but for those `spared` (`<tag>/<attempt>`). What a commit names is
     durable. An attempt that cannot be read now is not among them; the error is logged.
     """
-    undecided = [a for a in state.attempts.values() if a.status == "undecided" and a.attempt not in spared]
+    undecided = [a for a in state.attempts.values() if a.status == "undecided" and a.prefix not in spared]
     checking = asyncio.Lock()
 
     async def found(tag: str, attempt: AttemptId) -> CommitRecord | AbortRecord | None:
@@ -172,7 +172,7 @@ def _is_of_another_root(store: Store, state: LogState, vote: Vote | None) -> boo
 def _is_later(state: LogState, attempt: str, vote: Vote | None) -> bool:
     if AttemptId.of(attempt).start > state.start:
         return True
-    return vote is not None and not was_used(state, LoggedAttempt(attempt=attempt, n=vote.n, status="undecided"))
+    return vote is not None and not was_used(state, attempt, vote.n)
 
 
 async def make_again(store: Store, state: LogState, later: Sequence[str]) -> LogState:
@@ -231,9 +231,9 @@ async def _warn_of_losses(store: Store) -> None:
 
 def decided_since(before: LogState, state: LogState) -> list[CommitRecord | AbortRecord]:
     """What became of the attempts that were undecided in `before`."""
-    undecided = [one.attempt for one in before.attempts.values() if one.status == "undecided"]
+    undecided = [one.prefix for one in before.attempts.values() if one.status == "undecided"]
     now = [state.attempts[one] for one in undecided if one in state.attempts]
-    return [record for one in now if (record := one.commit or one.abort) is not None]
+    return [record for one in now if (record := one.decision) is not None]
 
 
 async def judge(store: Store, tag: str, attempt: AttemptId, checking: asyncio.Lock | None = None) -> Draft:

@@ -11,8 +11,8 @@ import msgspec
 from checkpointd.config import LoadConfig
 from checkpointd.errors import FormatError
 from checkpointd.layout.indexes import Index, TensorEntry
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read.index import entries_by_fqn, read_index
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
 
@@ -42,7 +42,7 @@ class GlobalTensor:
 class CheckpointView:
     """The indexes of a checkpoint by rank: of all ranks, or of those from which a load needs something."""
 
-    checkpoint: Checkpoint
+    checkpoint: LoggedAttempt
     indexes: Mapping[int, Index]
 
     @property
@@ -68,7 +68,7 @@ class CheckpointView:
         return {}
 
 
-async def read_view(store: Store, checkpoint: Checkpoint, config: LoadConfig) -> CheckpointView:
+async def read_view(store: Store, checkpoint: LoggedAttempt, config: LoadConfig) -> CheckpointView:
     """Read the indexes of all ranks, `config.reads` at once, and verify each along the chain of digests.
 
     Raises DamagedError if one does not agree with its digest, or if ranks disagree on a tensor.

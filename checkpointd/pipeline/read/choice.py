@@ -21,7 +21,6 @@ from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import candidates, find, listed, newest
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -68,12 +67,12 @@ class CheckpointFinder:
             except (DamagedError, NotFoundError) as error:
                 await self._leave(checkpoint, error)
 
-    async def instead(self, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointView:
+    async def instead(self, checkpoint: LoggedAttempt, error: CheckpointdError) -> CheckpointView:
         """Another checkpoint, after reading `checkpoint` has failed with `error`. Raises as `begin` if there is none."""
         await self._leave(checkpoint, error)
         return await self.begin()
 
-    async def verdict(self, checkpoint: Checkpoint, error: CheckpointdError) -> CheckpointdError:
+    async def verdict(self, checkpoint: LoggedAttempt, error: CheckpointdError) -> CheckpointdError:
         """Why `checkpoint` cannot be read: NotFoundError if it was removed since it was opened, else DamagedError."""
         try:
             await self.check_there(checkpoint)
@@ -81,28 +80,27 @@ class CheckpointFinder:
             return removed
         return error if isinstance(error, DamagedError) else DamagedError(str(error))
 
-    def patient(self, checkpoint: Checkpoint, on_answer: Callable[[], None] = lambda: None) -> Store:
+    def patient(self, checkpoint: LoggedAttempt, on_answer: Callable[[], None] = lambda: None) -> Store:
         """A store that reads objects of `checkpoint` again if they cannot be read now, unless the checkpoint was removed."""
         return PatientStore(self.store, self._patience(), on_answer, partial(self.check_there, checkpoint))
 
-    async def check_there(self, checkpoint: Checkpoint, *, patiently: bool = False) -> None:
+    async def check_there(self, checkpoint: LoggedAttempt, *, patiently: bool = False) -> None:
         """Raise NotFoundError if `checkpoint` was removed, by the log.
 
         `patiently`: look again if that cannot be read now. Without it, the caller does.
         """
-        tag, attempt = checkpoint.tag, checkpoint.attempt
-        found = await (self._logged(tag, attempt) if patiently else root_view.logged(self.store, tag, attempt))
+        found = await (self._logged(checkpoint.prefix) if patiently else root_view.logged(self.store, checkpoint.prefix))
         if found is None or found.status != "checkpoint":
             raise NotFoundError(
                 f"{checkpoint.prefix} was removed from {self.store.url} after it was opened here: open the newest, or another "
                 "tag. Retention that keeps more checkpoints (keep_last) leaves a reader more time"
             )
 
-    async def _logged(self, tag: str, attempt: AttemptId) -> LoggedAttempt | None:
+    async def _logged(self, prefix: str) -> LoggedAttempt | None:
         with self._patience().looks() as looks:
             while True:
                 try:
-                    return await root_view.logged(self.store, tag, attempt)
+                    return await root_view.logged(self.store, prefix)
                 except UnreadableError as error:
                     await looks.unreadable(error)
 
@@ -110,7 +108,7 @@ class CheckpointFinder:
         self.patience = Patience(self.config.retry_s, self.config.absence_s)
         return self.patience
 
-    async def _leave(self, checkpoint: Checkpoint, error: CheckpointdError) -> None:
+    async def _leave(self, checkpoint: LoggedAttempt, error: CheckpointdError) -> None:
         """Note why `checkpoint` is not read. Raises if the reader must not take another one."""
         why = await self.verdict(checkpoint, error)
         if isinstance(why, NotFoundError):
@@ -124,7 +122,7 @@ class CheckpointFinder:
         self._damaged.add(checkpoint.prefix)
         self._pass_over(f"{checkpoint.tag} cannot be read: {why}")
 
-    async def _chosen(self) -> Checkpoint:
+    async def _chosen(self) -> LoggedAttempt:
         if self.step is not None:
             return await self._of_step(self.step)
         if self.tag is None:
@@ -135,7 +133,7 @@ class CheckpointFinder:
         # If a checkpoint was removed a moment ago, further looks for it are useless.
         return await (root_view.find(self.store, tag) if self._removed else find(self.store, tag, self._patience()))
 
-    async def _of_step(self, step: int) -> Checkpoint:
+    async def _of_step(self, step: int) -> LoggedAttempt:
         known = await listed(self.store, self._patience())
         found = next((c for c in known if c.commit.step == step), None)
         if found is None:
@@ -155,13 +153,14 @@ class CheckpointFinder:
                     raise NotFoundError(f"there is no {LATEST} at {self.store.url}: name a tag")
                 return found.tag
 
-    async def _named(self, tag: str, attempt: AttemptId) -> Checkpoint:
-        found = await self._logged(tag, attempt)
+    async def _named(self, tag: str, attempt: AttemptId) -> LoggedAttempt:
+        prefix = attempt_prefix(tag, attempt)
+        found = await self._logged(prefix)
         if found is None or found.status != "checkpoint":
-            raise NotFoundError(f"{attempt_prefix(tag, attempt)} at {self.store.url} is not a checkpoint, or not one any more")
-        return root_view.checkpoint_of(found)
+            raise NotFoundError(f"{prefix} at {self.store.url} is not a checkpoint, or not one any more")
+        return found
 
-    async def _newest(self) -> Checkpoint:
+    async def _newest(self) -> LoggedAttempt:
         found = await candidates(self.store, self._patience())
         chosen = next((c for c in found if c.prefix not in self._damaged), None)
         if chosen is not None:

@@ -8,13 +8,14 @@ from checkpointd.errors import DamagedError, FormatError, NotFoundError, WorldSi
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.indexes import Chunk, Index, TensorEntry
 from checkpointd.layout.keys import object_key
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root.ballots import CountedVotes, ballot_key
-from checkpointd.pipeline.root.root_view import Checkpoint, index_named_by
+from checkpointd.pipeline.root.root_view import index_named_by
 from checkpointd.store.base import Store
 
 
-async def read_index(store: Store, checkpoint: Checkpoint, rank: int, votes: CountedVotes | None = None) -> Index:
+async def read_index(store: Store, checkpoint: LoggedAttempt, rank: int, votes: CountedVotes | None = None) -> Index:
     """The index of `rank`, verified along commit, ballot and vote. Raises WorldSizeError if the rank did not exist.
 
     `votes`: those of the checkpoint, for a reader of several ranks.

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.joint_plan import JointPlan, decode_joint_plan, joint_plan_ref
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import LISTING_BYTES_MAX
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.pipeline.root.ballots import joint_plan_key
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
 
 
-async def read_joint_plan(store: Store, checkpoint: Checkpoint) -> JointPlan | None:
+async def read_joint_plan(store: Store, checkpoint: LoggedAttempt) -> JointPlan | None:
     """The joint plan of `checkpoint`; None if it has none, or if it is damaged: then a load reads all indexes."""
     if checkpoint.commit.plan is None:
         return None
@@ -27,7 +27,7 @@ async def read_joint_plan(store: Store, checkpoint: Checkpoint) -> JointPlan | N
         return None
 
 
-async def checked_joint_plan(store: Store, checkpoint: Checkpoint) -> JointPlan:
+async def checked_joint_plan(store: Store, checkpoint: LoggedAttempt) -> JointPlan:
     """The joint plan that the commit of `checkpoint` names. Raises DamagedError or NotFoundError if it is not there whole."""
     key = joint_plan_key(checkpoint.commit)
     data = await store.get(key, size_max=LISTING_BYTES_MAX)

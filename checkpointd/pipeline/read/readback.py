@@ -39,7 +39,6 @@ from checkpointd.pipeline.read.plan import rank_reads
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, checked_index, record_verdict, verify_proved
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.wholeness import lost
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
@@ -58,7 +57,7 @@ PENDING_MAX = 8
 """The most checkpoints that wait to be read back. If there are more, the oldest are left out."""
 
 
-async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | None:
+async def survivor(store: Store, staying: Sequence[LoggedAttempt]) -> LoggedAttempt | None:
     """One of `staying` that was read back whole, so that others may go (READBACK-3); None if none can be proved whole. One of a
     branch that was left does not count, since no load takes it.
 
@@ -66,13 +65,13 @@ async def survivor(store: Store, staying: Sequence[Checkpoint]) -> Checkpoint | 
     """
     newest_first = sorted((c for c in staying if not c.left_behind), key=lambda c: c.commit.order, reverse=True)
     attempts = (await root_view.state_of(store)).attempts
-    known = [(c, one) for c in newest_first if (one := attempts.get(c.prefix)) is not None and is_sound(one)]
-    for checkpoint, one in known:
+    known = [one for c in newest_first if (one := attempts.get(c.prefix)) is not None and is_sound(one)]
+    for one in known:
         if one.verified and not await is_incomplete(store, one):
-            return checkpoint
-    for checkpoint, one in known:
-        if not one.verified and not await is_incomplete(store, one) and (await read_back(store, checkpoint)).whole:
-            return checkpoint
+            return one
+    for one in known:
+        if not one.verified and not await is_incomplete(store, one) and (await read_back(store, one)).whole:
+            return one
     return None
 
 
@@ -81,7 +80,7 @@ async def is_incomplete(store: Store, attempt: LoggedAttempt) -> bool:
     return bool(await lost(store, attempt))
 
 
-async def read_back(store: Store, checkpoint: Checkpoint) -> CheckpointVerdict:
+async def read_back(store: Store, checkpoint: LoggedAttempt) -> CheckpointVerdict:
     """Read all of `checkpoint` past the cache, and record the result."""
     verdict = await verify_proved(store, checkpoint, BLOCK)  # READBACK-2
     await record_verdict(store, checkpoint, verdict)
@@ -115,7 +114,7 @@ class BackgroundReadBack:
 
     store: Store
     on_damage: Callable[[], None] = lambda: None
-    _pending: list[tuple[Checkpoint, int]] = field(default_factory=list)
+    _pending: list[tuple[LoggedAttempt, int]] = field(default_factory=list)
     """Checkpoints with the rank whose shard to read, newest last."""
     _task: asyncio.Task[None] | None = None
     _busy: set[object] = field(default_factory=set)
@@ -163,7 +162,7 @@ class BackgroundReadBack:
         finally:
             self.resume(token)
 
-    def committed(self, checkpoint: Checkpoint, rank: int) -> None:
+    def committed(self, checkpoint: LoggedAttempt, rank: int) -> None:
         """Read back the shard of `rank` in the committed `checkpoint` when there is time."""
         self._pending = [*self._pending, (checkpoint, rank)][-PENDING_MAX:]
         if self._task is None or self._task.done():
@@ -204,8 +203,8 @@ class BackgroundReadBack:
     def _wait_at_least(self, seconds: float) -> None:
         self._not_before_s = max(self._not_before_s, asyncio.get_running_loop().time() + seconds)
 
-    async def _read(self, checkpoint: Checkpoint, rank: int) -> None:
-        one = await root_view.logged(self.store, checkpoint.tag, checkpoint.attempt)
+    async def _read(self, checkpoint: LoggedAttempt, rank: int) -> None:
+        one = await root_view.logged(self.store, checkpoint.prefix)
         name = object_key(checkpoint.prefix, read_back_name(rank))
         if one is None or one.status != "checkpoint" or one.verified or await self.store.stat(name) is not None:
             return  # the checkpoint was removed, or others have read it
@@ -217,14 +216,14 @@ class BackgroundReadBack:
             await _record_shard(self.store, checkpoint, rank, nbytes)
             if self._whole is None or self._whole[0] < checkpoint.commit.order:
                 self._whole = (checkpoint.commit.order, checkpoint.tag)
-        elif await _is_checkpoint(self.store, checkpoint):
+        elif await root_view.is_checkpoint(self.store, checkpoint.prefix):
             self.on_damage()
             log.error("%s: rank %d has read its shard back, and it is damaged: %s", checkpoint.prefix, rank, fault)
-            verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt), nbytes, [Damage.of(fault, rank)])
+            verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.id), nbytes, [Damage.of(fault, rank)])
             await record_verdict(self.store, checkpoint, verdict)
             self._damaged = (*self._damaged, checkpoint.tag)
 
-    async def _fault(self, checkpoint: Checkpoint, rank: int) -> tuple[int, DamagedError | NotFoundError | None]:
+    async def _fault(self, checkpoint: LoggedAttempt, rank: int) -> tuple[int, DamagedError | NotFoundError | None]:
         """Read the shard. Returns the number of bytes, and the first damage."""
         uncached, nbytes = PatientStore(self.store.uncached, Patience(BLOCK.retry_s, BLOCK.absence_s)), 0
         try:
@@ -250,7 +249,7 @@ class BackgroundReadBack:
         return nbytes, None
 
 
-async def _index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
+async def _index(store: Store, checkpoint: LoggedAttempt, rank: int) -> Index:
     """The index of `rank`. If it is damaged, it is read once more (READBACK-2)."""
     try:
         return await checked_index(store, checkpoint, rank)
@@ -258,28 +257,24 @@ async def _index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
         return await checked_index(store, checkpoint, rank)
 
 
-async def _record_shard(store: Store, checkpoint: Checkpoint, rank: int, nbytes: int) -> None:
+async def _record_shard(store: Store, checkpoint: LoggedAttempt, rank: int, nbytes: int) -> None:
     """Record that the shard of `rank` is whole. If all shards are, record that the checkpoint is verified (READBACK-1)."""
     record = encode(ReadBack(rank=rank, nbytes=nbytes, writer=writer()))
     await store.put_if_absent(object_key(checkpoint.prefix, read_back_name(rank)), record, durable=False)
-    view = await root_view.view(store, checkpoint.tag, checkpoint.attempt)
-    if view is None or view.state != "committed":
+    one = await root_view.logged(store, checkpoint.prefix)
+    if one is None or one.status != "checkpoint":
         return
-    records = [object_key(checkpoint.prefix, name) for name in view.sizes if read_back_rank(name) is not None]
+    sizes = await root_view.sizes_of(store, checkpoint.prefix)
+    records = [object_key(checkpoint.prefix, name) for name in sizes if read_back_rank(name) is not None]
     if len(records) < checkpoint.commit.world_size:
         return
-    if view.read_back == "no":
+    if one.read_back == "no":
         total = await _recorded_bytes(store, records)
         if total is None:
             return
         await RootLog.of(store).add(VerifyRecord(attempt=checkpoint.prefix, nbytes=total))
     for key in records:
         await store.delete(key, durable=False)
-
-
-async def _is_checkpoint(store: Store, checkpoint: Checkpoint) -> bool:
-    one = await root_view.logged(store, checkpoint.tag, checkpoint.attempt)
-    return one is not None and one.status == "checkpoint"
 
 
 async def _recorded_bytes(store: Store, records: list[str]) -> int | None:

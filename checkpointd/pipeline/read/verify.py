@@ -17,7 +17,7 @@ from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import joint_plan, joint_plan_ref
 from checkpointd.layout.keys import object_key
-from checkpointd.layout.log_records import DamageRecord, VerifyRecord
+from checkpointd.layout.log_records import DamageRecord, LoggedAttempt, VerifyRecord
 from checkpointd.layout.manifest import StoredContent
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared
 from checkpointd.pipeline.read.contents import content_of
@@ -27,7 +27,6 @@ from checkpointd.pipeline.read.joint_plan import checked_joint_plan
 from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.root.ballots import CountedVotes, ballot_key, joint_plan_key
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store
@@ -79,14 +78,14 @@ class CheckpointVerdict:
 
 
 async def verify(
-    store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
+    store: Store, checkpoint: LoggedAttempt, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> CheckpointVerdict:
     """Verify the outcome, the votes, indexes and chunks of all ranks, and that the ranks together stored a whole state.
 
     A read that fails is tried again as `config` says; then the object counts as unreadable. An object counts as missing, which
     is damage, if looks spread over `config.absence_s` agree.
     """
-    verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt))
+    verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.id))
     store = PatientStore(store, Patience(config.retry_s, config.absence_s))
 
     def count(nbytes: int) -> None:
@@ -118,7 +117,7 @@ async def verify(
     return verdict
 
 
-async def _check_joint_plan(store: Store, checkpoint: Checkpoint, expected: bytes, verdict: CheckpointVerdict) -> None:
+async def _check_joint_plan(store: Store, checkpoint: LoggedAttempt, expected: bytes, verdict: CheckpointVerdict) -> None:
     """Note it if the joint plan is damaged, or is not `expected`, which the indexes make."""
     key = joint_plan_key(checkpoint.commit)
     try:
@@ -129,7 +128,7 @@ async def _check_joint_plan(store: Store, checkpoint: Checkpoint, expected: byte
         verdict.note(error, COORDINATOR)
 
 
-async def _read_again(store: Store, checkpoint: Checkpoint, verdict: CheckpointVerdict, rank: int) -> Index:
+async def _read_again(store: Store, checkpoint: LoggedAttempt, verdict: CheckpointVerdict, rank: int) -> Index:
     try:
         return await read_index(store, checkpoint, rank)
     except (DamagedError, NotFoundError, StoreError) as error:
@@ -138,7 +137,7 @@ async def _read_again(store: Store, checkpoint: Checkpoint, verdict: CheckpointV
 
 
 async def verify_proved(
-    store: Store, checkpoint: Checkpoint, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
+    store: Store, checkpoint: LoggedAttempt, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
 ) -> CheckpointVerdict:
     """Verify past the cache, and once more if there is damage, for a verdict that will be recorded."""
     verdict = await verify(store.uncached, checkpoint, config, on_bytes)
@@ -147,7 +146,7 @@ async def verify_proved(
 
 async def verify_ranks(
     store: Store,
-    checkpoint: Checkpoint,
+    checkpoint: LoggedAttempt,
     ranks: Iterable[int],
     config: LoadConfig,
     on_bytes: Callable[[int], None] = lambda _: None,
@@ -157,7 +156,7 @@ async def verify_ranks(
 
     `left`: the tensors of a rank to leave out, because the caller verifies them itself.
     """
-    verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.attempt))
+    verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.id))
     store = PatientStore(store, Patience(config.retry_s, config.absence_s))
     votes = CountedVotes(store, checkpoint.commit)
     for rank in ranks:
@@ -170,7 +169,7 @@ async def verify_ranks(
     return verdict.damage
 
 
-async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: CheckpointVerdict) -> StoreError | None:
+async def record_verdict(store: Store, checkpoint: LoggedAttempt, verdict: CheckpointVerdict) -> StoreError | None:
     """Record that `checkpoint` is whole, or that it is damaged; the later record counts.
 
     `verdict` must come from `store.uncached`. If the storage fails, its error is returned. If that happens, or if the attempt
@@ -194,7 +193,7 @@ async def record_verdict(store: Store, checkpoint: Checkpoint, verdict: Checkpoi
 
 async def _verify_rank(
     store: Store,
-    checkpoint: Checkpoint,
+    checkpoint: LoggedAttempt,
     rank: int,
     config: LoadConfig,
     count: Callable[[int], None],
@@ -225,7 +224,7 @@ async def _too_long(store: Store, sizes: Mapping[str, int]) -> AsyncIterator[Dam
             yield DamagedError(f"{key!r} in {store.url} has {size} bytes, and was written with {written}", key=key)
 
 
-async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Index:
+async def checked_index(store: Store, checkpoint: LoggedAttempt, rank: int) -> Index:
     """The index of `rank`, verified along commit and vote, with its tree. Raises DamagedError if it does not agree."""
     votes = CountedVotes(store, checkpoint.commit)
     index = await read_index(store, checkpoint, rank, votes)
@@ -233,7 +232,7 @@ async def checked_index(store: Store, checkpoint: Checkpoint, rank: int) -> Inde
     return index
 
 
-async def _check_described(checkpoint: Checkpoint, index: Index, votes: CountedVotes) -> None:
+async def _check_described(checkpoint: LoggedAttempt, index: Index, votes: CountedVotes) -> None:
     vote = await votes.of(index.rank)
     _check_tree(index, object_key(checkpoint.prefix, vote.index.name if vote.index else ""))
 
@@ -249,7 +248,7 @@ def _check_tree(index: Index, key: str) -> None:
         pieces_of(file, sizes)
 
 
-def _union_damage(checkpoint: Checkpoint, fault: str | None) -> Iterator[Damage]:
+def _union_damage(checkpoint: LoggedAttempt, fault: str | None) -> Iterator[Damage]:
     """The damage if the ranks did not store one whole state. No coordinator commits such an attempt, so it was changed
     since."""
     if fault is not None:

@@ -12,29 +12,25 @@ import logging
 
 from checkpointd.errors import NotFoundError, UnreadableError
 from checkpointd.layout.keys import LATEST
-from checkpointd.layout.log_records import LogState, PassOverRecord
+from checkpointd.layout.log_records import LoggedAttempt, LogState, PassOverRecord
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 
 logger = logging.getLogger("checkpointd")
 
 
-async def candidates(store: Store, patience: Patience) -> list[Checkpoint]:
+async def candidates(store: Store, patience: Patience) -> list[LoggedAttempt]:
     """The checkpoints for a load that names no tag, newest first. Raises UnreadableError if the storage does not tell."""
-    return [one for one in await _commits(store, patience) if one.may_be_latest]
+    state = await known_state(store, patience)
+    return [one for one in root_view.commits_of(state.attempts.values()) if one.may_be_latest]
 
 
-async def listed(store: Store, patience: Patience) -> list[Checkpoint]:
+async def listed(store: Store, patience: Patience) -> list[LoggedAttempt]:
     """All checkpoints, newest first. Raises as `candidates`."""
-    return root_view.newest_of_tags(await _commits(store, patience))
-
-
-async def _commits(store: Store, patience: Patience) -> list[Checkpoint]:
-    return root_view.commits_of(root_view.views_of(await known_state(store, patience)))
+    return root_view.checkpoints_of((await known_state(store, patience)).attempts.values())
 
 
 async def known_state(store: Store, patience: Patience) -> LogState:
@@ -47,18 +43,17 @@ async def known_state(store: Store, patience: Patience) -> LogState:
                 await looks.unreadable(error)
 
 
-def nonce_of(store: Store, chosen: Checkpoint) -> str:
+def nonce_of(store: Store, chosen: LoggedAttempt) -> str:
     """That of the start which saved `chosen`, as of the last look; empty if the log does not know the start any more."""
     begins = RootLog.of(store).state.begins
-    return next((one.nonce for one in begins if one.start == chosen.attempt.start), "")
+    return next((one.nonce for one in begins if one.start == chosen.id.start), "")
 
 
-async def newest(store: Store) -> Checkpoint | None:
+async def newest(store: Store) -> LoggedAttempt | None:
     """The checkpoint that `latest` means where a tag is expected: the one that a load would try first. None if there is none.
     Usually the file `latest` names it; it may lag behind, or somebody may have edited it.
     """
-    found = newest_of(await root_view.state_of(store))
-    return None if found is None else root_view.checkpoint_of(found)
+    return newest_of(await root_view.state_of(store))
 
 
 async def named(store: Store, tag: str | None) -> str:
@@ -73,7 +68,7 @@ async def named(store: Store, tag: str | None) -> str:
     return found.tag
 
 
-async def find(store: Store, tag: str, patience: Patience) -> Checkpoint:
+async def find(store: Store, tag: str, patience: Patience) -> LoggedAttempt:
     """The checkpoint of `tag`, as `root_view.find`, but with further looks if it is missing or cannot be read."""
     with patience.looks() as looks:
         while True:

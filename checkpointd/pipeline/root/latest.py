@@ -27,12 +27,7 @@ PATIENCE_S = 30.0
 
 def newest_of(state: LogState) -> LoggedAttempt | None:
     """The checkpoint that `latest` should name: the newest whose save asked for it, and of no branch that was left."""
-    asked = (
-        one
-        for one in state.attempts.values()
-        if one.status == "checkpoint" and one.commit is not None and one.commit.save_latest and not one.left_behind
-    )
-    return max(asked, key=lambda one: one.order, default=None)
+    return max((one for one in state.attempts.values() if one.may_be_latest), key=lambda one: one.order, default=None)
 
 
 def going_back(root: str, tag: str) -> str:
@@ -71,7 +66,7 @@ async def _moved(root_log: RootLog, *, is_start: bool) -> str | None:
         elif there != wanted and not await store.put_if_match(LATEST, there, wanted):
             continue
         after = newest_of(await root_log.look())
-        if (after and after.attempt) == (newest and newest.attempt):
+        if (after and after.prefix) == (newest and newest.prefix):
             return None if newest is None else newest.tag
     raise StoreError(f"latest at {store.url} was moved by others at each of {LOOKS_MAX} looks")
 

@@ -5,33 +5,26 @@ The log alone decides. A listing shows only which objects of an attempt are ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
-from typing import Literal, TypeAlias
 
 from checkpointd.commands import at_tag, command
-from checkpointd.commit.facts import Order, State
+from checkpointd.commit.facts import STATES
 from checkpointd.errors import DamagedError, LinkError, NotFoundError, UnreadableError
 from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import (
     LATEST,
     AttemptId,
-    attempt_prefix,
     check_tag,
     group_of,
     group_prefix,
-    holds_bytes,
-    index_rank,
     is_group,
     is_tag,
     object_key,
     vote_name,
-    vote_rank,
 )
-from checkpointd.layout.log_records import CommitRecord, LoggedAttempt, LogState
+from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.layout.manifest import VOTE_BYTES_MAX, IndexRef, Vote, decode, digest
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root.log import RootLog
@@ -41,109 +34,6 @@ from checkpointd.store.base import Entry, Store, each
 LATEST_BYTES_MAX = 4096
 LISTINGS = 16
 """The number of directories of an attempt that are listed at once."""
-_UNSEEN: Mapping[str, int] = MappingProxyType({})
-_STATES: Mapping[str, State] = {
-    "undecided": "in-doubt",
-    "checkpoint": "committed",
-    "aborted": "aborted",
-    "removed": "deleted",
-}
-
-ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptView:
-    """One attempt as the log has it, with the sizes in bytes of its objects, by name, if somebody looked at them."""
-
-    logged: LoggedAttempt
-    sizes: Mapping[str, int] = field(default_factory=lambda: _UNSEEN)
-    is_looked: bool = False
-    """Whether `sizes` are known."""
-
-    @property
-    def tag(self) -> str:
-        return self.logged.tag
-
-    @property
-    def attempt(self) -> AttemptId:
-        return self.logged.id
-
-    @property
-    def prefix(self) -> str:
-        return self.logged.attempt
-
-    @property
-    def order(self) -> Order:
-        """The place of its commit, if it commits."""
-        return self.logged.order
-
-    @property
-    def commit(self) -> CommitRecord | None:
-        """Of a checkpoint, also of one that was removed."""
-        return self.logged.commit
-
-    @property
-    def state(self) -> State:
-        return _STATES[self.logged.status]
-
-    @property
-    def has_shards(self) -> bool:
-        """Whether it has chunks, files or an index of any rank, if somebody looked at the objects."""
-        return any(holds_bytes(name) or index_rank(name) is not None for name in self.sizes)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its objects; of its own chunks alone, if nobody looked at the objects."""
-        if self.is_looked or self.commit is None or self.commit.cost is None:
-            return sum(self.sizes.values())
-        return self.commit.cost.written_bytes
-
-    @property
-    def read_back(self) -> ReadBackState:
-        """Whether it was read back since it was written, and the result."""
-        return "damaged" if self.logged.damaged else "whole" if self.logged.verified else "no"
-
-    @property
-    def passed_over(self) -> bool:
-        """Whether a load found it damaged and passed over it."""
-        return bool(self.logged.passed_over)
-
-    @property
-    def left_behind(self) -> bool:
-        """Whether training went on from an older checkpoint, so that this one is of a branch that was left."""
-        return self.logged.left_behind
-
-    @property
-    def is_left_checkpoint(self) -> bool:
-        """Whether it is a checkpoint of a branch that was left. The current branch may have saved the same tag again."""
-        return self.left_behind and self.state == "committed"
-
-    @property
-    def vote_ranks(self) -> list[int]:
-        return sorted(rank for name in self.sizes if (rank := vote_rank(name)) is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """An attempt that has committed."""
-
-    tag: str
-    attempt: AttemptId
-    commit: CommitRecord
-    read_back: ReadBackState = field(default="no", compare=False)
-    left_behind: bool = field(default=False, compare=False)
-    """Whether it is of a branch that was left."""
-
-    @property
-    def may_be_latest(self) -> bool:
-        """Whether `latest` may move to it."""
-        return self.commit.save_latest and not self.left_behind
-
-    @property
-    def prefix(self) -> str:
-        return attempt_prefix(self.tag, self.attempt)
-
 
 # --- the log --------------------------------------------------------------------------------------------------------
 
@@ -153,89 +43,54 @@ async def state_of(store: Store) -> LogState:
     return await RootLog.of(store).look()
 
 
-async def logged(store: Store, tag: str, attempt: AttemptId) -> LoggedAttempt | None:
-    """The attempt as the log has it now; None if the log does not know it."""
-    return (await state_of(store)).attempts.get(attempt_prefix(tag, attempt))
+async def logged(store: Store, prefix: str) -> LoggedAttempt | None:
+    """The attempt `prefix` (`<tag>/<attempt>`) as the log has it now; None if the log does not know it."""
+    return (await state_of(store)).attempts.get(prefix)
 
 
-def views_of(state: LogState) -> list[AttemptView]:
-    """The attempts in `state`, in the order of their announcements. Nobody looks at their objects."""
-    return uncollected(lambda: list(map(AttemptView, state.attempts.values())))
+async def is_checkpoint(store: Store, prefix: str) -> bool:
+    """Whether the attempt `prefix` is a checkpoint now."""
+    one = await logged(store, prefix)
+    return one is not None and one.status == "checkpoint"
 
 
-async def scan(store: Store, objects: Store | None = None) -> list[AttemptView]:
-    """The attempts at the root. The objects of those that are undecided are looked at, through `objects` if that is given."""
-    views = views_of(await state_of(store))
-    places = [place for place, view in enumerate(views) if view.state == "in-doubt"]
-    looked = await each(partial(with_objects, objects or store), [views[place] for place in places])
-    for place, view in zip(places, looked, strict=True):
-        views[place] = view
-    return views
+def attempts_of(state: LogState, tag: str) -> list[LoggedAttempt]:
+    """The attempts of `tag`, oldest first."""
+    return sorted((one for one in state.attempts.values() if one.tag == tag), key=attrgetter("id"))
 
 
-async def attempts_of(store: Store, tag: str, objects: Store | None = None) -> list[AttemptView]:
-    """The attempts of `tag`, oldest first, with their objects, which are listed through `objects` if that is given."""
-    found = [view for view in views_of(await state_of(store)) if view.tag == tag]
-    return sorted(await each(partial(with_objects, objects or store), found), key=attrgetter("attempt"))
-
-
-async def view(store: Store, tag: str, attempt: AttemptId) -> AttemptView | None:
-    """One attempt with its objects; None if the log does not know it."""
-    found = await logged(store, tag, attempt)
-    return None if found is None else await with_objects(store, AttemptView(found))
-
-
-async def with_objects(store: Store, attempt: AttemptView) -> AttemptView:
-    """`attempt` with the objects that are there now."""
-    sizes = {entry.name: entry.size for entry in await objects_of(store, attempt.prefix)}
-    return replace(attempt, sizes=sizes, is_looked=True)
-
-
-def commits_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
+def commits_of(attempts: Iterable[LoggedAttempt]) -> list[LoggedAttempt]:
     """All checkpoints among `attempts`, newest first, and those of branches that were left after all others. A tag that was
     saved again may have several.
     """
-    found = [one for one in attempts if one.state == "committed"]
-    found.sort(key=lambda one: (not one.left_behind, one.order), reverse=True)
-    return uncollected(lambda: [checkpoint_of(one.logged) for one in found])
+    found = [one for one in attempts if one.status == "checkpoint"]
+    return sorted(found, key=lambda one: (not one.left_behind, one.order), reverse=True)
 
 
-def checkpoint_of(attempt: LoggedAttempt) -> Checkpoint:
-    """`attempt`, which has committed, as a checkpoint."""
-    assert attempt.commit is not None
-    read_back: ReadBackState = "damaged" if attempt.damaged else "whole" if attempt.verified else "no"
-    return Checkpoint(attempt.tag, attempt.id, attempt.commit, read_back, attempt.left_behind)
-
-
-def checkpoints_of(attempts: Iterable[AttemptView]) -> list[Checkpoint]:
+def checkpoints_of(attempts: Iterable[LoggedAttempt]) -> list[LoggedAttempt]:
     """The checkpoints among `attempts`, newest first: the newest commit of each tag."""
-    return newest_of_tags(commits_of(attempts))
-
-
-def newest_of_tags(newest_first: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """The first checkpoint of each tag."""
-    newest: dict[str, Checkpoint] = {}
-    for commit in newest_first:
+    newest: dict[str, LoggedAttempt] = {}
+    for commit in commits_of(attempts):
         newest.setdefault(commit.tag, commit)
     return list(newest.values())
 
 
-async def checkpoints(store: Store) -> list[Checkpoint]:
+async def checkpoints(store: Store) -> list[LoggedAttempt]:
     """All checkpoints, newest first."""
-    return checkpoints_of(views_of(await state_of(store)))
+    return checkpoints_of((await state_of(store)).attempts.values())
 
 
-async def find(store: Store, tag: str) -> Checkpoint:
+async def find(store: Store, tag: str) -> LoggedAttempt:
     """The checkpoint of `tag`. Raises NotFoundError, which says what is there instead, if there is none."""
-    views = views_of(await state_of(store))
-    own = [view for view in views if view.tag == check_tag(tag)]
+    state = await state_of(store)
+    own = attempts_of(state, check_tag(tag))
     found = checkpoints_of(own)
     if found:
         return found[0]
     if own:
-        states = ", ".join(f"{a.attempt} is {a.state}" for a in own)
+        states = ", ".join(f"{one.id} is {STATES[one.status]}" for one in own)
         raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', *at_tag(store.url, tag))} says why")
-    known = [c.tag for c in checkpoints_of(views)]
+    known = [one.tag for one in checkpoints_of(state.attempts.values())]
     raise NotFoundError(f"there is no tag {tag!r} at {store.url}; checkpoints are: {listed(known) or 'none'}")
 
 
@@ -280,6 +135,11 @@ async def objects_of_groups(store: Store, prefix: str, groups: Iterable[int]) ->
 
     await run_workers([partial(look, group) for group in groups], LISTINGS)
     return found
+
+
+async def sizes_of(store: Store, prefix: str) -> dict[str, int]:
+    """The sizes in bytes of the objects of the attempt `prefix`, by name."""
+    return {entry.name: entry.size for entry in await objects_of(store, prefix)}
 
 
 def _of_group(entries: Iterable[Entry], group: int) -> list[Entry]:

@@ -54,12 +54,11 @@ from checkpointd.layout.keys import (
     object_takeover,
     shown_key,
 )
-from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import Shown, decode, encode
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.ballots import ballot_key, votes_of
-from checkpointd.pipeline.root.root_view import AttemptView
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.plain import PlainFiles
@@ -199,12 +198,7 @@ async def _is_overtaken(store: Store, plain: PlainFiles, outcome: CommitRecord, 
 async def _has_changed(store: Store, plain: PlainFiles, at: str, record: Shown) -> bool:
     """Whether the directory `at` shows other files than its `record` says. True if the attempt of the record was removed."""
     one = (await root_view.state_of(store)).attempts.get(record.prefix)
-    return (
-        one is None
-        or one.status != "checkpoint"
-        or one.commit is None
-        or bool(await plain.changed(at, await files_of(store, one.commit)))
-    )
+    return one is None or one.status != "checkpoint" or bool(await plain.changed(at, await files_of(store, one.commit)))
 
 
 def _is_pointed_at(outcome: CommitRecord) -> bool:
@@ -390,9 +384,9 @@ async def _is_removed_by_others(plain: PlainFiles, at: str, record: Shown) -> bo
 async def _is_awaited(store: Store, at: str, record: Shown) -> bool:
     """Whether a newer commit will be shown at `at`. Until then the old files stay, so that the directory is complete
     (TAGDIR-1)."""
-    attempts = await root_view.attempts_of(store, record.tag)
-    newer = [c.commit for c in root_view.checkpoints_of(attempts) if c.commit.order > record.order]
-    return any(outcome.shown_at == at for outcome in newer)
+    attempts = root_view.attempts_of(await root_view.state_of(store), record.tag)
+    newest = next(iter(root_view.checkpoints_of(attempts)), None)
+    return newest is not None and newest.order > record.order and newest.commit.shown_at == at
 
 
 async def abandoned(store: Store, *, restores: bool = True) -> set[str]:
@@ -439,29 +433,29 @@ async def mend(store: Store, before: int = 0) -> None:
             await plain.finish()
     except StoreError as error:
         log.error("directories whose replacement was interrupted cannot be put back: %s; the next start tries again", error)
-    views = root_view.views_of(await root_view.state_of(store))
-    for checkpoint in reversed(root_view.checkpoints_of(views)):  # oldest first (TAGDIR-5)
+    attempts = (await root_view.state_of(store)).attempts.values()
+    for checkpoint in reversed(root_view.checkpoints_of(attempts)):  # oldest first (TAGDIR-5)
         try:
             await show(store, checkpoint.commit)
         except CheckpointdError as error:
             log.error("%s is committed, and cannot be shown: %s", checkpoint.prefix, error)
     # Only attempts that the log has as removed are hidden (TAGDIR-4).
-    for prefix, fault in (await hide(store, {view.prefix for view in views if view.state == "deleted"})).items():
+    for prefix, fault in (await hide(store, {one.prefix for one in attempts if one.status == "removed"})).items():
         log.error("%s was removed, and its files cannot be: %s; the next start tries again", prefix, fault)
     for folder, entries in await _record_folders(store):
         if not entries:  # a crash came between the removal of the record and that of its directory
             await store.delete(shown_key(folder))
-    await _drop_unfinished(store, plain, views, before)
+    await _drop_unfinished(store, plain, attempts, before)
 
 
-async def _drop_unfinished(store: Store, plain: PlainFiles, views: Iterable[AttemptView], before: int) -> None:
+async def _drop_unfinished(store: Store, plain: PlainFiles, attempts: Iterable[LoggedAttempt], before: int) -> None:
     """Remove unfinished directories of starts before `before`, except those of commits that still have to be shown."""
     names = await plain.unfinished.names()
     if not names:
         return
-    committed = [view.commit for view in views if view.commit is not None and view.state == "committed"]
+    committed = [one.commit for one in attempts if one.status == "checkpoint"]
     needed = {outcome.unfinished for outcome in committed if outcome.unfinished and not await _is_shown(store, outcome)}
-    unsure = {view.attempt.start for view in views if view.state not in ("committed", "aborted", "deleted")}
+    unsure = {one.id.start for one in attempts if one.status == "undecided"}
     for name in names:
         if name.startswith(GOING):
             await plain.unfinished.discard(name)

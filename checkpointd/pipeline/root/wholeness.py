@@ -26,7 +26,6 @@ from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root import ballots, root_view
 from checkpointd.pipeline.root.ballots import ballot_key
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import abandoned, files_of, is_gone
 from checkpointd.store.base import Store, each
 from checkpointd.store.patient import Patience
@@ -64,18 +63,15 @@ async def lost(store: Store, attempt: LoggedAttempt, gone: Collection[str] | Non
 
     Raises StoreError if the storage cannot be read, since the caller loads or removes something because of the answer.
     """
-    commit = attempt.commit
-    if commit is None or attempt.status != "checkpoint":
+    if attempt.status != "checkpoint":
         return ()
-    if commit.shown_at and attempt.attempt in (await abandoned(store, restores=False) if gone is None else gone):
+    commit = attempt.commit
+    if commit.shown_at and attempt.prefix in (await abandoned(store, restores=False) if gone is None else gone):
         return (_directory(commit.shown_at),)
     needed = _needed(commit, await counted_votes(store, commit))
-    sizes = {
-        prefix: {entry.name: entry.size for entry in await root_view.objects_of(store, prefix)}
-        for prefix in sorted(set(map(holder_of, needed)))
-    }
+    sizes = {prefix: await root_view.sizes_of(store, prefix) for prefix in sorted(set(map(holder_of, needed)))}
     found = [await _lost(store, key, sizes[holder_of(key)]) for key in sorted(needed) if not _is_there(sizes, key, needed[key])]
-    return tuple(found) if found and await _is_checkpoint(store, attempt.attempt) else ()
+    return tuple(found) if found and await root_view.is_checkpoint(store, attempt.prefix) else ()
 
 
 async def seen_lost(store: Store, attempt: LoggedAttempt) -> tuple[Lost, ...]:
@@ -83,11 +79,11 @@ async def seen_lost(store: Store, attempt: LoggedAttempt) -> tuple[Lost, ...]:
     try:
         return await lost(store, attempt)
     except StoreError as error:
-        log.info("%s: cannot tell whether it is whole: %s", attempt.attempt, error)
+        log.info("%s: cannot tell whether it is whole: %s", attempt.prefix, error)
         return ()
 
 
-async def lost_at_a_glance(store: Store, checkpoints: Iterable[Checkpoint]) -> dict[str, tuple[Lost, ...]]:
+async def lost_at_a_glance(store: Store, checkpoints: Iterable[LoggedAttempt]) -> dict[str, tuple[Lost, ...]]:
     """What is missing of `checkpoints`, by prefix, as far as one listing of the root shows: tags that they need, and
     directories that showed their files. Their objects are not looked at. Raises StoreError if the storage cannot be read.
     """
@@ -95,10 +91,10 @@ async def lost_at_a_glance(store: Store, checkpoints: Iterable[Checkpoint]) -> d
     found = {one.prefix: missing for one in checkpoints if (missing := _glanced(one, tags, gone))}
     removed = {one.removed for missing in found.values() for one in missing if not one.is_directory}
     await each(store.list, sorted(removed))  # raises for a symbolic link, which is not gone
-    return {prefix: missing for prefix, missing in found.items() if await _is_checkpoint(store, prefix)}
+    return {prefix: missing for prefix, missing in found.items() if await root_view.is_checkpoint(store, prefix)}
 
 
-async def seen_at_a_glance(store: Store, checkpoints: Iterable[Checkpoint]) -> dict[str, tuple[Lost, ...]]:
+async def seen_at_a_glance(store: Store, checkpoints: Iterable[LoggedAttempt]) -> dict[str, tuple[Lost, ...]]:
     """The same for those who only report: nothing if the storage cannot be read."""
     try:
         return await lost_at_a_glance(store, checkpoints)
@@ -107,16 +103,11 @@ async def seen_at_a_glance(store: Store, checkpoints: Iterable[Checkpoint]) -> d
         return {}
 
 
-def _glanced(one: Checkpoint, tags: Collection[str], gone: Collection[str]) -> tuple[Lost, ...]:
+def _glanced(one: LoggedAttempt, tags: Collection[str], gone: Collection[str]) -> tuple[Lost, ...]:
     if one.prefix in gone:
         return (_directory(one.commit.shown_at),)
     needed = {prefix: prefix.rpartition("/")[0] for prefix in (one.prefix, *one.commit.holders)}
     return tuple(Lost(key=prefix, removed=tag) for prefix, tag in needed.items() if tag not in tags)
-
-
-async def _is_checkpoint(store: Store, prefix: str) -> bool:
-    now = (await root_view.state_of(store)).attempts.get(prefix)
-    return now is not None and now.status == "checkpoint"
 
 
 async def _lost(store: Store, key: str, there: Mapping[str, int]) -> Lost:
@@ -158,12 +149,12 @@ async def counted_votes(store: Store, commit: CommitRecord) -> dict[int, Vote | 
     return {rank: str(vote) if isinstance(vote, DamagedError) else vote for rank, vote in votes.items()}
 
 
-async def check_whole(store: Store, checkpoint: Checkpoint, patience: Patience) -> None:
+async def check_whole(store: Store, checkpoint: LoggedAttempt, patience: Patience) -> None:
     """Raise DamagedError if anything is missing that `checkpoint` needs, before a load fills anything."""
     with patience.looks() as looks:
         while True:
             try:
-                now = await root_view.logged(store, checkpoint.tag, checkpoint.attempt)
+                now = await root_view.logged(store, checkpoint.prefix)
                 missing = () if now is None else await lost(store, now)
             except UnreadableError as error:
                 await looks.unreadable(error)
@@ -226,7 +217,7 @@ def lost_advice(root: str, tag: str, lost: Sequence[Lost]) -> str:
 # --- the directories that show files -------------------------------------------------------------------------------
 
 
-async def without_directory(store: Store, checkpoints: Collection[Checkpoint], absence_s: float) -> set[str]:
+async def without_directory(store: Store, checkpoints: Collection[LoggedAttempt], absence_s: float) -> set[str]:
     """The prefixes of the `checkpoints` whose directory is missing: somebody removed it, or it was never shown.
 
     A directory counts as missing if looks spread over `absence_s` seconds do not find it.

@@ -31,7 +31,6 @@ from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.index import chunk_starts, read_index
 from checkpointd.pipeline.read.plan import StoredObjects
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import checkpoint_of
 from checkpointd.pipeline.shard import AttemptInfo, ShardTensor
 from checkpointd.pipeline.workers import answered, aside
 from checkpointd.store.base import Store
@@ -150,7 +149,7 @@ async def _stored_base(store: Store, info: AttemptInfo) -> Base | None:
     newest = state.attempts.get(base_in(state))
     if newest is None or newest.id.start > info.attempt.start:
         return None  # a fenced writer must not refer to checkpoints of a newer start
-    return Base.of(await read_index(store, checkpoint_of(newest), info.rank), newest.order, is_read=False)
+    return Base.of(await read_index(store, newest, info.rank), newest.order, is_read=False)
 
 
 # --- references -------------------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, RootInUseError
 from checkpointd.layout.keys import AttemptId, holder_of
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.writers import Life
 from checkpointd.testing import simloop
@@ -329,7 +329,7 @@ class SimJob:
             raise InvariantError("durable", f"the log is read as {state.number}: {root_log.fault or 'another state'}")
         self.ledger.check_kept()
         self._check_uploads(state.start)
-        checkpoints = root_view.commits_of(root_view.views_of(state))
+        checkpoints = root_view.commits_of(state.attempts.values())
         for checkpoint in checkpoints:
             await self._check_whole(store, checkpoint)
             if checkpoint.read_back == "damaged":
@@ -348,7 +348,7 @@ class SimJob:
             if attempt is None or attempt.start < newest_start:
                 raise InvariantError("uploads-stand", f"the upload of {key} is unfinished after a start")
 
-    async def _check_whole(self, store: Store, checkpoint: Checkpoint) -> None:
+    async def _check_whole(self, store: Store, checkpoint: LoggedAttempt) -> None:
         for rank in range(self.schedule.job.world_size):
             try:
                 contents = await read_contents(store, checkpoint, rank)

@@ -39,7 +39,6 @@ from checkpointd.layout.log_records import AbortRecord, AttemptStatus, BeginReco
 from checkpointd.pipeline.outcome.publish import RECOVERY
 from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.plans import key_named_by
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.job.simlog import InvariantError as InvariantError
 from checkpointd.testing.job.simlog import LogWatch
@@ -104,7 +103,7 @@ class Ledger:
 
     def learned(self, attempt: str, decided: LoggedAttempt | CommitRecord | AbortRecord, who: str) -> None:
         """`who` acts on the decision on `attempt`: from here on it must be durable."""
-        commit = decided.commit if isinstance(decided, LoggedAttempt) else decided
+        commit = decided.committed if isinstance(decided, LoggedAttempt) else decided
         status: AttemptStatus = "checkpoint" if isinstance(commit, CommitRecord) else "aborted"
         self.log.rely_on(attempt, status, who)
         if isinstance(commit, CommitRecord):
@@ -124,7 +123,7 @@ class Ledger:
             if not self.excuses(process) and not self._is_fenced(attempt):
                 raise InvariantError("always-ends", f"{process} left {attempt} in doubt, and nothing hindered it")
             return
-        if (phase is Phase.COMMITTED) != (decided.commit is not None):
+        if (phase is Phase.COMMITTED) != (decided.committed is not None):
             raise InvariantError("ranks-agree", f"{process} reports {phase} for {attempt}, which is {decided.status}")
         self.learned(attempt, decided, process)
 
@@ -165,7 +164,7 @@ class Ledger:
     def recovery_ended(self, process: str) -> None:
         del self._recovering[process]
 
-    def loaded(self, rank: int, checkpoint: Checkpoint, contents: Contents) -> None:
+    def loaded(self, rank: int, checkpoint: LoggedAttempt, contents: Contents) -> None:
         """A rank loaded an attempt at its start."""
         known = self.log.fate(checkpoint.prefix)
         if known is None or known.status not in ("checkpoint", "removed"):
@@ -178,7 +177,7 @@ class Ledger:
         if contents != self.saved.get((attempt, rank)):
             raise InvariantError("latest-whole", f"rank {rank} of {attempt} loads other bytes than were saved")
 
-    def not_older(self, found: Checkpoint | None, floor: Order | None, who: str) -> None:
+    def not_older(self, found: LoggedAttempt | None, floor: Order | None, who: str) -> None:
         """`who` has found `found`. Before it looked, the newest reported commit was that of `floor`."""
         if floor is not None and (found is None or found.commit.order < floor):
             raise InvariantError("nothing-lost", f"{who} finds {found and found.prefix}; order {floor} had been reported")
@@ -233,17 +232,17 @@ class Ledger:
             if isinstance(record, BeginRecord):
                 self._check_left_alone(record, before.start, change.process)
                 for one in before.attempts.values():
-                    if one.status == "undecided" and (now := self.log.fate(one.attempt)) and now.status == "aborted":
-                        self._check_outlived(one.attempt, change.process)
+                    if one.status == "undecided" and (now := self.log.fate(one.prefix)) and now.status == "aborted":
+                        self._check_outlived(one.prefix, change.process)
             elif isinstance(record, CommitRecord):
                 outlived = record.decided_by != RECOVERY and record.id.start < self.log.state.start
                 self.surviving_commits += outlived
 
     def _plan_removed(self, key: str, process: str) -> None:
         for one in self.log.state.attempts.values():
-            votes = self.log.votes(one.attempt) if one.status == "undecided" else ()
+            votes = self.log.votes(one.prefix) if one.status == "undecided" else ()
             if any(vote.vote == "yes" and key_named_by(vote) == key for vote, _ in votes):
-                raise InvariantError("plan-stands", f"{process} removed {key}, which a vote of {one.attempt} names")
+                raise InvariantError("plan-stands", f"{process} removed {key}, which a vote of {one.prefix} names")
 
     def _vote_put(self, attempt: str, process: str) -> None:
         for vote, _ in self.log.votes(attempt) if self.log.is_undecided(attempt) else ():
@@ -299,12 +298,12 @@ class Ledger:
         """How `latest` differs from what the log says; empty if it does not."""
         newest = newest_of(self.log.state)
         tag = None if newest is None else newest.tag
-        return f"latest names {self.named}, and the newest is {newest and newest.attempt}" if self.named != tag else ""
+        return f"latest names {self.named}, and the newest is {newest and newest.prefix}" if self.named != tag else ""
 
     def at_rest(self) -> None:
         """Every living process has come to its end."""
         newest = newest_of(self.log.state)
-        was_reported = newest is None or newest.attempt in self.committed
+        was_reported = newest is None or newest.prefix in self.committed
         hindered = self.hindered or self.refused or self._mover not in self._alive()
         if was_reported and not hindered and (fault := self.latest_fault()):
             raise InvariantError("latest-follows", fault)

@@ -175,7 +175,7 @@ class LogWatch:
                 self._check_removal(before, record, process)
         self._take(entry)
         self.put, self.entries_max = entry.records, max(self.entries_max, len(self._visible().entries))
-        undecided = [one.attempt for one in self.state.attempts.values() if one.status == "undecided"]
+        undecided = [one.prefix for one in self.state.attempts.values() if one.status == "undecided"]
         if undecided != [name for name, known in self._fates.items() if known.status == "undecided"]:
             raise InvariantError("one-decision", f"after entry {number}, other attempts are undecided than {undecided}")
 
@@ -215,7 +215,7 @@ class LogWatch:
         self._fates[attempt] = Fate(after, number)
 
     def _check_removal(self, before: LogState, record: RemoveRecord, process: str) -> None:
-        staying = [one for one in before.attempts.values() if one.status == "checkpoint" and one.attempt not in record.attempts]
+        staying = [one for one in before.attempts.values() if one.status == "checkpoint" and one.prefix not in record.attempts]
         newest, is_person = newest_of(before), record.reason == DELETED_BY_NAME
         for name in record.attempts:
             going = before.attempts[name]
@@ -262,10 +262,10 @@ class LogWatch:
     def why_stays(self, key: str, attempt: str) -> str:
         """Why the object `key` of `attempt` must not be removed or changed; empty if it may."""
         for one in self.state.attempts.values():
-            if one.status == "checkpoint" and one.attempt != attempt and key in self._named.get(one.attempt, ()):
-                return f"the checkpoint {one.attempt} refers to it"
+            if one.status == "checkpoint" and one.prefix != attempt and key in self._named.get(one.prefix, ()):
+                return f"the checkpoint {one.prefix} refers to it"
             if one.status == "undecided" and one.base and key in self._named.get(one.base, ()):
-                return f"{one.attempt} is undecided, and its base {one.base} needs it"
+                return f"{one.prefix} is undecided, and its base {one.base} needs it"
         known = self.durable_fate(attempt)
         if known is None or known.status == "undecided":
             named = self.fate(attempt) is not None and key in self._voted(attempt)

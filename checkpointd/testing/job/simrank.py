@@ -23,7 +23,7 @@ from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, SkippedError, StagingError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import AttemptId, default_tag
-from checkpointd.layout.log_records import BeginRecord
+from checkpointd.layout.log_records import BeginRecord, LoggedAttempt
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.outcome.starting import begin
@@ -33,7 +33,6 @@ from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.candidates import candidates
 from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardTensor, aligned
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
@@ -244,7 +243,7 @@ class Rank:
         chosen = await self.board.read("candidate")
         if chosen is None:
             return 0
-        assert isinstance(chosen, Checkpoint)
+        assert isinstance(chosen, LoggedAttempt)
         try:
             contents = await read_contents(self.store, chosen, self.rank)
         except CheckpointdError as error:
@@ -254,7 +253,7 @@ class Rank:
         self.ledger.loaded(self.rank, chosen, contents)
         return chosen.commit.step + 1
 
-    async def _newest(self) -> Checkpoint | None:
+    async def _newest(self) -> LoggedAttempt | None:
         """The checkpoint that load() takes. `latest` names it, unless a spared attempt was committed just now."""
         floor = self.ledger.newest
         found = await candidates(self.store, Patience(retry_s=0.0, absence_s=0.0))
@@ -355,7 +354,7 @@ def make_shard(contents: Contents) -> Shard:
     return Shard(buffer=buffer, tensors=tuple(tensors), tree=b"\xc0")
 
 
-async def read_contents(store: Store, checkpoint: Checkpoint, rank: int) -> Contents:
+async def read_contents(store: Store, checkpoint: LoggedAttempt, rank: int) -> Contents:
     """Every tensor of `rank`, read and verified by the real loader; raises the first damage."""
     index = await read_index(store, checkpoint, rank)
     found = {entry.fqn: bytearray(sum(chunk.raw for chunk in entry.chunks)) for entry in index.tensors}

@@ -125,11 +125,12 @@ async def look_after(sidecar: SimSidecar, rng: random.Random) -> None:
     for _ in range(LOOKS):
         await asyncio.sleep(rng.random() * LOOK_S_MAX)
         try:
-            undecided = [view for view in await root_view.scan(store) if view.state == "in-doubt" and view.sizes]
+            attempts = (await root_view.state_of(store)).attempts.values()
+            undecided = [one for one in attempts if one.status == "undecided"]
             decided = await doubts.settle(store, undecided, sidecar.in_flight(), asyncio.get_running_loop().time())
             for one in decided:
                 sidecar.decided += 1
-                sidecar.runner.ledger.learned(one.attempt, one, f"root monitor of {sidecar.name}")
+                sidecar.runner.ledger.learned(one.prefix, one, f"root monitor of {sidecar.name}")
         except CheckpointdError:
             continue  # the next look may have more luck
         except InvariantError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.keys import AttemptId, attempt_prefix
 from checkpointd.layout.log_records import CommitRecord
 from checkpointd_client.restore.content import RankContent
 from checkpointd_client.restore.plan import Restoration
@@ -30,6 +30,10 @@ class Candidate:
     """Of a checkpoint at the root, as rank 0 has read it."""
     nonce: str = ""
     """That of its start, if the log still tells it: a snapshot in memory with another one is of another root."""
+
+    @property
+    def prefix(self) -> str:
+        return attempt_prefix(self.tag, self.attempt)
 
     @property
     def is_not_of_root(self) -> bool:

@@ -76,7 +76,7 @@ def counts(state: LogState, held: RetainedSnapshot) -> bool:
     if one.status == "undecided":
         return held.phase not in FINAL
     if one.status != "checkpoint":
-        log.info("%s was %s at the root, so its snapshot in memory is not loaded", one.attempt, one.status)
+        log.info("%s was %s at the root, so its snapshot in memory is not loaded", one.prefix, one.status)
     return one.status == "checkpoint" and not one.left_behind
 
 

@@ -23,12 +23,11 @@ from checkpointd.config import LoadConfig, Ranks
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, SidecarError, StoreError
 from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import holds_bytes, object_key
-from checkpointd.layout.log_records import CommitRecord, LogState
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt, LogState
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, BallotRef, digest
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.root import starts
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, decode_record
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
@@ -165,7 +164,7 @@ class NodeSpoolView:
             decided_by=vote.rank,
             writer=writer(),
         )
-        return CheckpointView(Checkpoint(vote.tag, first.attempt, commit), dict(sorted(indexes.items())))
+        return CheckpointView(LoggedAttempt.of(commit), dict(sorted(indexes.items())))
 
     async def _indexes(self, records: Mapping[int, SpoolRecord]) -> dict[int, Index]:
         found = {}

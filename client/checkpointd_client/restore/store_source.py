@@ -14,12 +14,12 @@ from checkpointd.errors import DamagedError, MismatchError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import JointPlan
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, widened
 from checkpointd.pipeline.read.joint_plan import ranks_with, read_joint_plan
 from checkpointd.pipeline.read.load import read_boxes, read_tensors
 from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, parts_of, unheld
 from checkpointd.pipeline.read.shared_reads import Sharing
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -168,7 +168,7 @@ class StoredSource:
     config: LoadConfig
     timeout_s: float
     ranks: Ranks
-    checkpoint: Checkpoint
+    checkpoint: LoggedAttempt
     on_failure: Callable[[], None] = lambda: None
     on_absence: Callable[[], Awaitable[None]] | None = None
     """Called when an object is not there. If it raises, the read ends with that error."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from checkpointd.export.progress import ExportProgress
+from checkpointd.layout.log_records import LoggedAttempt, ReadBackState
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.pace import PaceReason
 from checkpointd.pipeline.read.readback import ReadBackStatus
-from checkpointd.pipeline.root.root_view import Checkpoint, ReadBackState
 from checkpointd.store.requests import Requests
 
 
@@ -38,7 +38,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problem
 
 
-def info_of(checkpoint: Checkpoint) -> CheckpointInfo:
+def info_of(checkpoint: LoggedAttempt) -> CheckpointInfo:
     """Describe a checkpoint of the store."""
     commit = checkpoint.commit
     return CheckpointInfo(

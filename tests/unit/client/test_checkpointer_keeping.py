@@ -22,13 +22,12 @@ from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.read import readback
 from checkpointd.pipeline.read.readback import BackgroundReadBack
-from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.report.inspection import inspection
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention, consolidate
 from checkpointd_client.checkpointer import core_of
+from tests.builders import attempts_at
 from tests.unit.client.scripted_sidecar import LIMIT_S, ScriptedSidecar
 
 
@@ -43,7 +42,7 @@ def tags(ckpt: Checkpointer) -> list[str]:
 def logged(root: Path) -> list[LoggedAttempt]:
     async def look() -> list[LoggedAttempt]:
         async with PosixStore(root) as store:
-            return [*(await root_view.state_of(store)).attempts.values()]
+            return await attempts_at(store)
 
     return asyncio.run(look())
 
@@ -69,7 +68,7 @@ def test_the_last_ones_and_the_best_stay(tmp_path: Path) -> None:
 def test_what_was_saved_is_read_back_and_the_status_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, done = BackgroundReadBack._read, threading.Event()
 
-    async def telling(self: BackgroundReadBack, checkpoint: Checkpoint, rank: int) -> None:
+    async def telling(self: BackgroundReadBack, checkpoint: LoggedAttempt, rank: int) -> None:
         await read(self, checkpoint, rank)
         done.set()
 
@@ -79,7 +78,7 @@ def test_what_was_saved_is_read_back_and_the_status_says_so(tmp_path: Path, monk
         handle = ckpt.save(1, state(1.0)).wait()
         assert done.wait(LIMIT_S)
         assert ckpt.status().read_back.whole == "global_step1"
-        assert [one.attempt for one in logged(tmp_path) if one.verified] == [f"{handle.tag}/{handle.attempt}"]
+        assert [one.prefix for one in logged(tmp_path) if one.verified] == [f"{handle.tag}/{handle.attempt}"]
         assert ckpt.status().read_back.bytes_read >= state(1.0)["w"].nbytes
     with Checkpointer(tmp_path, read_back=False) as ckpt:
         ckpt.save(2, state(2.0)).wait()

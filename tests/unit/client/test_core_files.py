@@ -18,6 +18,7 @@ import torch
 from checkpointd.cli import run
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError, StateError, StoreError, UnreadableError, UsageError
+from checkpointd.layout.keys import holds_bytes
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.root import root_view, tag_directories
 from checkpointd.store.names import TEMPORARY
@@ -27,6 +28,7 @@ from checkpointd.store.posix.plain import Journal, PlainFiles
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from tests import format_reader
+from tests.builders import attempts_at
 from tests.unit.client.shown_files import ABSENCE_S, beside, delete, example, save
 
 
@@ -198,10 +200,10 @@ def retained(ckpt: Checkpointer) -> list[str]:
 
     async def look() -> list[str]:
         store = core_of(ckpt)._store
-        await retire(store, await root_view.scan(store), Retention(keep_last=1))
+        await retire(store, await attempts_at(store), Retention(keep_last=1))
         found = await root_view.directories(store)
-        views = [await root_view.view(store, tag, attempt) for tag, attempt in found]
-        return sorted(view.tag for view in views if view is not None and view.has_shards)
+        sizes = [(tag, await root_view.sizes_of(store, f"{tag}/{attempt}")) for tag, attempt in found]
+        return sorted(tag for tag, names in sizes if any(map(holds_bytes, names)))
 
     return core_of(ckpt)._writer.call(look(), 60)
 
@@ -438,7 +440,7 @@ def test_a_directory_that_somebody_removed_is_removed_and_not_damaged(
         assert core_of(ckpt).removed() == {newest.prefix}
 
         async def retired() -> None:
-            await retire(ckpt._core._store, await root_view.scan(ckpt._core._store), Retention())
+            await retire(ckpt._core._store, await attempts_at(ckpt._core._store), Retention())
 
         ckpt._core._writer.call(retired(), 60)
         assert ([one.tag for one in ckpt.list()], ckpt.latest()) == (["one"], "one")

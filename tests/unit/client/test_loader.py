@@ -14,8 +14,8 @@ import torch
 
 from checkpointd.admin.gc import deletion
 from checkpointd.errors import DamagedError, NotFoundError, PartlyLoadedError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read import decode
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
@@ -284,7 +284,7 @@ def _removes(monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
     """Let another process remove the checkpoint `tag` when rank 0 has chosen it."""
     check = loader.check_whole
 
-    async def removed_first(store: Store, checkpoint: Checkpoint, patience: Patience) -> None:
+    async def removed_first(store: Store, checkpoint: LoggedAttempt, patience: Patience) -> None:
         if checkpoint.tag == tag:
             async with PosixStore(store.url) as other:
                 await deletion(other, tag, force=True, dry_run=False)

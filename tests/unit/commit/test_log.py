@@ -181,7 +181,7 @@ def test_the_base_of_an_attempt_is_a_checkpoint(base: str, why: str) -> None:
 def test_an_announced_attempt_is_undecided() -> None:
     one = after(EACH_FATE, announce("step60/00000001-5", base=B, step=60)).attempts["step60/00000001-5"]
     assert (one.status, one.step, one.base, one.tag, one.id.k) == ("undecided", 60, B, "step60", 5)
-    assert one.commit is None
+    assert one.committed is None
 
 
 def test_a_mirror_announces_what_its_origin_saved_in_older_starts() -> None:
@@ -252,7 +252,7 @@ def test_a_commit_makes_a_checkpoint_and_an_abort_none() -> None:
     one = after(EACH_FATE, commit(A, step=77)).attempts[A]
     assert (one.status, one.step, one.commit) == ("checkpoint", 77, commit(A, step=77))
     one = after(EACH_FATE, abort(A)).attempts[A]
-    assert (one.status, one.abort, one.commit) == ("aborted", abort(A), None)
+    assert (one.status, one.abort, one.committed) == ("aborted", abort(A), None)
 
 
 def test_log_10_a_commit_refers_to_its_base_and_to_what_that_refers_to() -> None:

@@ -18,7 +18,7 @@ from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.shard import Shard
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import load_arrays, make_shard
+from tests.builders import attempts_at, load_arrays, make_shard
 from tests.unit.daemon.conftest import Daemon, RawClient
 
 
@@ -68,7 +68,7 @@ async def test_the_daemon_reads_back_after_the_trainer_has_left_and_shows_it(
     client.close()
 
     async def read_back() -> str:
-        return (await root_view.attempts_of(store, "global_step1"))[0].read_back
+        return (await attempts_at(store, "global_step1"))[0].read_back
 
     async with asyncio.timeout(60):
         while await read_back() != "whole":

@@ -9,14 +9,13 @@ from checkpointd.config import ExportConfig
 from checkpointd.export.planning import planned
 from checkpointd.export.record import ExportRecord
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt, ReadBackState
 from checkpointd.layout.manifest import BallotRef, WriterIdentity
-from checkpointd.pipeline.root.root_view import Checkpoint, ReadBackState
 
 ROOT = "/ckpts/run1"
 
 
-def checkpoint(step: int, *, k: int = 0, number: int | None = None, read_back: ReadBackState = "no") -> Checkpoint:
+def checkpoint(step: int, *, k: int = 0, number: int | None = None, read_back: ReadBackState = "no") -> LoggedAttempt:
     attempt, n = AttemptId(1, k), step if number is None else number
     commit = CommitRecord(
         attempt=f"t{step}/{attempt}",
@@ -27,15 +26,16 @@ def checkpoint(step: int, *, k: int = 0, number: int | None = None, read_back: R
         decided_by=0,
         writer=WriterIdentity(host="h", pid=1, time=""),
     )
-    return Checkpoint(f"t{step}", attempt, commit, read_back)
+    one = LoggedAttempt.of(commit)
+    return msgspec.structs.replace(one, verified=read_back == "whole", damaged="damaged" if read_back == "damaged" else "")
 
 
-def record(of: Checkpoint, **changes: object) -> ExportRecord:
+def record(of: LoggedAttempt, **changes: object) -> ExportRecord:
     found = ExportRecord(
         complete=True,
         root=ROOT,
         tag=of.tag,
-        attempt=str(of.attempt),
+        attempt=str(of.id),
         order=of.commit.order,
         ballot=of.commit.ballot.digest,
         step=of.commit.step,
@@ -90,7 +90,7 @@ def test_a_copy_of_an_export_counts_for_nothing_and_is_in_the_way_of_its_name() 
 def test_a_tag_that_was_saved_again_is_due_although_its_older_export_is_there() -> None:
     again = checkpoint(10, k=1, number=70)
     agenda = planned([again, *NEWEST_FIRST[:-1]], {"t10": record(checkpoint(10))}, ExportConfig(to="/m", keep_last=1), ROOT)
-    assert [one.attempt.k for one in agenda.due] == [1]
+    assert [one.id.k for one in agenda.due] == [1]
     assert agenda.going == ()
 
 

@@ -163,10 +163,7 @@ def test_any_legal_text_is_read_as_it_was_written(attempt: str, other: str, text
 
 def test_a_state_of_ten_thousand_attempts_is_read_as_it_was_written() -> None:
     names = [f"global_step{k}/00000001-{k}" for k in range(10_000)]
-    attempts = {
-        name: LoggedAttempt(attempt=name, base=names[k - 1], status="checkpoint", commit=commit(name, holders=(names[k - 1],)))
-        for k, name in enumerate(names)
-    }
+    attempts = {name: LoggedAttempt.of(commit(name, holders=(names[k - 1],))) for k, name in enumerate(names)}
     state = LogState(64, nonce(64), (begin(1),), {1: ((0, 9_999),)}, {"": names[-1]}, attempts)
     assert decode_state(encode_state(state), 64) == state
 

@@ -135,7 +135,7 @@ async def check_whole(mirror: Store, origin: Store | None = None) -> None:
             assert found == {fqn: value.tobytes() for fqn, value in arrays(checkpoint.commit.step, rank).items()}
         if origin is not None:
             there = (await root_view.state_of(origin)).attempts.get(checkpoint.prefix)
-            assert there is None or there.commit == checkpoint.commit
+            assert there is None or there.committed == checkpoint.commit
     latest = await root_view.readable_latest(mirror)
     newest = await tags_of(mirror)
     assert latest is None or latest in newest

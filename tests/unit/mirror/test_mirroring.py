@@ -8,7 +8,7 @@ from checkpointd.layout.keys import LATEST
 from checkpointd.mirror.mirroring import error_of
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.store.memory import MemoryStore
-from tests.builders import leave_in_doubt
+from tests.builders import attempts_at, leave_in_doubt
 from tests.unit.mirror.origins import (
     TAG,
     arrays,
@@ -175,8 +175,8 @@ def test_a_holder_that_is_no_checkpoint_at_the_mirror_looks_like_a_removed_one()
     async def main() -> None:
         origin, mirror = await origin_with(1, 2, 3), MemoryStore("mirror")
         await mirrored(origin, mirror, rules=Retention(keep_last=1))
-        views = {view.tag: view for view in await root_view.scan(mirror)}
-        assert {tag: view.state for tag, view in views.items()} == {"global_step1": "deleted", "global_step3": "committed"}
+        views = {view.tag: view for view in await attempts_at(mirror)}
+        assert {tag: view.status for tag, view in views.items()} == {"global_step1": "removed", "global_step3": "checkpoint"}
         await recovered(mirror)  # a start at the mirror neither decides nor sweeps it
         await check_whole(mirror, origin)
         await save(mirror, 4, dedup=False, start=await starts.newest(mirror) + 1)

@@ -25,7 +25,7 @@ from tests.unit.mirror.origins import (
 
 
 async def left_behind(store: Store) -> set[str]:
-    return {view.tag for view in await root_view.scan(store) if view.left_behind and view.state == "committed"}
+    return {one.tag for one in await root_view.checkpoints(store) if one.left_behind}
 
 
 def test_a_rollback_at_the_origin_is_repeated_at_the_mirror_once() -> None:

@@ -146,7 +146,7 @@ async def test_an_abort_takes_the_place_of_the_ballast_and_the_ballast_comes_bac
     # The commit and the abort, each tried again by the log, and the abort in place of the ballast.
     assert held == [True, True, True, True, False]
     assert (Path(store.url) / reserve.KEY).exists()
-    decided = await root_view.logged(store, plan.tag, plan.info(0).attempt)
+    decided = await root_view.logged(store, plan.info(0).prefix)
     assert decided is not None
     assert decided.status == "aborted"
 

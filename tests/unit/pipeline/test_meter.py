@@ -18,7 +18,7 @@ from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.report.votes import rank_words
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
-from tests.builders import begin_start, make_shard, rank_arrays
+from tests.builders import attempts_at, begin_start, make_shard, rank_arrays
 from tests.unit.pipeline.test_attempt_progress import FSYNC_S, SlowStore
 
 STAGING_S = (3.0, 10.0)
@@ -66,8 +66,8 @@ def test_the_vote_keeps_it_for_who_asks_later() -> None:
         return [await root_view.read_vote(store, f"global_step1/00000001-0/{vote_name(rank)}") for rank in range(2)]
 
     async def words() -> list[PhaseSeconds]:
-        [attempt] = await root_view.attempts_of(store, "global_step1")
-        return [word.seconds for word in (await rank_words(store, attempt)).ranks]
+        [attempt] = await attempts_at(store, "global_step1")
+        return [word.seconds for word in (await rank_words(store, attempt, {})).ranks]
 
     for seconds, vote, word in zip(told, asyncio.run(read()), asyncio.run(words()), strict=True):
         assert (vote.seconds.staging, vote.seconds.disk) == (seconds.staging, seconds.disk)

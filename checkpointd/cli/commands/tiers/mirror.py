@@ -22,11 +22,11 @@ from checkpointd.cli.retention_options import retention_options
 from checkpointd.commands import command as command_line
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import CheckpointdError, UsageError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.mirror.following import Follower, FollowPace
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring, error_of, run_once
 from checkpointd.mirror.news import WORDS, CheckpointNews, Kind, MirrorReport, News
 from checkpointd.phrases import byte_count, listed
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 
@@ -121,7 +121,7 @@ async def _once(origin: Store, mirror: Store, config: MirrorConfig) -> MirrorRep
     with progress_bar() as update:
         done, total = 0, 0
 
-        def begins(checkpoint: Checkpoint, nbytes: int, behind: int) -> None:
+        def begins(checkpoint: LoggedAttempt, nbytes: int, behind: int) -> None:
             nonlocal total
             total = done + nbytes
             more = f", {behind} more" if behind else ""

@@ -24,11 +24,11 @@ from checkpointd.commit.facts import Order
 from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, FencedError, NotFoundError
 from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import BRANCHES_MAX, Branches
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import Beginner
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 from checkpointd.store.writers import is_this_process
@@ -72,11 +72,11 @@ def session_of(root: str, writer: object) -> DcpSession:
 class LoadedCheckpoint:
     """A checkpoint that was loaded, and the branches that the saves after it leave; None before the first of them."""
 
-    checkpoint: Checkpoint
+    checkpoint: LoggedAttempt
     left: Branches | None = None
 
 
-def take_up(root: str, checkpoint: Checkpoint) -> None:
+def take_up(root: str, checkpoint: LoggedAttempt) -> None:
     """Note that this process has loaded `checkpoint` from `root`: its saves go on from there, and from now on it may remove
     checkpoints of earlier jobs (RETENTION-6 in `commit/retention.py`).
     """
@@ -170,7 +170,7 @@ class DcpSession:
             return ()
         if taken.left is None:
             look = partial(call_patiently, self.writer, LoadConfig(retry_s=timeout_s / 2, absence_s=ABSENCE_S))
-            _, left = left_after(self.store, taken.checkpoint.tag, taken.checkpoint.attempt, begins, look)
+            _, left = left_after(self.store, taken.checkpoint.prefix, begins, look)
             taken.left = left[-BRANCHES_MAX:]
         return taken.left
 

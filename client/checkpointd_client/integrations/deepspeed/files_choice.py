@@ -22,7 +22,7 @@ from typing import Any
 from checkpointd.commands import command
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import shown_key
-from checkpointd.pipeline.root.root_view import Checkpoint
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, missing_fault, pointed, stock_files
 from checkpointd_client.integrations.deepspeed.reading import FileReads
 from checkpointd_client.integrations.directories.opening import DOING, UNREADABLE, WHOLE, Opened, first_said, known_of, words_of
@@ -47,7 +47,7 @@ class FilesChoice:
     store: str
     reading_of: Callable[[], FileReads]
 
-    def chosen(self) -> tuple[str | None, Checkpoint | None, dict[str, Any]]:
+    def chosen(self) -> tuple[str | None, LoggedAttempt | None, dict[str, Any]]:
         """The tag to load, its checkpoint, and the contents of its files that this rank has read already, by path.
 
         It is the newest that all ranks find whole. The checkpoint is None for a tag that DeepSpeed itself saved; both are None
@@ -87,14 +87,14 @@ class FilesChoice:
         if self.tag is not None:
             raise DamagedError(f"{self.load_dir}/{self.tag} is damaged: {'; '.join(damage)}")
 
-    def _said_of(self, checkpoint: Checkpoint | None, reading: FileReads) -> str:
+    def _said_of(self, checkpoint: LoggedAttempt | None, reading: FileReads) -> str:
         """Read this rank's part of a checkpoint and judge it in words. Raises nothing: the other ranks wait for the answer."""
         words = words_of(self.opened, checkpoint, self.engine.global_rank, self.engine.world_size, reading)
         if checkpoint is None or words == WHOLE or words.startswith(UNREADABLE):
             return words
         return f"{_OVER} {words}" if self._is_saved_over(checkpoint) else words
 
-    def _is_saved_over(self, checkpoint: Checkpoint) -> bool:
+    def _is_saved_over(self, checkpoint: LoggedAttempt) -> bool:
         """Whether every file was written after the checkpoint was shown: neither bit rot nor a change of one file does that."""
         shown = Path(self.store, shown_key(checkpoint.commit.shown_at))
         files = stock_files(os.path.join(self.load_dir, _name_of(checkpoint)))
@@ -106,7 +106,7 @@ class FilesChoice:
 
     # --- candidates --------------------------------------------------------------------------------------------
 
-    def _candidates(self) -> tuple[list[tuple[str, Checkpoint | None]], str | None]:
+    def _candidates(self) -> tuple[list[tuple[str, LoggedAttempt | None]], str | None]:
         """The candidates that rank 0 lists, newest first; or a tag of DeepSpeed itself.
 
         Each has its prefix, and None in place of a checkpoint that this rank does not see.
@@ -129,7 +129,7 @@ class FilesChoice:
             raise NotFoundError(missing)
         return [(prefix, known.get(prefix)) for prefix in first], theirs
 
-    def _known(self) -> tuple[dict[str, Checkpoint], str | None]:
+    def _known(self) -> tuple[dict[str, LoggedAttempt], str | None]:
         """The checkpoints by prefix, newest first, and the error if they cannot be listed.
 
         Rank 0, which chooses for all ranks, leaves out those whose directory is gone.
@@ -145,7 +145,7 @@ class FilesChoice:
             log.warning("%s in %s was removed: its directory is gone, and the checkpoint goes with it", prefix, self.load_dir)
         return {prefix: checkpoint for prefix, checkpoint in known.items() if prefix not in removed}, None
 
-    def _theirs(self, own: list[Checkpoint], named: str | None) -> str | None:
+    def _theirs(self, own: list[LoggedAttempt], named: str | None) -> str | None:
         """The tag `named` in `latest`, if DeepSpeed itself saved it, with an engine that was not attached."""
         if named is None or any(_name_of(c) == named for c in own) or self._is_shown(named):
             return None
@@ -157,12 +157,12 @@ class FilesChoice:
         return os.path.exists(shown) and os.path.isdir(os.path.join(self.load_dir, name))
 
 
-def _is_candidate(checkpoint: Checkpoint) -> bool:
+def _is_candidate(checkpoint: LoggedAttempt) -> bool:
     """Whether a load that names no tag may take it. A directory that was filled for one checkpoint names that one."""
     commit = checkpoint.commit
     return commit.save_latest and (bool(commit.unfinished) or not checkpoint.left_behind)
 
 
-def _name_of(checkpoint: Checkpoint) -> str:
+def _name_of(checkpoint: LoggedAttempt) -> str:
     """The name of the directory that shows the files of a checkpoint."""
     return os.path.basename(checkpoint.commit.shown_at)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.other_formats import is_root
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, DirectoryError, SaveCall
 from checkpointd_client.integrations.deepspeed.engine_state import state_of
@@ -131,7 +131,7 @@ class TensorAdapter(Adapter):
             raise UsageError(doubt)
         return tags, theirs
 
-    def _in_directory(self, load_dir: str, tag: str | None, known: list[Checkpoint]) -> list[Checkpoint]:
+    def _in_directory(self, load_dir: str, tag: str | None, known: list[LoggedAttempt]) -> list[LoggedAttempt]:
         """Those of `known` that were saved in `load_dir` under `tag`; without a tag, those with `save_latest`."""
         if tag is not None:
             return [c for c in known if c.tag == self._place(load_dir, tag).tag]

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from checkpointd.errors import CheckpointdError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.root.ballots import ballot_key
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd_client.integrations.deepspeed.offline.file_names import is_zero_checkpoint, pointed, read_latest, stock_files
 from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
 
@@ -30,7 +30,7 @@ def stock_in(root: str, load_dir: str, tag: str | None) -> str | None:
     return named if named is not None and is_zero_checkpoint(os.path.join(load_dir, named)) else None
 
 
-def chosen(root: str, load_dir: str, named: str, own: Sequence[Checkpoint]) -> TensorChoice:
+def chosen(root: str, load_dir: str, named: str, own: Sequence[LoggedAttempt]) -> TensorChoice:
     """Choose the newer of two: DeepSpeed's checkpoint `named` in `load_dir`, and the first of `own`, which lie at `root`.
 
     The majority of three signs decides: which was written later, which has the later step, and which program wrote `latest`.
@@ -65,14 +65,14 @@ def _is_shared(root: str, load_dir: str) -> bool:
     return os.path.realpath(root) == os.path.realpath(load_dir)
 
 
-def _written_later(root: str, load_dir: str, named: str, own: Checkpoint) -> int:
+def _written_later(root: str, load_dir: str, named: str, own: LoggedAttempt) -> int:
     with suppress(OSError):
         theirs = max(os.stat(path).st_mtime_ns for path in stock_files(os.path.join(load_dir, named)))
         return _sign(theirs - os.stat(os.path.join(root, ballot_key(own.commit))).st_mtime_ns)
     return 0
 
 
-def _further(load_dir: str, named: str, own: Checkpoint) -> int:
+def _further(load_dir: str, named: str, own: LoggedAttempt) -> int:
     """1 if DeepSpeed's checkpoint has the later step, -1 if ours has; 0 if unknown. Nothing in its files is run."""
     model = next(path for path in sorted(stock_files(os.path.join(load_dir, named))) if path.endswith("_model_states.pt"))
     with suppress(CheckpointdError, OSError):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from checkpointd.config import ABSENCE_S, PINNED_BYTES
 from checkpointd.errors import CheckpointdError, RootInUseError, StoreError, UnreadableError
 from checkpointd.layout.keys import LEASES, LOG, SERVICE
-from checkpointd.pipeline.root.root_view import Checkpoint
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd_client.core import Core
 from checkpointd_client.examining import Taker
 from checkpointd_client.loaded import Loaded
@@ -42,15 +42,15 @@ class Opened(Protocol):
 
     def take_up(self) -> None: ...
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None: ...
+    def go_on_from(self, checkpoint: LoggedAttempt) -> None: ...
 
     def pass_over(self, prefix: str, why: str) -> None: ...
 
     def removed(self) -> frozenset[str]: ...
 
-    def damage(self, checkpoint: Checkpoint, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]: ...
+    def damage(self, checkpoint: LoggedAttempt, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]: ...
 
-    def checkpoints(self) -> list[Checkpoint]: ...
+    def checkpoints(self) -> list[LoggedAttempt]: ...
 
 
 def said_of(store: str) -> Said:
@@ -97,7 +97,7 @@ def opened(
         yield onlooker
 
 
-def known_of(opened: Opened) -> tuple[dict[str, Checkpoint], str | None]:
+def known_of(opened: Opened) -> tuple[dict[str, LoggedAttempt], str | None]:
     """The checkpoints by prefix, newest first, and the error if they cannot be listed. `first_said` raises it on all ranks."""
     try:
         return {c.prefix: c for c in opened.checkpoints()}, None
@@ -111,7 +111,7 @@ UNREADABLE = "unreadable:"
 """Begins the answer of a rank that cannot read its part now."""
 
 
-def words_of(opened: Opened, checkpoint: Checkpoint | None, rank: int, world_size: int, taker: Taker | None = None) -> str:
+def words_of(opened: Opened, checkpoint: LoggedAttempt | None, rank: int, world_size: int, taker: Taker | None = None) -> str:
     """Read the part of a checkpoint that `rank` verifies and judge it in words. Raises nothing: the other ranks wait for the
     answer.
     """

@@ -33,7 +33,7 @@ from checkpointd.errors import (
     UnreadableError,
     UsageError,
 )
-from checkpointd.pipeline.root.root_view import Checkpoint
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd_client.capture.optimizers import tensors_of
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.directories.agreement import agreed
@@ -197,7 +197,7 @@ class DirectorySaver:
                 source.take_up()
             return found
 
-    def _found(self, source: Opened, folder: str, asked: str | None) -> tuple[str | None, Checkpoint | None]:
+    def _found(self, source: Opened, folder: str, asked: str | None) -> tuple[str | None, LoggedAttempt | None]:
         """The directory to load, and the checkpoint that it shows; None for that of another program."""
         ranks, (known, fault) = find_ranks(), known_of(source)
         shown = {c.commit.shown_at: c for c in reversed(known.values())}  # the newest of each directory
@@ -227,7 +227,7 @@ class DirectorySaver:
             raise DamagedError(f"every checkpoint in {folder} is damaged: {command('verify', root)} says how")
         return None, None
 
-    def _prefix_of(self, shown: dict[str, Checkpoint], directory: str) -> str | None:
+    def _prefix_of(self, shown: dict[str, LoggedAttempt], directory: str) -> str | None:
         try:
             found = shown.get(self._target(directory).at)
         except (UsageError, FormatError):

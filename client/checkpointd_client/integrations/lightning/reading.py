@@ -19,10 +19,9 @@ from checkpointd.commands import command
 from checkpointd.config import ABSENCE_S, LoadConfig, PersistConfig
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout.keys import shown_key
-from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import Shown, decode
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.root.tag_directories import files_of
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
@@ -99,10 +98,10 @@ def stored_content(place: CheckpointPlace, load: Callable[[VerifiedFile], Any], 
     return True, taken.content
 
 
-def _found(store: Store, writer: WriterThread, place: CheckpointPlace, timeout_s: float) -> Checkpoint | None:
+def _found(store: Store, writer: WriterThread, place: CheckpointPlace, timeout_s: float) -> LoggedAttempt | None:
     """The newest commit at `place`; None if there is none, or if somebody else has written there since (READFILE-3)."""
 
-    async def look() -> Checkpoint | None:
+    async def look() -> LoggedAttempt | None:
         try:
             record = decode(await store.get(shown_key(place.at)), Shown, shown_key(place.at))
             if not record.files:

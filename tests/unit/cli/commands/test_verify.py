@@ -271,7 +271,7 @@ def test_what_is_replaced_while_it_is_read_is_removed_not_damaged(at: With) -> N
         todo = await tasks(store, None)
         await save_checkpoint(store, tag="best", k=1, n=1)
         await retire_tag(store, "best", 1)
-        assert (await root_view.find(store, "best")).attempt.k == 1
+        assert (await root_view.find(store, "best")).id.k == 1
         [verdict] = await verified(store, todo)
         assert (verdict.state, verdict.damage) == ("removed", ())
 

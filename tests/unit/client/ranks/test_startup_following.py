@@ -132,7 +132,7 @@ def test_what_asks_for_the_history_gets_all_of_it(writer: WriterThread) -> None:
 
     async def ask() -> None:
         older = next(one for one in RootLog.of(store).state.attempts.values() if one.tag == "old3")
-        assert await root_view.logged(seen, older.tag, older.id) == older
+        assert await root_view.logged(seen, older.prefix) == older
         assert (await root_view.find(seen, "first")).prefix.startswith("first/")
 
     writer.call(ask(), 60)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.commit.facts import STATES
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.hub import Hub, RootScan
 from checkpointd.daemon.roots.root_monitor import MonitorPace, RootMonitor
-from checkpointd.pipeline.root import root_view
 from checkpointd.store import writers
 from checkpointd.store.base import Store
+from tests.builders import attempts_at
 
 TAG = "global_step1"
 PREFIX = f"{TAG}/00000001-0"
@@ -56,5 +57,5 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 async def state(store: Store, tag: str = TAG) -> str:
-    [view] = await root_view.attempts_of(store, tag)
-    return view.state
+    [view] = await attempts_at(store, tag)
+    return STATES[view.status]

@@ -25,7 +25,7 @@ from checkpointd.pipeline.root import root_view, starts
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
-from tests.builders import Save, leave_in_doubt, save_checkpoint
+from tests.builders import Save, attempts_at, leave_in_doubt, save_checkpoint
 from tests.job_elsewhere import ELSEWHERE
 from tests.unit.daemon.roots.conftest import AT_ONCE, NEVER_S, PREFIX, TAG, look, state
 
@@ -36,8 +36,8 @@ async def test_a_latest_that_another_program_has_written_stays() -> None:
     await leave_in_doubt(store, tag=TAG)
     await store.put("global_step20/mp_rank_00_model_states.pt", b"of another program")
     await store.put("latest", b"global_step20")
-    [view] = await root_view.attempts_of(store, TAG)
-    assert (await in_doubt._decide(store, await judge(store, view.tag, view.attempt))).status == "checkpoint"
+    [view] = await attempts_at(store, TAG)
+    assert (await in_doubt._decide(store, await judge(store, view.tag, view.id))).status == "checkpoint"
     assert await store.get("latest") == b"global_step20"
 
 
@@ -83,7 +83,7 @@ async def test_indoubt_1_nothing_that_a_new_job_may_be_loading_is_removed(hub: H
     await leave_in_doubt(store, k=1, n=2)
     await starts.take(store, 2, [f"{TAG}/00000001-1"])
     await look(hub, root)
-    assert [view.state for view in await root_view.attempts_of(store, TAG)] == ["committed", "committed"]
+    assert [one.status for one in await attempts_at(store, TAG)] == ["checkpoint", "checkpoint"]
 
 
 @pytest.mark.usefixtures("dead_job")
@@ -92,11 +92,11 @@ async def test_indoubt_2_a_vote_that_nobody_can_give_any_more_aborts_and_the_bul
 ) -> None:
     await leave_in_doubt(store, voting=(0,))
     await look(hub, root)
-    [view] = await root_view.attempts_of(store, TAG)
-    assert view.logged.abort is not None
-    assert (view.logged.abort.ranks, view.logged.abort.decided_by) == ((1,), -1)
-    assert view.logged.swept
-    assert not view.sizes
+    [view] = await attempts_at(store, TAG)
+    assert view.abort is not None
+    assert (view.abort.ranks, view.abort.decided_by) == ((1,), -1)
+    assert view.swept
+    assert not await root_view.objects_of(store, PREFIX)
     assert f"{PREFIX} was left in doubt; aborted: the job ended before the attempt was decided" in caplog.text
 
 
@@ -144,7 +144,7 @@ async def test_indoubt_2_ranks_that_had_longer_to_vote_are_waited_for_longer(hub
         assert (await starts.take(store, 2, commit_timeout_s=patience_s)).start == start
         await leave_in_doubt(store, voting=(0,), start=start)
         await look(hub, root)
-    assert [one.state for one in await root_view.attempts_of(store, TAG)] == ["aborted", "aborted"]
+    assert [one.status for one in await attempts_at(store, TAG)] == ["aborted", "aborted"]
 
 
 @pytest.mark.usefixtures("dead_job")
@@ -155,7 +155,7 @@ async def test_indoubt_2_what_another_daemon_works_at_is_left_to_it(store: Store
 
     async def settled(now: float, process: str, count: int) -> list[str]:
         await store.put(key, encode(Lease(process=process, count=count, length_s=30.0, writer=writer())))
-        found = await doubts.settle(store, await root_view.attempts_of(store, TAG), set(), now)
+        found = await doubts.settle(store, await attempts_at(store, TAG), set(), now)
         return [one.status for one in found]
 
     for now, count in ((100.0, 1), (600.0, 2), (1100.0, 3), (1600.0, 3)):
@@ -179,7 +179,7 @@ async def test_indoubt_2_the_grace_begins_anew_with_every_change(store: Store) -
     save, doubts = await leave_in_doubt(store, voting=(0,), world_size=3), InDoubtAttempts(grace_s=600.0, patience_s=5.0)
 
     async def settled(now: float) -> list[str]:
-        found = await doubts.settle(store, await root_view.attempts_of(store, TAG), set(), now)
+        found = await doubts.settle(store, await attempts_at(store, TAG), set(), now)
         return [one.status for one in found]
 
     assert await settled(100.0) == []

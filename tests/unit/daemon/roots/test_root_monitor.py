@@ -112,8 +112,8 @@ def test_monitor_2_a_look_goes_on_while_the_storage_answers(
 
     async def main() -> None:
         store = Slow()
-        for step in range(400):
-            await leave_in_doubt(store, tag=f"global_step{step}", world_size=1)
+        saves = [await leave_in_doubt(store, tag=f"global_step{step}", world_size=1) for step in range(400)]
+        jobs = [SimpleNamespace(info=save.info(0)) for save in saves]  # which decide their attempts themselves
         store.answer_s = answer_s
 
         async def given(*_: object) -> Store:
@@ -125,11 +125,11 @@ def test_monitor_2_a_look_goes_on_while_the_storage_answers(
         monkeypatch.setattr(monitor_module.inline_saves, "find", none)
         hub = SimpleNamespace(
             roots=SimpleNamespace(looked_after=given, room=none, check_answers=none),
-            jobs=SimpleNamespace(at=lambda _: []),
+            jobs=SimpleNamespace(at=lambda _: jobs),
             users_at=lambda _: [],
             root_scans={},
             looking_at=set(),
-            leaving=True,
+            leaving=False,
         )
         monitor = RootMonitor(hub)  # type: ignore[arg-type]  # all that a look needs of a hub
         began = asyncio.get_running_loop().time()

@@ -38,7 +38,7 @@ def decided(
     by = WriterIdentity(host="h", pid=1, time=at)
     if aborted:
         abort = AbortRecord(attempt=name, error=NO_REASON, decided_by=0, writer=by)
-        return LoggedAttempt(attempt=name, n=n, step=n, status="aborted", abort=abort)
+        return LoggedAttempt(prefix=name, n=n, step=n, status="aborted", abort=abort)
     commit = CommitRecord(
         attempt=name,
         n=n,
@@ -50,7 +50,7 @@ def decided(
         decided_by=0,
         writer=by,
     )
-    return LoggedAttempt(attempt=name, n=n, step=n, status="checkpoint", commit=commit)
+    return LoggedAttempt.of(commit)
 
 
 # --- saves ---------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_an_abort_is_told_and_what_is_undecided_is_not() -> None:
     found = past_of(decided(5, aborted=True))
     assert found is not None
     assert (found.tag, found.step, found.committed) == ("t5", 5, False)
-    assert past_of(LoggedAttempt(attempt="t5/00000001-0", status="undecided")) is None
+    assert past_of(LoggedAttempt(prefix="t5/00000001-0", status="undecided")) is None
 
 
 def test_a_save_without_a_time_is_left_out() -> None:

@@ -30,7 +30,7 @@ from checkpointd.pipeline.root.own_root import OwnRoot
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import Arrays, leave_in_doubt, load_arrays, phases, plan_save, restart, save_checkpoint
+from tests.builders import Arrays, attempts_at, leave_in_doubt, load_arrays, phases, plan_save, restart, save_checkpoint
 
 FIRST = "global_step1/00000001-0"
 
@@ -49,7 +49,7 @@ async def saved(store: Store, *steps: int, frozen: int = 0, world_size: int = 1,
 
 
 async def collected(store: Store, keep_last: int = 1) -> Sequence[Removal]:
-    return await retire(store, await root_view.scan(store), Retention(keep_last))
+    return await retire(store, await attempts_at(store), Retention(keep_last))
 
 
 async def delete(store: Store, *tags: str) -> Sequence[Removal]:
@@ -267,7 +267,7 @@ async def test_retention_without_reading_back_verifies_what_stays_before_anythin
     """A job with `read_back=False`: the log takes the removals of a start only beside a verified checkpoint."""
     store = MemoryStore()
     await saved(store, 1, 2, 3, retention=Retention(keep_last=1))
-    attempts = (await root_view.state_of(store)).attempts.values()
+    attempts = await attempts_at(store)
     assert any(one.status == "removed" for one in attempts)
     assert any(one.verified for one in attempts if one.status == "checkpoint")
 
@@ -316,7 +316,7 @@ async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> 
     found = await root_view.find(store, "global_step1")
     await record_verdict(store, found, await verify(store, found, LoadConfig()))
     away = Damage.of(UnreadableError("I/O error"), 0)
-    await record_verdict(store, found, CheckpointVerdict(found.tag, str(found.attempt), unreadable=[away]))
+    await record_verdict(store, found, CheckpointVerdict(found.tag, str(found.id), unreadable=[away]))
     assert (await root_view.state_of(store)).attempts[FIRST].verified
 
 
@@ -357,8 +357,8 @@ async def test_what_is_gone_does_not_pile_up() -> None:
     store = MemoryStore()
     for step in range(1, 8):
         await saved(store, step, frozen=step, retention=Retention(keep_last=1))
-    left = [view for view in root_view.views_of(await root_view.state_of(store)) if await store.list(view.prefix)]
-    assert [view.state for view in left] == ["committed"] * len(left)
+    left = [view for view in await attempts_at(store) if await store.list(view.prefix)]
+    assert [one.status for one in left] == ["checkpoint"] * len(left)
 
 
 async def test_a_full_disk_removes_in_place_of_the_ballast() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,16 +15,16 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import BallotRef
 from checkpointd.pipeline.gc.export_leases import LEASES_OF_EXPORTS, ExportLease, ExportLeases, OwnExportLease, is_wanted
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.writers import Life
+from tests.builders import attempts_at
 from tests.lease_builders import LENGTH_S, SINCE, now, sight, simulated
 from tests.unit.export.exported_roots import save
 
@@ -51,7 +52,7 @@ async def prefixes(root: MemoryStore, *steps: int) -> list[str]:
 
 async def kept(leases: ExportLeases, root: MemoryStore) -> list[int]:
     """The steps of the checkpoints that stay."""
-    found = await leases.kept(await root_view.scan(root))
+    found = await leases.kept(await attempts_at(root))
     return sorted(c.commit.step for c in await root_view.checkpoints(root) if c.prefix in found)
 
 
@@ -115,10 +116,10 @@ def test_exportlease_1_at_most_two(steps: list[tuple[int, bool]], named: list[in
     assert lease.kept_among(newest_first) == {*keeps[:1], *waiting}
 
 
-def checkpoint(n: int, step: int, is_damaged: bool) -> Checkpoint:
+def checkpoint(n: int, step: int, is_damaged: bool) -> LoggedAttempt:
     ballot = BallotRef(digest="0" * 64, size=1)
     commit = CommitRecord(attempt=f"tag{n}/00000001-0", n=n, step=step, world_size=1, ballot=ballot, decided_by=0, writer=SINCE)
-    return Checkpoint(f"tag{n}", AttemptId(1, 0), commit, "damaged" if is_damaged else "no")
+    return msgspec.structs.replace(LoggedAttempt.of(commit), damaged="damaged" if is_damaged else "")
 
 
 @pytest.mark.parametrize("between_s", [LENGTH_S / 3, LENGTH_S, 20 * LENGTH_S])

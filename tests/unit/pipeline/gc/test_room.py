@@ -124,5 +124,5 @@ def test_tidy_2_many_may_be_there_if_they_are_small_together() -> None:
 
 def test_what_an_undecided_attempt_may_refer_to_counts_and_cannot_go_yet() -> None:
     found = room_use(state_after(*committed(1), announced(2, base=name(1)), *committed(3), removed(1)), LAST)
-    assert [one.attempt for one in found.going] == [name(1)]
+    assert [one.prefix for one in found.going] == [name(1)]
     assert found.removable == set()

@@ -36,7 +36,7 @@ from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
-from tests.builders import restart
+from tests.builders import attempts_at, restart
 from tests.lease_builders import SINCE
 from tests.saving_jobs import PERSIST, TIMEOUT_S, Disk, Job, run
 
@@ -130,7 +130,7 @@ def test_tidy_2_a_verified_checkpoint_that_is_older_than_the_rules_keep_counts(s
         rules = Retention(keep_last=2)
         job = Job(disk, rng, (await starts.take(disk, 2)).start, world_size=2, rules=rules, read_back=False)
         await job.run(3)
-        [verified] = [view.tag for view in await root_view.scan(disk) if view.logged.verified]
+        [verified] = [view.tag for view in await attempts_at(disk) if view.verified]
         await job.run(30, first=3)
         assert disk.most <= 2 + SPARE
         assert [c.tag for c in await root_view.checkpoints(disk)] == [default_tag(32), default_tag(31), verified]
@@ -273,7 +273,7 @@ def test_tidy_4_on_a_full_disk_what_outlives_its_trainer_waits_for_the_newer_coo
             await asyncio.sleep(0.1)
         await asyncio.sleep(4)
         await read_back(disk, (await root_view.checkpoints(disk))[0])
-        await retire(disk, await root_view.scan(disk), rules)
+        await retire(disk, await attempts_at(disk), rules)
         await save
         assert old.phases() == {Phase.COMMITTED: 4}
 
@@ -472,7 +472,7 @@ def test_a_job_that_has_not_loaded_removes_nothing_of_an_earlier_one(seed: int) 
             job = Job(disk, rng, start, rules=rules, keeps_before=(start if start == 2 else 0, 0))
             await job.run(3, tag="best", first=10 * start)
             await job.run(3, first=100 * start + 1)
-        commits = [view.prefix for view in await root_view.scan(disk) if view.state == "committed"]
+        commits = [one.prefix for one in await attempts_at(disk) if one.status == "checkpoint"]
         first, second = sorted(prefix for prefix in commits if prefix.startswith("global_step"))[-2:]
         assert {first, second} == {f"global_step103/{AttemptId(1, 0)}", f"global_step203/{AttemptId(2, 0)}"}
 

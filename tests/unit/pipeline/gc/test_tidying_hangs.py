@@ -15,7 +15,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId, attempt_prefix
-from checkpointd.layout.log_records import AbortRecord, AnnounceRecord
+from checkpointd.layout.log_records import AbortRecord, AnnounceRecord, LoggedAttempt
 from checkpointd.layout.manifest import NO_REASON
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.gc import retire as retirement
@@ -26,7 +26,6 @@ from checkpointd.pipeline.read.verify import CheckpointVerdict
 from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.leases import ANSWER_S
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry
 from checkpointd.store.memory import MemoryStore
@@ -127,7 +126,7 @@ def test_tidy_4_a_proof_that_takes_longer_than_a_save_waits_ends_all_the_same(mo
     """The newest checkpoint is large, and saves come back to back, so that nothing is read in the background."""
     proofs = Counter[str]()
 
-    async def slowly(store: MemoryStore, checkpoint: Checkpoint) -> CheckpointVerdict:
+    async def slowly(store: MemoryStore, checkpoint: LoggedAttempt) -> CheckpointVerdict:
         proofs["begun"] += 1
         await asyncio.sleep(0.8 * TIMEOUT_S)
         proofs["ended"] += 1
@@ -140,7 +139,7 @@ def test_tidy_4_a_proof_that_takes_longer_than_a_save_waits_ends_all_the_same(mo
         tidier = WriterState(store=disk, persist=PERSIST, commit=commit).tidier
 
         (newest,) = RootLog.of(disk).state.attempts.values()
-        surplus = [msgspec.structs.replace(newest, attempt=f"older/00000001-{n}") for n in range(10)]
+        surplus = [msgspec.structs.replace(newest, prefix=f"older/00000001-{n}") for n in range(10)]
         monkeypatch.setattr(tidier, "_room_use", lambda: RoomUse(surplus=() if proofs["ended"] else surplus))
         waits = []
         for n in range(6):

@@ -21,7 +21,7 @@ from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
-from tests.builders import leave_in_doubt, save_checkpoint
+from tests.builders import attempts_at, leave_in_doubt, save_checkpoint
 from tests.lease_builders import LENGTH_S, PREFIX, now, put_lease, renew_on, sight, simulated
 
 
@@ -204,7 +204,7 @@ def test_outlived_2_latest_never_ends_at_a_checkpoint_that_was_removed_meanwhile
         if removed_by == "retention":
             await starts.take(store, 2)
             await save_checkpoint(store, tag="global_step2", start=2)
-            await retire(store, await root_view.scan(store), Retention(keep_last=1))
+            await retire(store, await attempts_at(store), Retention(keep_last=1))
         else:
             assert await remove(store, {"the test": [PREFIX]}) == ""
         assert await root_view.latest(store) == "global_step0"

@@ -23,7 +23,7 @@ from checkpointd.store.base import SMALL_BYTES_MAX, Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
-from tests.builders import leave_in_doubt, load_arrays, restart, save_checkpoint
+from tests.builders import attempts_at, leave_in_doubt, load_arrays, restart, save_checkpoint
 
 TAG = "global_step1"
 PREFIX = f"{TAG}/00000001-0"
@@ -62,8 +62,8 @@ async def test_recover_1_a_missing_vote_aborts_and_nothing_stays(voting: tuple[i
     assert isinstance(decided, AbortRecord)
     assert decided.error.code == "FencedError"
     assert "start 2 has begun" in decided.error.message
-    [view] = await root_view.attempts_of(store, TAG)
-    assert (view.state, view.sizes, view.logged.swept > 0) == ("aborted", {}, True)
+    [view] = await attempts_at(store, TAG)
+    assert (view.status, view.swept > 0, await root_view.objects_of(store, view.prefix)) == ("aborted", True, [])
     assert await root_view.latest(store) is None
 
 
@@ -104,9 +104,9 @@ async def test_recover_1_a_vote_too_large_to_be_read_aborts_instead_of_stopping_
 async def test_judging_says_what_would_be_and_writes_nothing() -> None:
     store = MemoryStore()
     await leave_in_doubt(store)
-    [view] = await root_view.attempts_of(store, TAG)
-    assert isinstance((await judge(store, TAG, view.attempt)).record, CommitRecord)
-    assert (await root_view.attempts_of(store, TAG))[0] == view
+    [view] = await attempts_at(store, TAG)
+    assert isinstance((await judge(store, TAG, view.id)).record, CommitRecord)
+    assert (await attempts_at(store, TAG))[0] == view
 
 
 # --- afterwards -------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ async def test_several_attempts_are_all_decided() -> None:
         "global_step3": CommitRecord,
         "global_step4": AbortRecord,
     }
-    assert "in-doubt" not in {view.state for view in await root_view.scan(store)}
+    assert "undecided" not in {one.status for one in await attempts_at(store)}
     assert await root_view.latest(store) == "global_step3"
 
 
@@ -209,8 +209,8 @@ async def test_a_name_that_only_looks_like_an_attempt_is_no_second_one() -> None
     await save_checkpoint(store)
     for name in ("000000001-0", "00000001-00", "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661-0", "00000001-0.bak"):
         await store.put(f"{TAG}/{name}/00000.index", b"x")
-    [view] = await root_view.attempts_of(store, TAG)
-    assert view.attempt == AttemptId(1, 0)
+    [view] = await attempts_at(store, TAG)
+    assert view.id == AttemptId(1, 0)
     assert (await restart(store)).decided == []
     assert await load_arrays(store, TAG, 0)
 

@@ -77,7 +77,7 @@ async def test_commit_2_a_surviving_attempt_is_committed_by_its_own_coordinator_
     attempt = await save.run(0)
     assert attempt.phase is Phase.COMMITTED
     assert attempt.outcome is not None
-    assert attempt.outcome.commit is not None
+    assert attempt.outcome.committed
     assert attempt.outcome.commit.decided_by == 0
     assert await root_view.latest(store) == TAG
     assert (await verify(store, await root_view.find(store, TAG), LoadConfig())).whole

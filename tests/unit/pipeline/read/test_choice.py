@@ -11,9 +11,9 @@ import pytest
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read import choice
 from checkpointd.pipeline.read.choice import CheckpointFinder
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
@@ -76,7 +76,7 @@ async def test_one_that_goes_between_the_listing_and_the_look_is_not_reported(
     store = await committed(tmp_path, 1, 2)
     whole = choice.check_whole
 
-    async def late(reads: Store, checkpoint: Checkpoint, patience: Patience) -> None:
+    async def late(reads: Store, checkpoint: LoggedAttempt, patience: Patience) -> None:
         """The log was read just before it went."""
         if checkpoint.tag == "global_step2":
             monkeypatch.setattr(choice, "check_whole", whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.joint_plan import decode_joint_plan
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read.joint_plan import checked_joint_plan, read_joint_plan
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
@@ -109,7 +109,7 @@ async def test_verify_finds_one_of_another_checkpoint() -> None:
     await saved(store)
     await saved(other, pieces=lambda rank: [Piece.part("w", WEIGHT, Box((4 * rank, 0), (4, 8)))])
     found, its = await root_view.find(store, "global_step1"), (await root_view.find(other, "global_step1")).commit
-    forged = replace(found, commit=msgspec.structs.replace(found.commit, plan=its.plan))
+    forged = LoggedAttempt.of(msgspec.structs.replace(found.commit, plan=its.plan))
     await store.put(joint_plan_key(its), await other.get(joint_plan_key(its)))
     verdict = await verify(store, forged, LoadConfig())
     assert "does not say what the ranks stored" in verdict.damage[0].message
@@ -123,4 +123,4 @@ async def test_one_of_another_number_of_ranks_is_damaged() -> None:
     assert decode_joint_plan(await store.get(key), key).world_size == 2
     lying = msgspec.structs.replace(checkpoint.commit, world_size=3)
     with pytest.raises(DamagedError, match="is of 2 ranks, not 3"):
-        await checked_joint_plan(store, root_view.Checkpoint(checkpoint.tag, checkpoint.attempt, lying))
+        await checked_joint_plan(store, LoggedAttempt.of(lying))

@@ -21,13 +21,13 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId, read_back_name
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import ReadBack, decode
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.read import readback
 from checkpointd.pipeline.read.readback import BackgroundReadBack, read_back, survivor
 from checkpointd.pipeline.root import candidates, root_view
-from checkpointd.pipeline.root.root_view import Checkpoint
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.report.verification import tasks, verified
 from checkpointd.store.base import Capabilities, Store
@@ -35,7 +35,7 @@ from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix import osdisk
 from checkpointd.store.posix.osfile import OsFile
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import Arrays, collect, delete_checkpoint, load_arrays, make_shard, phases, save_checkpoint
+from tests.builders import Arrays, attempts_at, collect, delete_checkpoint, load_arrays, make_shard, phases, save_checkpoint
 
 CHUNK = 256 << 10
 LARGE = 4096
@@ -46,7 +46,7 @@ def state(step: int) -> Arrays:
     return {"weight": np.random.default_rng(step).random(100_000), "step": np.array(step)}
 
 
-async def saved(store: Store, *steps: int, **options: object) -> Checkpoint:
+async def saved(store: Store, *steps: int, **options: object) -> LoggedAttempt:
     for step in steps:
         tensors = {"tensors": lambda _, step=step: state(step), "tag": f"global_step{step}", "n": step, **options}
         attempts = await save_checkpoint(store, step=step, chunk_bytes=CHUNK, **tensors)
@@ -61,13 +61,13 @@ async def tags(store: Store) -> list[str]:
 VERIFIED, DAMAGED = "verified", "damaged"
 
 
-async def records(store: Store, checkpoint: Checkpoint) -> set[str]:
+async def records(store: Store, checkpoint: LoggedAttempt) -> set[str]:
     """Which records the log has of it."""
     one = (await root_view.state_of(store)).attempts[checkpoint.prefix]
     return {name for name, is_there in ((VERIFIED, one.verified), (DAMAGED, one.damaged)) if is_there}
 
 
-async def names(store: Store, checkpoint: Checkpoint) -> set[str]:
+async def names(store: Store, checkpoint: LoggedAttempt) -> set[str]:
     return {entry.name for entry in await store.list(checkpoint.prefix)}
 
 
@@ -133,10 +133,10 @@ async def test_readback_3_a_flipped_bit_and_a_tag_that_is_saved_again(tmp_path: 
         flipping(True)
         await saved(store, 2, tag="best", k=1)
         flipping(False)
-        states = {str(view.attempt): (view.state, view.read_back) for view in await root_view.attempts_of(store, "best")}
-        assert states == {"00000001-0": ("committed", "no"), "00000001-1": ("committed", "damaged")}
+        states = {str(view.id): (view.status, view.read_back) for view in await attempts_at(store, "best")}
+        assert states == {"00000001-0": ("checkpoint", "no"), "00000001-1": ("checkpoint", "damaged")}
         await saved(store, 3, tag="best", k=2)
-        assert [view.state for view in await root_view.attempts_of(store, "best")] == ["deleted", "deleted", "committed"]
+        assert [one.status for one in await attempts_at(store, "best")] == ["removed", "removed", "checkpoint"]
         await loads(store, "best", 3)
 
 
@@ -151,7 +151,7 @@ async def test_readback_3_what_was_read_back_whole_and_passed_over_since_stands_
         if by == "gc":
             await collect(store, rules)
         else:
-            await retire(store, await root_view.scan(store), rules)
+            await retire(store, await attempts_at(store), rules)
         assert await tags(store) == ["global_step2", "global_step1"]
         assert (await read_back(store, older)).whole
         await saved(store, 3, retention=rules)
@@ -195,16 +195,19 @@ async def test_readback_3_what_a_user_deletes_by_name_goes(tmp_path: Path, flipp
 async def test_readback_3_the_newest_whole_one_stands_for_the_others() -> None:
     store = MemoryStore()
     checkpoints = [await saved(store, step) for step in (1, 2, 3)]
-    found = await survivor(store, checkpoints)
-    assert found is not None
-    assert found.tag == "global_step3"
+
+    async def stands(staying: list[LoggedAttempt]) -> str | None:
+        found = await survivor(store, staying)
+        return found and found.tag
+
+    assert await stands(checkpoints) == "global_step3"
     assert not {VERIFIED, DAMAGED} & await records(store, checkpoints[0])
-    chunks = f"{found.prefix}/00000-0.chunks"
+    chunks = f"{checkpoints[2].prefix}/00000-0.chunks"
     await store.put(chunks, bytes(len(await store.get(chunks))))
-    assert await survivor(store, checkpoints) == found  # what is recorded is not read again
+    assert await stands(checkpoints) == "global_step3"  # what is recorded is not read again
     await store.delete(chunks)
-    assert await survivor(store, checkpoints) == checkpoints[1]  # but what is gone is noticed
-    assert await survivor(store, checkpoints[:2]) == checkpoints[1]
+    assert await stands(checkpoints) == "global_step2"  # but what is gone is noticed
+    assert await stands(checkpoints[:2]) == "global_step2"
     assert await survivor(store, []) is None
 
 
@@ -364,8 +367,8 @@ class Ranks:
             await state.reader.close()
 
 
-async def view_of(store: Store, step: int) -> root_view.AttemptView:
-    return (await root_view.attempts_of(store, f"global_step{step}"))[0]
+async def view_of(store: Store, step: int) -> LoggedAttempt:
+    return (await attempts_at(store, f"global_step{step}"))[0]
 
 
 async def test_readback_1_each_rank_reads_its_own_shard_and_the_last_one_records_the_whole() -> None:
@@ -376,12 +379,12 @@ async def test_readback_1_each_rank_reads_its_own_shard_and_the_last_one_records
         await ranks.save(1)
 
         async def one_has_read() -> bool:
-            return read_back_name(0) in (await view_of(store, 1)).sizes
+            return read_back_name(0) in await root_view.sizes_of(store, "global_step1/00000001-0")
 
         await until(one_has_read)
         view = await view_of(store, 1)
         assert view.read_back == "no"
-        assert read_back_name(1) not in view.sizes
+        assert read_back_name(1) not in await root_view.sizes_of(store, view.prefix)
         key = f"{view.prefix}/{read_back_name(0)}"
         assert decode(await store.get(key), ReadBack, key).nbytes >= 800_000
         assert ranks.states[1].reader.status.bytes_read == 0
@@ -390,7 +393,7 @@ async def test_readback_1_each_rank_reads_its_own_shard_and_the_last_one_records
         return (await view_of(store, 1)).read_back == "whole" and not any(map(readback.read_back_rank, await held()))
 
     async def held() -> list[str]:
-        return [name for name in (await view_of(store, 1)).sizes if name.endswith(".readback")]
+        return [name for name in await root_view.sizes_of(store, "global_step1/00000001-0") if name.endswith(".readback")]
 
     await until(whole)
     assert await held() == []
@@ -483,7 +486,7 @@ async def test_readback_4_a_save_in_flight_stops_reading_back_and_it_goes_on_lat
         await begun.wait()
 
     async def other_has_read() -> bool:
-        return read_back_name(1) in (await view_of(store, 1)).sizes
+        return read_back_name(1) in await root_view.sizes_of(store, "global_step1/00000001-0")
 
     await until(other_has_read)
     assert reads == 1

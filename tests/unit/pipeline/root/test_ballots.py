@@ -6,6 +6,7 @@ import pytest
 
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import ballot_name, vote_name
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import Vote, decode
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.ballots import ballot_key, put_for_commit, vote_of, votes_of
@@ -15,7 +16,7 @@ from tests.builders import save_checkpoint
 PREFIX = "global_step1/00000001-0"
 
 
-async def committed(store: MemoryStore) -> root_view.Checkpoint:
+async def committed(store: MemoryStore) -> LoggedAttempt:
     await save_checkpoint(store)
     return await root_view.find(store, "global_step1")
 

@@ -28,7 +28,7 @@ class Objects:
     """What a start finds at the root, whatever the log says: the checkpoints that are whole."""
 
     def __init__(self, truth: LogState) -> None:
-        self.commits = [one.commit for one in truth.attempts.values() if one.commit is not None]
+        self.commits = [one.commit for one in truth.attempts.values() if one.committed]
 
     async def decide(self, state: LogState) -> Sequence[Record]:
         """Commit what is whole and is no checkpoint yet, and begin a start."""

@@ -200,7 +200,7 @@ async def test_delta_3_the_objects_of_bases_are_kept_while_deltas_need_them_and_
     await collect(store, Retention(keep_last=3))
     await delete_checkpoint(store, "global_step2")
     assert await root_view.directories(store) == [
-        (f"global_step{step}", (await root_view.find(store, "global_step4")).attempt) for step in (1, 3, 4)
+        (f"global_step{step}", (await root_view.find(store, "global_step4")).id) for step in (1, 3, 4)
     ]
     assert await store.stat(key) is not None
     assert await load_arrays(store, "global_step3", 0) == as_bytes(3)

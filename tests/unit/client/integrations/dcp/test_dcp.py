@@ -32,15 +32,16 @@ from checkpointd.errors import (
     UnreadableError,
     UsageError,
 )
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root import root_view, starts
-from checkpointd.pipeline.root.root_view import AttemptView
+from checkpointd.pipeline.root import starts
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention, open_checkpoint
 from checkpointd_client.errors import UnsafeObjectError
 from checkpointd_client.integrations.dcp import CheckpointdReader, CheckpointdWriter, export_dcp, import_dcp
 from checkpointd_client.integrations.dcp.session import _sessions
 from checkpointd_client.integrations.dcp.writer import PlanRequest
+from tests.builders import attempts_at
 from tests.job_elsewhere import ELSEWHERE, live_job
 from tests.unit.client.unpickling import zips
 
@@ -103,10 +104,10 @@ def everything(reader: StorageReader) -> dict[str, Any]:
     return _load_state_dict_from_keys(storage_reader=reader)
 
 
-def attempts(root: Path) -> list[AttemptView]:
-    async def look() -> list[AttemptView]:
+def attempts(root: Path) -> list[LoggedAttempt]:
+    async def look() -> list[LoggedAttempt]:
         async with PosixStore(root) as store:
-            return await root_view.scan(store)
+            return await attempts_at(store)
 
     return asyncio.run(look())
 
@@ -128,7 +129,7 @@ def test_what_is_saved_is_loaded(root: Path) -> None:
     target = zeros(saved)
     dcp.load(target, storage_reader=CheckpointdReader(root), **ALONE)
     assert same(saved, target)
-    assert attempts(root)[0].commit is not None
+    assert attempts(root)[0].committed
 
 
 def test_the_metadata_is_that_of_dcps_own_storage(root: Path, tmp_path: Path) -> None:
@@ -147,7 +148,6 @@ def test_the_tag_may_be_the_checkpoint_id_and_the_step_is_its_number(root: Path)
         target = {"x": 0}
         dcp.load(target, checkpoint_id=tag, storage_reader=CheckpointdReader(root), **ALONE)
         (found,) = [attempt for attempt in attempts(root) if attempt.tag == tag]
-        assert found.commit is not None
         assert (target["x"], found.commit.step) == (x, step)
 
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_stored_aborts_with_its_fqn(root: Path) -> None:
         dcp.save({"w": torch.ones(3).to_sparse()}, storage_writer=CheckpointdWriter(root, "sparse"), **ALONE)
     assert isinstance(failure(error), StateError)
     assert str(failure(error)).startswith("w: ")
-    assert [attempt.state for attempt in attempts(root) if attempt.tag == "sparse"] == ["aborted"]
+    assert [attempt.status for attempt in attempts(root) if attempt.tag == "sparse"] == ["aborted"]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_dcpsession_1_a_session_goes_on_where_its_own_job_has_begun_anew(
     dcp.save({"x": 1}, storage_writer=CheckpointdWriter(tmp_path, "one", job="train"), **ALONE)
     _begin_elsewhere(tmp_path, monkeypatch, "train")
     dcp.save({"x": 2}, storage_writer=CheckpointdWriter(tmp_path, "two", job="train"), **ALONE)
-    assert [a.attempt.start for a in attempts(tmp_path) if a.tag == "two"] == [max(a.attempt.start for a in attempts(tmp_path))]
+    assert [a.id.start for a in attempts(tmp_path) if a.tag == "two"] == [max(a.id.start for a in attempts(tmp_path))]
 
 
 def test_a_session_does_not_begin_beside_a_living_job(tmp_path: Path) -> None:
@@ -390,14 +390,14 @@ def test_dcpwrite_1_dcpwrite_2_nothing_is_committed_before_finish_and_what_is_ne
     mine, _ = writer.prepare_global_plan(plans)
     writer.write_data(mine, planner)
     (before,) = attempts(tmp_path)
-    assert before.state == "in-doubt"
+    assert before.status == "undecided"
     run = writer._run
     writer.reset()
     assert run is not None
     run._ended.result(60)
     (after,) = attempts(tmp_path)
-    assert after.logged.abort is not None
-    assert "never finished" in after.logged.abort.error.message
+    assert after.abort is not None
+    assert "never finished" in after.abort.error.message
 
 
 # --- conversion -----------------------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def test_a_cut_file_imports_nothing(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(FormatError, match="w"):
         import_dcp(tmp_path / "d", tmp_path / "root")
-    assert [attempt.state for attempt in attempts(tmp_path / "root")] == ["aborted"]
+    assert [attempt.status for attempt in attempts(tmp_path / "root")] == ["aborted"]
 
 
 @pytest.mark.parametrize("where", ["the directory", "the metadata", "a file"])
@@ -479,7 +479,7 @@ def test_a_process_that_has_not_loaded_removes_nothing_of_an_earlier_job(
         session, state = writer._ready()
         wait(set(session._running), 30)  # the coordinator asks for the removal after the commit, when dcp.save() may be over
         session.writer.call(state.tidier.rest(), 30)
-        return {attempt.tag for attempt in attempts(tmp_path) if attempt.state == "committed"}
+        return {attempt.tag for attempt in attempts(tmp_path) if attempt.status == "checkpoint"}
 
     assert save(10) >= {"global_step1", "global_step2", "global_step10"}
     assert save(11) >= {"global_step1", "global_step2", "global_step11"}
