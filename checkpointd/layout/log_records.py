@@ -271,7 +271,7 @@ class LoggedAttempt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def order(self) -> tuple[int, int]:
         """The place of its commit, if it commits."""
-        return self.id.start, self.n
+        return int(self.prefix.rpartition("/")[2].partition("-")[0]), self.n  # asked of every attempt of a long history
 
     @property
     def commit(self) -> CommitRecord:

@@ -54,7 +54,7 @@ async def _moved(root_log: RootLog, *, is_start: bool) -> str | None:
     store = root_log.store
     for _ in range(LOOKS_MAX):
         there = await _there(store)  # before the log: whatever put it has read the log before
-        newest = newest_of(await root_log.look(settles=True))
+        newest = newest_of(seen := await root_log.look(settles=True))
         if root_log.fault:
             raise StoreError(root_log.unreadable)
         if there is not None and (is_start or newest is None) and await _is_of_others(store, there):
@@ -65,7 +65,7 @@ async def _moved(root_log: RootLog, *, is_start: bool) -> str | None:
                 await store.delete(LATEST)
         elif there != wanted and not await store.put_if_match(LATEST, there, wanted):
             continue
-        after = newest_of(await root_log.look())
+        after = newest if (state := await root_log.look()) is seen else newest_of(state)
         if (after and after.prefix) == (newest and newest.prefix):
             return None if newest is None else newest.tag
     raise StoreError(f"latest at {store.url} was moved by others at each of {LOOKS_MAX} looks")
