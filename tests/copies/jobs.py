@@ -62,7 +62,18 @@ def copy_part(origin: Path, copy: Path, part: str) -> None:
     for path in origin.iterdir():
         if path.name == part or (part == "tags" and path.name not in (LOG, LATEST, SERVICE)):
             if path.is_dir():
-                shutil.copytree(path, copy / path.name, dirs_exist_ok=True)
+                _copy_tree(path, copy / path.name)
             else:
                 shutil.copy2(path, copy / path.name)
     shutil.rmtree(copy / SERVICE / "leases", ignore_errors=True)  # the job's own, which would refuse another one
+
+
+def _copy_tree(origin: Path, copy: Path) -> None:
+    """Copy a directory. What the job removes meanwhile is left out, as by rsync."""
+    try:
+        shutil.copytree(origin, copy, dirs_exist_ok=True)
+    except FileNotFoundError:
+        return
+    except shutil.Error as error:
+        if any("No such file or directory" not in why for _, _, why in error.args[0]):
+            raise
