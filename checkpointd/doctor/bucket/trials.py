@@ -55,7 +55,7 @@ async def create_once(bucket: Bucket) -> Finding:
 
 
 async def replace_seen(bucket: Bucket) -> Finding:
-    """If-Match: `latest` and the catalog are replaced only by who has seen what is there."""
+    """If-Match: `latest` is replaced only by who has seen what is there."""
     key, fail = "replaced", partial(_finding, "replace-seen", "fail")
     await bucket.put(key, b"first")
     version = await _version(bucket, key)

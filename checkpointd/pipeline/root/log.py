@@ -241,11 +241,6 @@ class RootLog:
                 self._known = KnownLog(state, is_whole=False)
             return is_there
 
-    @property
-    def is_state_due(self) -> bool:
-        """Whether `compact` has something to do."""
-        return self._known.due is not None
-
     # --- appending ----------------------------------------------------------------------------------------------------
 
     async def add(self, *records: Record) -> str:
