@@ -44,7 +44,6 @@ from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.report.listing import listing
 from checkpointd.report.status import standing
 from checkpointd.store.base import Store
-from checkpointd.store.patient import Patience
 from checkpointd_client.ranks import startup
 
 HERE = Path(__file__).resolve().parent
@@ -76,7 +75,7 @@ async def lists(_root: Root, store: Store, meter: Meter) -> None:
 async def chooses(_root: Root, store: Store, meter: Meter) -> None:
     """A `load()` that names no tag chooses a checkpoint."""
     with meter:
-        found = await candidates(store, Patience(0.0, 0.0))
+        found = candidates(await root_view.state_of(store))
     assert found
 
 

@@ -63,10 +63,10 @@ class CountingDisk(OsDisk):
         self._has_read(len(data))
         return data
 
-    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | OSError]:
         found = await super().read_each(paths, size_max)
         for data in found:
-            self._has_read(len(data or b""))
+            self._has_read(0 if isinstance(data, OSError) else len(data))
         return found
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
@@ -95,6 +95,10 @@ class CountingDisk(OsDisk):
     async def status(self, path: str) -> FileStatus:
         self.work.stats += 1
         return await super().status(path)
+
+    async def status_each(self, paths: Sequence[str]) -> list[FileStatus]:
+        self.work.stats += len(paths)
+        return await super().status_each(paths)
 
     async def size(self, path: str) -> int:
         self.work.stats += 1

@@ -17,7 +17,6 @@ from checkpointd.errors import UsageError
 from checkpointd.phrases import byte_count
 from checkpointd.system_errors import in_words
 from checkpointd.waits import ABSENCE_S as ABSENCE_S
-from checkpointd.windows import DailyWindows
 
 MIB = 1 << 20
 PINNED_BYTES = 256 * MIB
@@ -108,19 +107,17 @@ class SpoolConfig:
     bytes_max: int | None = None
     """The most bytes in the spool; None: all of the disk but a reserve. A save that finds no room goes to the root."""
     keep: SpoolKeep = "all"
-    """`all`: every save is uploaded, the newest first. `newest`: a save whose upload has not begun is dropped once all ranks
-    have a newer one in their spools, unless it is `required` or retention would keep it for good."""
+    """`all`: every save is uploaded, the newest first. `newest`: a save whose upload has not begun is dropped once a newer one
+    has committed, unless it is `required` or retention would keep it for good."""
     bandwidth_bps: float | None = None
     """The most bytes per second that all uploads together may send; None: no limit."""
-    windows: str = ""
-    """The times of day, by the local clock, in which uploads run, such as "22:00-06:00"; empty: always."""
     timeout_s: float = 86_400.0
     """The time from the moment when a save is in the spool until its rank gives it up."""
     retain: bool = True
     """Whether the newest committed save stays in the spool, so that a restart reads it from there. It goes when its room is
     needed."""
     finish: bool = False
-    """Whether a daemon that is told to leave uploads what it can within its grace, without limit and outside of windows."""
+    """Whether a daemon that is told to leave uploads what it can within its grace, without limit."""
 
     def __post_init__(self) -> None:
         arguments.path("spool", self.directory)
@@ -133,7 +130,6 @@ class SpoolConfig:
             arguments.whole("spool_bytes_max", self.bytes_max, most=sys.maxsize)
         if self.bandwidth_bps is not None and not self.bandwidth_bps > 0:
             raise UsageError(f"spool_bandwidth_bps is {self.bandwidth_bps!r}; it must be greater than 0")
-        DailyWindows.parse(self.windows)
 
 
 def spool_of(given: str | os.PathLike[str] | SpoolConfig | None) -> SpoolConfig | None:
@@ -467,7 +463,6 @@ class ServeConfig:
     spool_bytes_max: int | None = None
     spool_keep: SpoolKeep = "all"
     spool_bandwidth_bps: float | None = None
-    spool_windows: str = ""
     spool_timeout_s: float = 86_400.0
     spool_retain: bool = True
     spool_finish: bool = False
@@ -534,7 +529,6 @@ class ServeConfig:
             bytes_max=self.spool_bytes_max,
             keep=self.spool_keep,
             bandwidth_bps=self.spool_bandwidth_bps,
-            windows=self.spool_windows,
             timeout_s=self.spool_timeout_s,
             retain=self.spool_retain,
             finish=self.spool_finish,

@@ -110,7 +110,7 @@ class RootNotSharedError(StoreError):
 
 
 class ConditionsIgnoredError(StoreError):
-    """The server of this root ignores the conditions of requests, so two outcomes of one save could win. Nothing was begun."""
+    """The server of this root ignores the conditions of requests, so two decisions on one save could win. Nothing was begun."""
 
     retryable = False
 
@@ -173,7 +173,7 @@ class LostReferenceError(AbortedError):
 
 
 class SupersededError(AbortedError):
-    """A newer save is in the spool, and this one was not uploaded any more (`spool_keep="newest"`). The newer one goes on."""
+    """A newer save has committed, and this one was not uploaded any more (`spool_keep="newest"`)."""
 
 
 class FencedError(CheckpointdError):

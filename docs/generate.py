@@ -13,7 +13,7 @@ import sys
 from itertools import count, groupby
 from pathlib import Path
 
-from checkpointd.commit.machine import FINAL, TABLE, Phase
+from checkpointd.commit.machine import FINAL, TABLE, Event, Phase
 
 TOP = Path(__file__).parents[1]
 ALERTS = TOP / "deploy" / "prometheus" / "alerts.yml"
@@ -23,14 +23,20 @@ HEAD = """# One rank's side of an attempt
 This page shows the phases of an attempt on one rank, and the events that lead from one to the next. It is generated from
 `checkpointd/commit/machine.py` by `make generate`; do not edit it.
 
-Users see `failing` and `skipping` as `failed` and `skipped`, and an attempt that a newer start has ended as `fenced`. The
-coordinator decides with a plain function of the votes (`commit/decide.py`): it commits when every rank has a valid yes vote and
-the plans are whole together, and aborts at the first no or invalid vote, or at the deadline.
+Users see `failing` and `skipping` as `failed` and `skipped`, and an attempt that a newer start has ended as `fenced`.
+`checkpointd/commit/decide.py` says how the votes of all ranks become a decision.
 
-Some events need a word. *yes vote uncertain*: storing the vote failed, but it may be there all the same; the rank then asks
-for an abort. *other writer voted yes*: another process wrote this rank's shard, after a takeover, and its vote counts. *log out
-of reach*: the rank can neither read the decision nor append one. *deadline passed* changes no phase, so the diagram leaves it
-out: the rank then appends an abort, and the decision that it finds in the log is the next event.
+After *yes vote uncertain* the vote may be in the store or not, since putting it failed. The rank then asks for an abort, and
+the log decides.
+
+"""
+
+OFTEN = """
+
+A few events can come in nearly every phase, so the diagram leaves them out. *Other writer voted yes* means that another process
+wrote this rank's shard, and that its vote counts. *Log out of reach* means that the rank can neither read the decision nor
+append one. At *deadline passed* the rank stays in its phase and appends an abort. The next event is the decision that it then
+finds in the log.
 
 """
 
@@ -56,27 +62,31 @@ spec:
 """
 
 
+def is_common(event: Event) -> bool:
+    """Whether `event` can come in most of the phases that are not final."""
+    return sum(one is event for _, one in TABLE) > (len(Phase) - len(FINAL)) / 2
+
+
 def diagram() -> str:
-    """The table as a Mermaid state diagram."""
+    """The transitions of all other events as a Mermaid state diagram."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {Phase.STAGING}"]
-    for (phase, event), after in TABLE.items():
-        if phase is not after:
-            lines.append(f"    {phase} --> {after}: {event}")
-    lines += [f"    {phase} --> [*]" for phase in Phase if phase in FINAL]
+    lines += [f"    {phase} --> {after}: {event}" for (phase, event), after in TABLE.items() if not is_common(event)]
     return "\n".join([*lines, "```"])
 
 
 def table() -> str:
-    """The table as Markdown, in the order of the phases."""
-    rows = ["| phase | event | next phase |", "|---|---|---|"]
+    """The transitions of the common events as Markdown: a row for each event and the phase to which it leads."""
+    found: dict[tuple[Event, str], list[Phase]] = {}
     order = list(Phase)
-    for (phase, event), after in sorted(TABLE.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
-        rows.append(f"| {phase} | {event} | {after} |")
-    return "\n".join(rows)
+    for (phase, event), after in sorted(TABLE.items(), key=lambda item: order.index(item[0][0])):
+        if is_common(event):
+            found.setdefault((event, "the same" if after is phase else after), []).append(phase)
+    rows = [f"| {event} | {', '.join(phases)} | {after} |" for (event, after), phases in sorted(found.items())]
+    return "\n".join(["| event | in | next phase |", "|---|---|---|", *rows])
 
 
 def page() -> str:
-    return f"{HEAD}{diagram()}\n\n{table()}\n"
+    return f"{HEAD}{diagram()}{OFTEN}{table()}\n"
 
 
 def invariants(text: str) -> list[str]:

@@ -11,13 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from checkpointd.codec import Compression
+from checkpointd.commit.branches import base_in
 from checkpointd.commit.decide import OnNoProgress
-from checkpointd.commit.log import base_in
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
@@ -261,7 +262,8 @@ async def restart(store: Store, *spared: str, world_size: int = 2) -> Recovery:
     if log.fault:
         before = await make_again(store, before, ())
     decided = await decided_now(store, before, spared)
-    assert await starts.begin(store, before.start + 1, world_size, spared, decided=decided) is not None
+    begun = msgspec.structs.replace(starts.new(store, before.start + 1, world_size), spared=spared)
+    assert await starts.begin(store, begun, decided=decided) is not None
     return await recover(store, before)
 
 

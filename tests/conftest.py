@@ -48,7 +48,7 @@ class Count(NamedTuple):
 
 COUNTS = {
     # What only the night has, has an option with one default, below.
-    "kill-rounds": Count(2, 6, "rounds of SIGKILL under torchrun"),
+    "kill-rounds": Count(1, 6, "rounds of SIGKILL under torchrun"),
     "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
     "power-cuts": Count(1, 4, "power cuts under a saving job"),
@@ -118,6 +118,14 @@ def cancel_on_timeout(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
         return
     for task in asyncio.all_tasks(loop):
         task.cancel(str(error))
+
+
+@pytest.fixture
+def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service looks only briefly for what is missing, even where no option says how long."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("checkpointd.") and hasattr(module, "ABSENCE_S"):
+            monkeypatch.setattr(module, "ABSENCE_S", 0.05)
 
 
 # First: xdist reads the groups in the same hook.

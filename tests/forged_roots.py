@@ -113,8 +113,10 @@ class Forger:
         self.entry.write_bytes(sealed(fields | {"records": records}))
 
     def cut_log(self) -> None:
-        """Let the log end before the commit."""
+        """Let the log end before the commit, and before the coordinator had counted the votes."""
         first = self.entry.name
+        for ballot in self.folder.glob("ballot-*"):
+            ballot.unlink()
         for path in self.root.glob("log/*.json"):
             if path.name >= first:
                 path.unlink()

@@ -7,7 +7,6 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -194,7 +193,6 @@ class Node:
     nonce: str = ""
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=600.0, read_back=False))
     persist: PersistConfig = field(default_factory=lambda: PersistConfig(compression="none", chunk_bytes=4096))
-    midnight: datetime = datetime(2026, 1, 1)
     directory: SpoolDirectory = field(init=False)
     state: WriterState = field(init=False)
     attempts: list[Attempt] = field(default_factory=list)
@@ -205,16 +203,10 @@ class Node:
     saves: int = 0
 
     async def begin(self) -> Node:
-        self.directory = self._directory()
+        self.directory = SpoolDirectory(self.config, self.place, clock=asyncio.get_running_loop().time)
         own = OwnSpool(self.directory, await self.directory.at(self.root.url), self.nonce, os.geteuid())
         self.state = WriterState(store=self.root, persist=self.persist, commit=self.commit, spool=own)
         return self
-
-    def _directory(self) -> SpoolDirectory:
-        loop = asyncio.get_running_loop()
-        return SpoolDirectory(
-            self.config, self.place, now=lambda: self.midnight + timedelta(seconds=loop.time()), clock=loop.time
-        )
 
     def save(
         self,
@@ -284,7 +276,6 @@ class Node:
             self.nonce,
             self.commit,
             self.persist,
-            self.midnight,
         )
         await node.begin()
         for shard in await node.directory.found():

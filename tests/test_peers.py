@@ -13,9 +13,10 @@ import pytest
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "PEERS.md"
 
-FAILURES = "unit/pipeline/test_attempt_failures.py"
-DURABILITY = "unit/pipeline/test_attempt_durability.py"
-LEFTOVERS = "unit/pipeline/outcome/test_recover_leftovers.py"
+RANKS = "faults/test_ranks.py"
+LASTING = "unit/pipeline/test_attempt_lasting.py"
+SIMULATED = "simulation/test_job.py"
+MISTAKES = "simulation/test_job_mutations.py"
 UNTRUSTED = "unit/client/test_checkpointer_untrusted.py"
 OVERLAPPING = "unit/client/test_checkpointer_overlapping.py"
 KILLED = "faults/test_killed_trainer.py"
@@ -25,29 +26,29 @@ SHOWN_BY = {
         f"{KILLED}::test_a_trainer_that_is_killed_right_after_save_returned_loses_nothing_with_a_sidecar",
         f"{KILLED}::test_without_a_sidecar_no_committed_save_is_lost_and_an_orderly_exit_finishes_its_save",
     ),
-    "2": (f"{FAILURES}::test_a_storage_error_does_not_spoil_the_saves_after_it",),
-    "3": (f"{FAILURES}::test_one_ranks_error_is_every_ranks_answer_long_before_the_deadline",),
-    "4": (f"{FAILURES}::test_one_ranks_error_is_every_ranks_answer_long_before_the_deadline",),
-    "5": (f"{LEFTOVERS}::test_leftovers_of_a_killed_save_are_never_loaded",),
-    "6": (f"{LEFTOVERS}::test_leftovers_of_an_earlier_attempt_never_get_into_a_later_one",),
+    "2": (f"{RANKS}::test_the_storage_error_of_one_rank_aborts_all_at_once",),
+    "3": (f"{LASTING}::test_every_rank_raises_the_class_that_the_failed_rank_had",),
+    "4": (f"{LASTING}::test_every_rank_raises_the_class_that_the_failed_rank_had",),
+    "5": (f"{SIMULATED}::test_kill_of_one_rank_at_every_effect",),
+    "6": (f"{SIMULATED}::test_kill_that_leaves_the_others_at_every_effect",),
     "7": (
         f"{UNTRUSTED}::test_overwritten_bytes_are_found_before_they_reach_a_tensor",
         f"{UNTRUSTED}::test_overwritten_bytes_that_reached_a_tensor_are_told_as_a_mixture_or_overwritten",
     ),
     "8": (f"{UNTRUSTED}::test_per_rank_values_of_two_ranks_are_not_half_loaded_by_one",),
     "9": (
-        f"{DURABILITY}::test_files_and_directories_are_synced_before_anything_refers_to_them",
+        f"{MISTAKES}::test_mutations_are_caught",
         "faults/test_power_cut_job.py",
         "faults/test_power_cut_store.py",
     ),
-    "10": (f"{DURABILITY}::test_latest_moves_after_the_commit_is_durable_and_in_one_piece",),
+    "10": (f"{MISTAKES}::test_mutations_are_caught",),
     "11": (f"{OVERLAPPING}::test_a_snapshot_is_not_overwritten_while_it_is_persisted",),
-    "12": (f"{FAILURES}::test_a_save_that_not_all_ranks_call_ends_at_the_deadline_and_names_the_missing",),
+    "12": (f"{RANKS}::test_a_rank_that_never_calls_save_is_named_and_the_next_save_works",),
     "13": (f"{OVERLAPPING}::test_staging_can_be_awaited_and_a_save_at_every_step_holds_that_steps_state",),
     "14": (f"{UNTRUSTED}::test_nothing_is_unpickled_whatever_lies_at_the_root",),
     "15": (
-        f"{FAILURES}::test_one_write_of_many_that_finds_no_space_fails_the_save",
-        f"{LEFTOVERS}::test_saving_a_tag_again_never_mixes_two_steps",
+        "faults/test_full_disk_job.py::test_space_that_ends_in_the_middle_of_a_save",
+        "unit/client/test_hard_cases.py::test_two_steps_under_one_tag_do_not_commit_as_one",
         f"{OVERLAPPING}::test_a_failed_save_that_nobody_looks_at_is_heard",
         f"{OVERLAPPING}::test_a_save_may_begin_while_another_is_in_flight",
     ),

@@ -10,16 +10,15 @@ from checkpointd.commands import at_tag, command
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import NotFoundError, StoreError, UsageError
 from checkpointd.layout.log_records import LoggedAttempt
-from checkpointd.pipeline.gc.collect import DELETED_BY_NAME, Removal, remove, survey, sweep
+from checkpointd.pipeline.gc.collect import DELETED_BY_NAME, DELETED_WITH_TAG, Removal, remove, survey, sweep
 from checkpointd.pipeline.gc.export_leases import ExportLeases
-from checkpointd.pipeline.gc.retire import chosen_by, retired
+from checkpointd.pipeline.gc.retire import by_reason, chosen_by, retired
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.read.readback import survivor
 from checkpointd.pipeline.root import reserve, root_view
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.tag_directories import abandoned
-from checkpointd.pipeline.root.wholeness import lost
+from checkpointd.pipeline.root.wholeness import missing_of
 from checkpointd.report.log import sound_state
 from checkpointd.store.base import Store
 
@@ -62,7 +61,7 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
     chosen = [*choice.going, *choice.abandoned]
     if dry_run:
         gone = [prefix for prefix, _ in chosen]
-        removals = await survey(store, state, _by_reason(chosen))
+        removals = await survey(store, state, by_reason(chosen))
     else:
         gone = await retired(store, attempts, choice.going, choice.abandoned)
         removals = await sweep(store)
@@ -74,13 +73,6 @@ async def _collected(store: Store, rules: Retention, *, dry_run: bool) -> Collec
         exporting=tuple(map(_tag, choice.exporting)),
         uploads=tuple(upload.key for upload in await abort_dead_uploads(store, dry_run=dry_run)),
     )
-
-
-def _by_reason(chosen: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for prefix, reason in chosen:
-        found.setdefault(reason, []).append(prefix)
-    return found
 
 
 def _tag(prefix: str) -> str:
@@ -103,7 +95,7 @@ async def deletion(store: Store, tag: str, *, force: bool, dry_run: bool) -> Col
         )
     # Otherwise an older commit of the tag that is not collected yet would become its checkpoint.
     others = [one.prefix for one in attempts if one.tag == tag and one.status == "checkpoint" and one.prefix != found.prefix]
-    going = {DELETED_BY_NAME: [found.prefix], "its tag was deleted on request": others}
+    going = {DELETED_BY_NAME: [found.prefix], DELETED_WITH_TAG: others}
     own = {one.prefix for one in attempts if one.tag == tag}
     gone, moved = [found.prefix, *others], None
     if dry_run:
@@ -145,8 +137,7 @@ async def delete_if_survived(store: Store, tag: str) -> bool:
     others = [checkpoint for checkpoint in checkpoints if checkpoint.tag != tag]
     if len(others) == len(checkpoints):
         return True
-    gone = await abandoned(store, restores=False)
-    if others and await survivor(store, [c for c in others if c.prefix not in gone]) is None:
+    if others and await survivor(store, others) is None:
         return False
     await delete_once(store, tag, force=True)
     return True
@@ -155,7 +146,7 @@ async def delete_if_survived(store: Store, tag: str) -> bool:
 async def _is_indispensable(store: Store, checkpoints: Sequence[LoggedAttempt], found: LoggedAttempt) -> bool:
     """Whether a restart would load `found`."""
     for checkpoint in checkpoints:
-        if checkpoint.may_be_latest and not await lost(store, checkpoint):
+        if checkpoint.may_be_latest and await missing_of(store, checkpoint) is None:
             return checkpoint.prefix == found.prefix
     return False
 

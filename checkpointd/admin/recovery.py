@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import msgspec
 
 from checkpointd.commands import command
+from checkpointd.commit.branches import commits_of, newest_of
 from checkpointd.commit.log import apply
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError
@@ -16,11 +16,11 @@ from checkpointd.pipeline.gc.collect import survey
 from checkpointd.pipeline.outcome import starting
 from checkpointd.pipeline.outcome.recover import judge, recover
 from checkpointd.pipeline.root import leases, reserve, root_view, starts
-from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.report.holder import Holder, newest_holder
+from checkpointd.report.listing import AttemptRow, row_of
 from checkpointd.report.log import look
 from checkpointd.store.base import Store
 from checkpointd.store.conditions import check_conditions_of
@@ -28,15 +28,6 @@ from checkpointd.store.patient import Patience
 
 NO_RANKS = 0
 """The world size of a start without a job. It fences older starts, and the next one takes the number after it."""
-
-
-class Decided(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt that was in doubt, and how it was decided."""
-
-    tag: str
-    attempt: str
-    decision: Literal["commit", "abort"]
-    why: str
 
 
 class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +41,7 @@ class RecoveryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Only in a dry run: why the recovery itself would be refused."""
     log_damage: str = ""
     """What was wrong with the log, which was made again; empty if nothing was."""
-    decided: tuple[Decided, ...]
+    decided: tuple[AttemptRow, ...]
     surviving: tuple[str, ...] = ()
     """Undecided attempts (`<tag>/<attempt>`) that stay undecided because daemons still work at them."""
     damaged: tuple[str, ...] = ()
@@ -96,7 +87,7 @@ async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
         start=taken.start.start,
         holder=holder,
         log_damage=damage,
-        decided=_decided(done.decided),
+        decided=_rows(RootLog.of(store).state, done.decided),
         surviving=taken.start.spared,
         damaged=tuple(one.prefix for one, _ in losses),
         latest_moved_to=done.latest_moved_to,
@@ -109,7 +100,7 @@ async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
 async def _losses(store: Store, state: LogState) -> list[tuple[LoggedAttempt, str]]:
     """The newest checkpoints, down to the first of which no object is gone, and what is missing of each."""
     found: list[tuple[LoggedAttempt, str]] = []
-    for checkpoint in root_view.commits_of(state.attempts.values()):
+    for checkpoint in commits_of(state.attempts.values()):
         if not checkpoint.may_be_latest or checkpoint.read_back == "damaged":
             continue
         try:
@@ -151,7 +142,7 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
         holder=await newest_holder(store, state),
         refused=leases.refusal(store, living, beginner.instead) if living is not None else "",
         log_damage=damage,
-        decided=_decided(records),
+        decided=_rows(after, records),
         surviving=surviving,
         damaged=tuple([one.prefix for one, _ in await _losses(store, after)]),
         latest_moved_to=due.tag if due is not None and due.tag != named else None,
@@ -161,15 +152,5 @@ async def preview(store: Store, *, take_over: bool = False) -> RecoveryReport:
     )
 
 
-def _decided(records: Iterable[CommitRecord | AbortRecord]) -> tuple[Decided, ...]:
-    return tuple(
-        Decided(
-            tag=record.attempt.rpartition("/")[0],
-            attempt=record.attempt.rpartition("/")[2],
-            decision="abort" if isinstance(record, AbortRecord) else "commit",
-            why=record.error.message
-            if isinstance(record, AbortRecord)
-            else "every rank had voted yes, and all objects that the votes name are there",
-        )
-        for record in records
-    )
+def _rows(state: LogState, decided: Iterable[CommitRecord | AbortRecord]) -> tuple[AttemptRow, ...]:
+    return tuple(row_of(state.attempts[record.attempt]) for record in decided)

@@ -9,7 +9,7 @@ import msgspec
 
 from checkpointd.admin.recovery import beginner_of
 from checkpointd.commands import at_tag, command
-from checkpointd.commit.branches import BranchChange
+from checkpointd.commit.branches import BranchChange, commits_of
 from checkpointd.commit.log import apply
 from checkpointd.errors import DamagedError, NotFoundError, RootInUseError, UsageError
 from checkpointd.layout.keys import AttemptId, attempt_prefix, check_tag
@@ -103,7 +103,7 @@ def _chosen(store: Store, state: LogState, tag: str, attempt: str | None) -> Log
     if attempt is not None and known is None:
         raise UsageError(f"there is no attempt {attempt!r}: {command('list', '--all', store.url)} shows them, as in 00000003-0")
     found = [one for one in root_view.attempts_of(state, tag) if known in (None, one.id)]
-    chosen = next(iter(root_view.commits_of(found)), None)
+    chosen = next(iter(commits_of(found)), None)
     if chosen is None:
         what = tag if known is None else attempt_prefix(tag, known)
         says = command("explain", *at_tag(store.url, tag)) if found else command("list", store.url)

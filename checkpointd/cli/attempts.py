@@ -93,8 +93,8 @@ def inline_text(word: RankWord) -> str:
 
 
 def error_text(word: RankWord) -> str:
-    """The error that kept a rank from voting yes; empty if there was none."""
+    """The error that kept a rank from voting yes, or its vote from being read; empty if there was none."""
     if word.error is None:
-        return word.problem
+        return ""
     during = f" while {word.error.phase}" if word.error.phase else ""
     return f"{word.error.code}{during}: {word.error.message}"

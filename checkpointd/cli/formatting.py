@@ -7,7 +7,7 @@ from datetime import datetime
 
 from checkpointd import phrases
 from checkpointd.phrases import byte_size, run_text
-from checkpointd.windows import utc
+from checkpointd.times import utc
 
 ABSENT = "-"
 

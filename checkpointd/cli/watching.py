@@ -15,7 +15,7 @@ import msgspec
 from checkpointd.cli.formatting import printable
 from checkpointd.cli.render import Block, Note, console, rich_page, show_json, warn
 from checkpointd.errors import SidecarError, StoreError
-from checkpointd.windows import utc
+from checkpointd.times import utc
 
 A = TypeVar("A", bound=msgspec.Struct)
 

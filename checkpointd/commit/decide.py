@@ -1,8 +1,8 @@
-"""The decision from votes to an outcome: commit, abort, or wait.
+"""The decision that follows from votes: commit, abort, or wait.
 
-Four places act on it, and the outcome that is put first counts: the coordinator (`pipeline/outcome/publish.py`), any rank whose
-deadline has passed (`pipeline/attempt.py`, aborts only), the next start (`pipeline/outcome/recover.py`), and a daemon whose
-trainer has ended (`daemon/roots/in_doubt.py`).
+Four places act on it, and the record that comes first in the log counts: the coordinator (`pipeline/outcome/publish.py`), any
+rank whose deadline has passed (`pipeline/attempt.py`, aborts only), the next start (`pipeline/outcome/recover.py`), and a
+daemon whose trainer has ended (`daemon/roots/in_doubt.py`).
 
 Invariants
   DECIDE-1  A commit needs a valid yes vote of every rank for this attempt and one step, and plans that together cover every

@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from checkpointd.commit.branches import change_of, training
+from checkpointd.commit.branches import base_in, change_of, training
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.log_records import (
     BEGINS_MAX,
@@ -207,23 +207,15 @@ def pinned_by(state: LogState, base: str) -> frozenset[str]:
     return frozenset() if known is None else frozenset((base, *known.holders))
 
 
-def base_in(state: LogState) -> str:
-    """The checkpoint (`<tag>/<attempt>`) to which a save refers that is announced now: the newest. Empty if there is none."""
-    current = (one for one in state.attempts.values() if one.status == "checkpoint" and not (one.damaged or one.left_behind))
-    newest = max(current, key=attrgetter("order"), default=None)
-    return "" if newest is None else newest.prefix
-
-
 def for_followers(state: LogState) -> LogState:
     """What the ranks of the newest start need of `state` to follow the log from there: what they may still announce and abort,
     and the checkpoint to which the next save refers. Without the history, so its size does not grow with that of the root.
     """
     spared = () if state.begin is None else state.begin.spared
     pending = {name: one for name, one in state.attempts.items() if one.status == "undecided" or name in spared}
-    bases = {base_in(state), *(one.base for one in pending.values())}
-    kept = {name: one for name, one in state.attempts.items() if name in pending or name in bases}
-    heads = {own: head for own, head in state.heads.items() if head in kept}
-    return replace(state, begins=state.begins[-1:], heads=MappingProxyType(heads), attempts=MappingProxyType(kept))
+    others = {base_in(state), *state.heads.values(), *(one.base for one in pending.values())}
+    kept = {name: one for name, one in state.attempts.items() if name in pending or name in others}
+    return replace(state, begins=state.begins[-1:], attempts=MappingProxyType(kept))
 
 
 def _check_rollback(state: LogState, record: RollbackRecord) -> str:
@@ -307,10 +299,11 @@ def reached(state: LogState, record: Record) -> bool:
 
 def check_all(state: LogState, records: Iterable[Record]) -> str:
     """Why `records` may not follow `state` together; empty if they may."""
+    change = _Change.of(state)
     for record in records:
-        if refused := check(state, record):
+        if refused := check(change.done(), record):
             return refused
-        state = apply(state, record)
+        change.add(record, state.number + 1)
     return ""
 
 
@@ -349,8 +342,7 @@ class _Change:
 
     @classmethod
     def of(cls, state: LogState) -> _Change:
-        used, heads, attempts = dict(state.used), dict(state.heads), dict(state.attempts)
-        return cls(state.number, state.nonce, state.begins, used, heads, attempts)
+        return cls(state.number, state.nonce, state.begins, state.used.copy(), state.heads.copy(), state.attempts.copy())
 
     def done(self) -> LogState:
         return LogState(

@@ -76,7 +76,7 @@ class GetState:
 
 @dataclass(frozen=True, slots=True)
 class PutEntry:
-    """Put it if absent, durably. The reply is whether this put it, or UNSURE."""
+    """Put it if absent, durably. The reply is whether this put it; False as well if no reply came."""
 
     entry: LogEntry
 
@@ -118,10 +118,9 @@ class RemoveEntries:
 
 class Missing(StrEnum):
     ABSENT = "is missing"
-    UNSURE = "no reply"
 
 
-ABSENT, UNSURE = Missing.ABSENT, Missing.UNSURE
+ABSENT = Missing.ABSENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +163,13 @@ class KnownLog:
         is_settled = settled or (self.is_settled and not entries)
         return replace(self, state=state, is_settled=is_settled, due=due if self.is_whole else None)
 
+    def with_due(self, due: LogState | None) -> KnownLog:
+        return self if self.due is due else replace(self, due=due)
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a reading or an append ended. `put`: whether the records of the append are in the log by this process's put.
+    """How a reading or an append ended. `put`: whether a reply has said that this process put the records of the append.
     `is_proved`: whether all of `known` is true (LOG-2); a follower that waits for more does not prove what it knows. `fault`:
     why the log could not be read to its end; empty if it could.
     """
@@ -185,8 +187,7 @@ class _Step(StrEnum):
     NEXT = "get the next entry"
     SETTLE = "make durable what was read"
     PUT = "put"
-    TAKEN = "get the entry that has taken the number"
-    UNSURE = "get the entry that may be its own"
+    TAKEN = "get the entry that has taken the number, which may be its own"
     COUNTS = "list after the put"
     FOLLOWED = "get the entry after its own"
     DONE = "done"
@@ -237,7 +238,7 @@ class LogAccess:
                 return GetEntries(self.listed)
             case _Step.STATE:
                 return GetState(self.base)
-            case _Step.NEXT | _Step.TAKEN | _Step.UNSURE:
+            case _Step.NEXT | _Step.TAKEN:
                 return GetEntries((self.number + 1,))
             case _Step.FOLLOWED:
                 return GetEntries((self.number + 2,))
@@ -274,14 +275,13 @@ class LogAccess:
                 return replace(self, step=_Step.LIST, bad=self.bad | {self.base})
             case _Step.STATE, _:
                 return self._again(f"{state_key(self.base)} {ABSENT}")
-            case ((_Step.NEXT | _Step.TAKEN | _Step.UNSURE), (got,)):
+            case ((_Step.NEXT | _Step.TAKEN), (got,)):
                 return self._next(got)
             case _Step.SETTLE, _:
                 settled = replace(self, known=replace(self.known, is_settled=True))
                 return Ended(settled.known, put=self.put) if self.is_proved else settled._on()
             case _Step.PUT, _:
-                steps = {True: _Step.COUNTS, UNSURE: _Step.UNSURE}
-                return replace(self, step=steps.get(reply, _Step.TAKEN))
+                return replace(self, step=_Step.COUNTS if reply is True else _Step.TAKEN)
         raise AssertionError(f"{reply!r} is no reply to {self.request!r}")
 
     def _listed(self, listing: LogListing) -> LogAccess | Ended:
@@ -322,16 +322,11 @@ class LogAccess:
         return replace(self, known=self.known.with_entries(entries), got=(), listed=())
 
     def _next(self, got: Got) -> LogAccess | Ended:
-        if isinstance(got, LogEntry) and got.nonce == self.nonce:
-            unsettled = replace(self.known, is_settled=False)  # no reply has said that it is durable
-            return replace(self, step=_Step.COUNTS, entry=got, known=unsettled)
         if isinstance(got, LogEntry) and got.before == self.known.state.nonce:
             found = replace(self, known=self.known.with_entries([got]))
             return found._on() if self.step is _Step.NEXT else replace(found, step=_Step.LIST)  # there may be many more
         if got is ABSENT and self.step is _Step.NEXT:
             return self._unproved()
-        if got is ABSENT and self.step is _Step.UNSURE:
-            return self._on()
         return self._again(_why(got, self.number + 1))
 
     def _on(self) -> LogAccess | Ended:
@@ -358,7 +353,7 @@ class LogAccess:
         return Ended(self.known, put=self.put)
 
     def _unproved(self, fault: str = "") -> Ended:
-        return Ended(replace(self.known, due=None), is_proved=False, fault=fault)
+        return Ended(self.known.with_due(None), is_proved=False, fault=fault)
 
     def _again(self, why: str) -> LogAccess | Ended:
         if self.looks + 1 >= LOOKS:
@@ -398,9 +393,7 @@ def look(known: KnownLog, *, settles: bool = False) -> LogAccess:
 
 def follow(known: KnownLog, until: Callable[[LogState], bool]) -> LogAccess:
     """Read on until there is no further entry, or the state is as `until` asks; what it knows is proved only then."""
-    begun = LogAccess(known, until=until)._on()
-    assert isinstance(begun, LogAccess)
-    return begun
+    return LogAccess(known, until=until, step=_Step.LIST if until(known.state) else _Step.NEXT)
 
 
 def append(known: KnownLog, wanted: Wanted, nonce: str) -> LogAccess:

@@ -27,17 +27,23 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from operator import attrgetter, itemgetter
 from typing import Literal, get_args
 
 from checkpointd import arguments
+from checkpointd.commit.branches import commits_of
 from checkpointd.commit.facts import Dead, Order
+from checkpointd.commit.log import is_sound
 from checkpointd.errors import UsageError
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 
 Mode = Literal["min", "max"]
 KEEPS_NONE: Order = (0, 0)
 """No checkpoint comes before this order."""
+Ages = Callable[[CommitRecord], float]
+"""The seconds since a commit; 0 if they are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,37 +101,6 @@ def rules_of(given: object) -> Retention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFacts:
-    """The facts about a committed attempt. `age_s`: seconds since its commit, None if unknown."""
-
-    attempt: str
-    """`<tag>/<attempt>`."""
-    order: Order
-    step: int
-    save_latest: bool = True
-    verified: bool = False
-    """Whether a record says that it was read back whole."""
-    damaged: bool = False
-    """Whether a record says that it is damaged."""
-    passed_over: bool = False
-    """Whether a load passed over it."""
-    left_behind: bool = False
-    """Whether it is of a branch that was left."""
-    is_shown: bool = False
-    """Whether a directory shows it, which belongs to the newest commit of its tag alone."""
-    exporting: bool = False
-    """Whether an export still needs it."""
-    incomplete: bool = False
-    """Whether something that it needs is missing, such as a tag that was removed by hand."""
-    age_s: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def tag(self) -> str:
-        return self.attempt.rpartition("/")[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RemovalChoice:
     """The checkpoints to remove, oldest first, and why not more."""
 
@@ -140,105 +115,111 @@ class RemovalChoice:
     """Somebody has removed the directories that showed their files, so what is left of them goes, too."""
 
 
-def choose(commits: Iterable[CheckpointFacts], rules: Retention, *, keeps_before: Order = KEEPS_NONE) -> RemovalChoice:
-    """Choose which of `commits` to remove. Checkpoints before `keeps_before` stay (RETENTION-6)."""
-    newest_first = sorted(commits, key=lambda c: (not c.left_behind, c.order), reverse=True)
-    sound = [c for c in newest_first if not c.damaged and not c.passed_over and not c.incomplete]
+def choose(
+    attempts: Iterable[LoggedAttempt],
+    rules: Retention,
+    *,
+    age_s: Ages,
+    keeps_before: Order = KEEPS_NONE,
+    incomplete: Collection[str] = (),
+    exporting: Collection[str] = (),
+) -> RemovalChoice:
+    """Choose which of the checkpoints among `attempts` to remove. Those before `keeps_before` stay (RETENTION-6), and so do
+    those in `exporting`, which exports need. Of those in `incomplete`, something is missing.
+    """
+    checkpoints = [one for one in attempts if one.status == "checkpoint"]
+    if rules.keeps_all and len({one.prefix.rpartition("/")[0] for one in checkpoints}) == len(checkpoints):
+        return RemovalChoice()  # nothing was saved again, in a history that may be long
+    newest_first = commits_of(checkpoints)
+    sound = [c for c in newest_first if is_sound(c) and c.prefix not in incomplete]
     if all(c.left_behind for c in sound):
         return RemovalChoice()
     reasons = _replaced(newest_first, sound)
     unknown_metric = _unknown_metric(newest_first, rules)
-    current = [c for c in sound if c.order not in reasons]
-    if unknown_metric is None:
-        reasons = _let_go(newest_first, current, rules) | reasons
-    verified = next((c.order for c in sound if c.verified and not c.left_behind), None)
-    unneeded = [c for c in reversed(newest_first) if c.order in reasons and _may_go(c, keeps_before)]
-    may_go = [c for c in unneeded if not c.exporting]
+    current = [c for c in sound if c.prefix not in reasons] if reasons else sound
+    if unknown_metric is None and not rules.keeps_all:
+        reasons = _let_go(newest_first, current, rules, incomplete, age_s) | reasons
+    unneeded = [c for c in reversed(newest_first) if c.prefix in reasons and _may_go(c, keeps_before)]
+    may_go = [c for c in unneeded if c.prefix not in exporting]
+    verified = next((c.prefix for c in sound if c.verified and not c.left_behind), "")
     return RemovalChoice(
-        going=tuple((c.attempt, reasons[c.order]) for c in may_go if c.order != verified),
-        surplus=tuple(c.attempt for c in may_go if c.order == verified),
-        exporting=tuple(c.attempt for c in unneeded if c.exporting),
+        going=tuple((c.prefix, reasons[c.prefix]) for c in may_go if c.prefix != verified),
+        surplus=tuple(c.prefix for c in may_go if c.prefix == verified),
+        exporting=tuple(c.prefix for c in unneeded if c.prefix in exporting),
         unknown_metric=unknown_metric,
     )
 
 
-def _may_go(checkpoint: CheckpointFacts, keeps_before: Order) -> bool:
+def _may_go(checkpoint: LoggedAttempt, keeps_before: Order) -> bool:
     """Whether RETENTION-4 and RETENTION-6 allow its removal."""
-    return checkpoint.order >= keeps_before and (checkpoint.damaged or not checkpoint.passed_over)
+    return checkpoint.order >= keeps_before and bool(checkpoint.damaged or not checkpoint.passed_over)
 
 
-def _let_go(newest_first: Sequence[CheckpointFacts], current: Sequence[CheckpointFacts], rules: Retention) -> dict[Order, str]:
-    """The orders of the checkpoints that the rules do not keep, with the reason. The rules count only those in `current`."""
-    if rules.keeps_all:
-        return {}
-    kept = _indispensable(current)
-    for some in _branches(current):
-        kept |= _named(some, rules)
+def _let_go(
+    newest_first: Sequence[LoggedAttempt],
+    current: Sequence[LoggedAttempt],
+    rules: Retention,
+    incomplete: Collection[str],
+    age_s: Ages,
+) -> dict[str, str]:
+    """The checkpoints that the rules do not keep, with the reason. The rules count only those in `current`."""
+    # RETENTION-2, without the newest verified checkpoint.
+    kept = {c.prefix for c in (*current[:1], *[c for c in current if c.commit.save_latest][:1])}
+    of_branch = [c for c in current if not c.left_behind]
+    # RETENTION-8: those of the current branch alone, and all.
+    kept |= _named(of_branch, rules, age_s)
+    if len(of_branch) < len(current):
+        kept |= _named(sorted(current, key=attrgetter("order"), reverse=True), rules, age_s)
     words = f"retention keeps {_in_words(rules)}"
-    going = (c for c in newest_first if c.order not in kept and (c.damaged or not c.incomplete))
-    return {c.order: f"it is damaged, and {words}" if c.damaged else words for c in going}
+    going = (c for c in newest_first if c.prefix not in kept and (c.damaged or c.prefix not in incomplete))
+    return {c.prefix: f"it is damaged, and {words}" if c.damaged else words for c in going}
 
 
-def _branches(current: Sequence[CheckpointFacts]) -> tuple[list[CheckpointFacts], list[CheckpointFacts]]:
-    """What the rules look at, newest first: all checkpoints, and those of the current branch alone (RETENTION-8)."""
-    by_order = sorted(current, key=lambda c: c.order, reverse=True)
-    return by_order, [c for c in by_order if not c.left_behind]
-
-
-def _replaced(newest_first: Sequence[CheckpointFacts], sound: Sequence[CheckpointFacts]) -> dict[Order, str]:
-    """The orders of the checkpoints whose tag has a newer commit, with the reason for their removal (RETENTION-1). That which a
-    load takes stays, also if the newer commit did not ask for `latest`.
+def _replaced(newest_first: Sequence[LoggedAttempt], sound: Sequence[LoggedAttempt]) -> dict[str, str]:
+    """The checkpoints whose tag has a newer commit, with the reason for their removal (RETENTION-1). That which a load takes
+    stays, also if the newer commit did not ask for `latest`.
     """
-    newest: dict[str, Order] = {}
+    newest: dict[str, LoggedAttempt] = {}
     for c in sound:
-        newest.setdefault(c.tag, c.order)
-    may_go = (c for c in newest_first if c.is_shown or not c.left_behind)
-    asked = next((c.order for c in sound if c.save_latest and not c.left_behind and not c.is_shown), None)
-    older = (c.order for c in may_go if c.order < newest.get(c.tag, c.order) and c.order != asked)
+        newest.setdefault(c.tag, c)
+    if len(newest) == len(newest_first):
+        return {}
+    may_go = (c for c in newest_first if not c.left_behind or c.commit.shown_at)
+    asked = next((c for c in sound if c.may_be_latest and not c.commit.shown_at), None)
+    pairs = ((c, newest.get(c.tag, c)) for c in may_go if c is not asked)
+    older = (c.prefix for c, last in pairs if last is not c and c.order < last.order)
     return dict.fromkeys(older, "the tag was saved again since")
 
 
-def _unknown_metric(commits: Sequence[CheckpointFacts], rules: Retention) -> str | None:
+def _unknown_metric(checkpoints: Sequence[LoggedAttempt], rules: Retention) -> str | None:
     """The complaint about a metric of `rules` that no checkpoint has; None if there is no complaint."""
-    if rules.metric is None or any(_measure(c, rules.metric) is not None for c in commits):
+    if rules.metric is None or any(_measure(c, rules.metric) is not None for c in checkpoints):
         return None
-    known = sorted({name for c in commits for name in c.metrics})
+    known = sorted({name for c in checkpoints for name in c.commit.metrics})
     others = f"they have {', '.join(known)}" if known else "they have no metrics"
     return f"no checkpoint has the metric {rules.metric!r}, by which the rules choose the best; {others}"
 
 
-def _measure(checkpoint: CheckpointFacts, metric: str) -> float | None:
+def _measure(checkpoint: LoggedAttempt, metric: str) -> float | None:
     """The value of the metric; None if it is missing or not finite, since such a checkpoint cannot be the best."""
-    value = checkpoint.metrics.get(metric)
+    value = checkpoint.commit.metrics.get(metric)
     return value if value is not None and math.isfinite(value) else None
 
 
-def _indispensable(current: Sequence[CheckpointFacts]) -> set[Order]:
-    """The orders of the checkpoints that no rule removes (RETENTION-2), without the newest verified checkpoint."""
-    firsts = (current[:1], [c for c in current if c.save_latest][:1])
-    return {c.order for some in firsts for c in some}
-
-
-def _named(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Order]:
-    """The orders of the checkpoints that a rule names."""
-    named = _counted(newest_first, rules)
+def _named(newest_first: Sequence[LoggedAttempt], rules: Retention, age_s: Ages) -> set[str]:
+    """The checkpoints that a rule names."""
+    named = {c.prefix for c in newest_first[: rules.keep_last or 0]}
     if rules.every_steps is not None:
-        named |= {c.order for c in newest_first if c.step % rules.every_steps == 0}
+        named |= {c.prefix for c in newest_first if c.step % rules.every_steps == 0}
     if rules.younger_than_s is not None:
-        named |= {c.order for c in newest_first if c.age_s is None or c.age_s < rules.younger_than_s}
-    if rules.metric is not None:
-        named |= {c.order for c in newest_first if _measure(c, rules.metric) is None}
-    return named
-
-
-def _counted(newest_first: Sequence[CheckpointFacts], rules: Retention) -> set[Order]:
-    """The orders of the checkpoints that the rules with a number name: the last, and the best. Others go in their favour."""
-    named = {c.order for c in newest_first[: rules.keep_last or 0]}
+        named |= {c.prefix for c in newest_first if age_s(c.commit) < rules.younger_than_s}
     if rules.best is not None and rules.metric is not None:
         sign = 1 if rules.mode == "min" else -1
-        measured = [(value, c.order) for c in newest_first if (value := _measure(c, rules.metric)) is not None]
+        measured = [(_measure(c, rules.metric), c.prefix) for c in newest_first]
+        named |= {prefix for value, prefix in measured if value is None}
+        ranked = [(sign * value, prefix) for value, prefix in measured if value is not None]
         # The sort is stable, so the newer of two equal checkpoints counts as better.
-        named |= {order for _, order in sorted(measured, key=lambda pair: sign * pair[0])[: rules.best]}
+        named |= {prefix for _, prefix in sorted(ranked, key=itemgetter(0))[: rules.best]}
     return named
 
 

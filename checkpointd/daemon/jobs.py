@@ -21,7 +21,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,8 +38,7 @@ from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.phrases import byte_size, lasting
 from checkpointd.pipeline import identity
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root import leases
-from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
+from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.report.advice import after_abort
 
@@ -137,12 +135,10 @@ class SaveJob:
             deadline=loop.time() + left_s,
             progress=self.progress,
             on_phase=self._entered,
-            on_root=self._outlive,
             on_free=self._free,
+            outlives=True,
             spooled=spooled,
         )
-        check = partial(state.own_root.check, info.attempt.start)
-        self._lease = leases.of_attempt(state.store, info.prefix, check=check) if info.rank == COORDINATOR else None
         self._snapshot = _Snapshot(self._staged)
         if spooled is not None:
             self._take_up(spooled)
@@ -158,8 +154,6 @@ class SaveJob:
         self.progress.told, self.progress.held_s = vote.seconds, vote.held_s
         self.times.began = self.times.spooled = shard.record.spooled_at
         self.safe.set()
-        if shard.is_announced:
-            self._outlive()
 
     @property
     def key(self) -> JobKey:
@@ -251,11 +245,6 @@ class SaveJob:
         else:
             self.spoiled(error)
 
-    def _outlive(self) -> None:
-        """The save can end without its trainer, and others see it at the root: keep a lease for it (SAVEJOB-5)."""
-        if self._lease is not None and self.phase not in FINAL:
-            self._lease.keep()
-
     def spoiled(self, error: CheckpointdError) -> None:
         """There will be no snapshot. Does nothing if it is whole already."""
         if self._staged is not None and not self._staged.done():
@@ -275,10 +264,6 @@ class SaveJob:
             # Do not leave the slot here: a thread of a cancelled attempt may still read. The attempt calls `_free` itself.
             self._forget_snapshot()
             self.safe.set()
-            if self._lease is not None and self.attempt.spool is not None and self.attempt.spool.is_left:
-                self._lease.lapse()
-            elif self._lease is not None:
-                await self._lease.release()
 
     def _forget_snapshot(self) -> None:
         """Drop every reference to the snapshot (SAVEJOB-4); the garbage collector might need hours."""

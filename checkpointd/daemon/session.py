@@ -478,8 +478,6 @@ class RankSession:
             self._post(wire.Free(slot=number))
 
     def _staged(self, message: wire.Staged) -> None:
-        if message.whole is not None and (spool := self._begun().spool) is not None:
-            spool.all_have(self._joined().rank, (self._start, message.whole))
         if message.save not in self._over:
             job = self._of(message.save)
             self._hub.held_up(self._joined(), job.held(message.held_s))

@@ -1,6 +1,6 @@
 """The ballot of a commit: the exact bytes of all votes in one object, of which a reader can read the votes of single ranks.
 
-A table comes first, with the digest and the size of each rank's vote, in the order of ranks; the votes follow. The outcome has
+A table comes first, with the digest and the size of each rank's vote, in the order of ranks; the votes follow. The commit has
 the digest of the table, and the size of the ballot. Two processes that decide on the same votes make the same bytes.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import xxhash
 from typing_extensions import Buffer
 
 from checkpointd.errors import DamagedError, FormatError
-from checkpointd.layout.keys import vote_name
+from checkpointd.layout.keys import ballot_name, vote_name
 from checkpointd.layout.manifest import VOTE_BYTES_MAX, BallotRef, Vote, decode, digest
 
 _ROW = struct.Struct("<16sQ")
@@ -35,6 +35,23 @@ def encode_ballot(votes: Iterable[bytes]) -> tuple[BallotRef, bytes]:
     return BallotRef(digest=digest(table), size=len(data)), data
 
 
+def votes_in(data: bytes, name: str, key: str) -> list[bytes]:
+    """The votes in the ballot `data`, in the order of ranks, for a reader that has no commit: the `name` of a ballot has the
+    digest of its table. Raises FormatError if the bytes are not those of such a ballot.
+    """
+    starts = [0]
+    for ranks, (_, size) in enumerate(_ROW.iter_unpack(data[: len(data) // _ROW.size * _ROW.size]), 1):
+        starts.append(starts[-1] + size)
+        table = table_bytes(ranks)
+        if table + starts[-1] >= len(data):
+            break
+    else:
+        ranks, table = 0, 0
+    if not ranks or table + starts[-1] != len(data) or ballot_name(digest(data[:table])) != name:
+        raise FormatError(f"{key} is damaged: it is not the ballot that its name says", key=key)
+    return [data[table + first : table + end] for first, end in pairwise(starts)]
+
+
 @dataclass(frozen=True, slots=True)
 class BallotTable:
     """The checked table of a ballot."""
@@ -45,7 +62,7 @@ class BallotTable:
 
     @staticmethod
     def of(table: memoryview, world_size: int, ref: BallotRef, key: str) -> BallotTable:
-        """The table in the bytes `table`. Raises DamagedError if they are not those that the outcome names in `ref`,
+        """The table in the bytes `table`. Raises DamagedError if they are not those that the commit names in `ref`,
         FormatError if no commit of `world_size` ranks has such a table.
         """
         if len(table) != table_bytes(world_size) or digest(table) != ref.digest:

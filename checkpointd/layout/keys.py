@@ -80,11 +80,18 @@ class AttemptId:
         return AttemptId(int(match[1]), int(match[2])) if match else None
 
 
+_PLAIN_TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+"""Nearly all tags. A root may have ten thousand."""
+_OWN_NAMES = frozenset({LATEST, LOG, README})
+
+
 def check_tag(tag: str) -> str:
     """Return `tag` as a plain str if it can be the name of a directory below a root, else raise UsageError with the reason."""
     if not isinstance(tag, str):
         raise UsageError(f"a tag is a string, not {type(tag).__name__}: {tag!r}")
     tag = str.__str__(tag)  # subclasses, such as enums, may show themselves in another way than they compare
+    if _PLAIN_TAG.fullmatch(tag) and tag not in _OWN_NAMES:
+        return tag
     why = None
     if not tag:
         why = "it is empty"
@@ -92,8 +99,6 @@ def check_tag(tag: str) -> str:
         why = "it contains a slash"
     elif tag in {".", ".."} or tag.startswith("."):
         why = "it starts with a dot"
-    elif any(ord(c) < 32 or ord(c) == 127 for c in tag):
-        why = "it contains a control character"
     elif tag != tag.strip():
         why = "it starts or ends with white space"
     elif tag == LATEST:
@@ -102,7 +107,7 @@ def check_tag(tag: str) -> str:
         why = "the root's log has that name"
     elif tag == README:
         why = "a text of that name explains the root"
-    elif not tag.isprintable() or any(0xD800 <= ord(c) <= 0xDFFF for c in tag):
+    elif not tag.isprintable():
         why = "it contains a character that cannot be printed"
     elif not unicodedata.is_normalized("NFC", tag):
         why = "some file systems take it for another spelling of the same text (Unicode NFC), which is the one to use"
@@ -246,6 +251,10 @@ def object_rank(name: str) -> int | None:
 def ballot_name(digest: str) -> str:
     """The ballot whose table has this digest."""
     return f"ballot-{digest}"
+
+
+def is_ballot(name: str) -> bool:
+    return name.startswith("ballot-") and _OBJECT.match(name) is not None
 
 
 def joint_plan_name(digest: str) -> str:

@@ -7,7 +7,7 @@ What the records mean is decided in `commit/log.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, filterfalse
 from types import MappingProxyType
@@ -39,7 +39,7 @@ BEGINS_MAX = 256
 NUMBER_MAX = 10**12 - 1
 """The greatest number of an entry that has a name."""
 
-_NAME = re.compile(r"(\d{12})\.(json|state|rebuild)\Z", re.ASCII)
+_NUMBER = re.compile(r"\d{12}", re.ASCII)
 # A tag is compared with the names of directories, or checked as a key, before anything is read there.
 _ATTEMPT = re.compile(r"(?!\.)[^/\\\x00-\x1f]{1,200}/(?:[0-9]{8}|[1-9][0-9]{8,11})-(?:0|[1-9][0-9]{0,8})\Z")
 AttemptName: TypeAlias = str
@@ -52,6 +52,10 @@ ReadBackState: TypeAlias = Literal["no", "whole", "damaged"]
 
 
 # --- records --------------------------------------------------------------------------------------------------------
+
+
+BeginRef: TypeAlias = tuple[int, str]
+"""A start, by its number and its nonce."""
 
 
 class BeginRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="begin"):
@@ -71,6 +75,8 @@ class BeginRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """Attempts of older starts, each `<tag>/<attempt>`, whose writers are still at work, or which wait in a spool."""
     origin: str = ""
     """Of a mirror: the id of the root that it follows. Attempts of that root, whose starts are older, may be announced then."""
+    origin_begin: BeginRef = (0, "")
+    """Of a mirror: the newest start of that root then."""
     writer: WriterIdentity
 
 
@@ -312,11 +318,11 @@ class LogState:
     """That of entry `number`."""
     begins: tuple[BeginRecord, ...] = ()
     """The newest BEGINS_MAX starts, the newest last. What an older one has spared is left out."""
-    used: Mapping[int, Ranges] = field(default_factory=lambda: MappingProxyType({}))
+    used: MappingProxyType[int, Ranges] = field(default_factory=lambda: MappingProxyType({}))
     """The numbers of the saves that were announced, by their start: of the newest start, and of what it spares."""
-    heads: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    heads: MappingProxyType[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """The newest checkpoint of the current branch of each training."""
-    attempts: Mapping[str, LoggedAttempt] = field(default_factory=lambda: MappingProxyType({}))
+    attempts: MappingProxyType[str, LoggedAttempt] = field(default_factory=lambda: MappingProxyType({}))
     """By `<tag>/<attempt>`, in the order in which they were announced."""
 
     @property
@@ -369,9 +375,10 @@ class LogListing:
     def of(cls, names: Iterable[str]) -> LogListing:
         """The numbers among the objects `names`. Other names are left out."""
         found: dict[str, list[int]] = {"json": [], "state": [], "rebuild": []}
-        for match in map(_NAME.match, names):
-            if match:
-                found[match[2]].append(int(match[1]))
+        for name in names:
+            number, _, kind = name.partition(".")
+            if kind in found and _NUMBER.fullmatch(number):
+                found[kind].append(int(number))
         return cls(tuple(sorted(found["json"])), tuple(sorted(found["state"])), tuple(sorted(found["rebuild"])))
 
     @property
@@ -458,7 +465,7 @@ def _names(record: Record) -> tuple[str, ...]:
 
 
 def _state_fault(state: _StoredState) -> str | None:
-    listed, named = {one.prefix for one in state.attempts}, set[str](state.heads.values())
+    listed, named = {one.prefix for one in state.attempts}, set[str]()
     if len(listed) < len(state.attempts):
         return "lists an attempt twice"
     for one in state.attempts:
@@ -477,7 +484,11 @@ def _state_fault(state: _StoredState) -> str | None:
             named.update(one.removal.attempts)
         if one.base:
             named.add(one.base)
-    return _foreign(chain(listed, named - listed, *(begin.spared for begin in state.begins)))
+    heads = set(state.heads.values())
+    if fault := _foreign(chain(listed, (named | heads) - listed, *(begin.spared for begin in state.begins))):
+        return fault
+    wrong = heads - {one.prefix for one in state.attempts if one.status == "checkpoint"}
+    return f"names {min(wrong)!r:.100} as a training's newest, which is no checkpoint" if wrong else None
 
 
 def _foreign(names: Iterable[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""The times and sizes of a save, in votes and outcomes, for people. No decision uses them."""
+"""The times and sizes of a save, in votes and commits, for people. No decision uses them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from checkpointd.mirror.planning import doubted
 from checkpointd.mirror.transfer import copied, is_whole
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_for_commit, votes_of
+from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_named, votes_of
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.workers import run_workers, uncollected
 from checkpointd.store.base import SMALL_BYTES_MAX, Store, each
@@ -329,7 +329,7 @@ class CheckpointCopy:
     async def _put(self, key: str, data: bytes) -> None:
         """Make the small object `key` durable, which the commit names, or a vote that it counts."""
         if not self.heals:
-            await put_for_commit(self.mirror, key, data)
+            await put_named(self.mirror, key, data)
             return
         with suppress(DamagedError, NotFoundError, UnreadableError):
             if await self.mirror.uncached.get(key, size_max=len(data)) == data:

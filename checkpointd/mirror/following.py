@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from checkpointd.commit.branches import commits_of
 from checkpointd.errors import CheckpointdError, FencedError, RootInUseError, StoreError, UsageError
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.mirror.mirroring import MirrorConfig, Mirroring
 from checkpointd.mirror.news import CheckpointNews, MirrorProgress, News
-from checkpointd.pipeline.root import root_view
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -103,7 +103,7 @@ class Follower:
 
     def _in_step(self) -> None:
         seen = self._mirroring.seen
-        newest = next(iter(root_view.commits_of(seen.ours.attempts.values())), None)
+        newest = next(iter(commits_of(seen.ours.attempts.values())), None)
         shown = self.progress
         shown.newest_tag = newest.tag if newest is not None else None
         shown.newest_step = newest.commit.step if newest is not None else None

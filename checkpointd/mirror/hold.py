@@ -89,7 +89,7 @@ async def hold(store: Store, origin: Side, admits: Callable[[LogState], None]) -
         job=f"{MIRRORS}{origin.url}"[:JOB_CHARACTERS_MAX],
         alone=True,
         origin=origin.id,
-        after=origin.state.start,
+        origin_begin=origin.begin,
         admits=admits,
         instead=(
             "If it mirrors, too, let one of the two go on. If it is a job, mirror to another root; "

@@ -31,8 +31,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
+from checkpointd.commit.branches import commits_of, newest_of
 from checkpointd.commit.log import may_be_held
-from checkpointd.commit.retention import Retention
+from checkpointd.commit.retention import Retention, choose
 from checkpointd.errors import (
     CheckpointdError,
     DamagedError,
@@ -64,13 +65,13 @@ from checkpointd.mirror.planning import (
 from checkpointd.mirror.provenance import ANOTHER, Side, check_apart, check_mirror, side_of
 from checkpointd.pipeline.gc.collect import sweep
 from checkpointd.pipeline.gc.export_leases import ExportLeases
-from checkpointd.pipeline.gc.retire import chosen_by, retired
+from checkpointd.pipeline.gc.retire import age_s, chosen_by, retired
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict
 from checkpointd.pipeline.root import reserve, root_view
-from checkpointd.pipeline.root.latest import move_latest, newest_of
+from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
@@ -233,7 +234,7 @@ class Mirroring:
         going: set[str] = set()
         if wanted:
             coming = [as_unread(view) for view in wanted if view.prefix not in self._tried]
-            choice = await chosen_by(self.mirror, [*ours.attempts.values(), *coming], self.config.rules, looks=False)
+            choice = choose([*ours.attempts.values(), *coming], self.config.rules, age_s=age_s)
             going = {prefix for prefix, _ in choice.going}
         # An origin of which not all can be read does not tell what it wants no more.
         begun = () if self._their_log.fault else [one for one in self._begun if may_be_held(ours, one)]
@@ -283,7 +284,7 @@ class Mirroring:
         return copied
 
     async def _check_origin(self) -> None:
-        """See that the origin is there and is the same root, and that the start of this process is newer than its."""
+        """See that the origin is there and is the same root, and that the start of this process names the newest of its."""
         theirs = await side_of(self.origin)
         if not theirs.id or not theirs.state.number:
             raise RootGoneError(f"{self.origin.url} shows nothing of its job any more: was it unmounted, or removed?")
@@ -292,7 +293,7 @@ class Mirroring:
                 f"{self.mirror.url} mirrors another root than the one that lies at {self.origin.url} now. {ANOTHER}"
             )
         await self._our_log.look()
-        if self._our_log.fault or theirs.state.start >= self._held.start.start:
+        if self._our_log.fault or theirs.begin != self._held.start.origin_begin:
             await self._begin_again()
 
     async def _make_room(self, seen: BothRoots, *, is_full: bool = False) -> bool:
@@ -402,7 +403,7 @@ class Mirroring:
         choice = await chosen_by(self.mirror, ours.attempts.values(), rules, exports=exports)
         if choice.surplus or (choice.going and not has_proof(ours, {prefix for prefix, _ in choice.going})):
             # Jobs read back what they save; here, only the newest that is to take the place of older ones is.
-            await self._prove(next(iter(root_view.commits_of(ours.attempts.values())), None))
+            await self._prove(next(iter(commits_of(ours.attempts.values())), None))
             ours = await self._our_log.look()
             choice = await chosen_by(self.mirror, ours.attempts.values(), rules, exports=exports)
         stays = spared(seen.agenda.due, seen.theirs)
@@ -431,8 +432,8 @@ class Mirroring:
         found = {one.prefix for one in damaged_of(ours)} & there
         if not found:
             return found
-        healed = [as_unread(one) if one.prefix in found else one for one in root_view.commits_of(ours.attempts.values())]
-        choice = await chosen_by(self.mirror, healed, self.config.rules, looks=False)
+        healed = [as_unread(one) if one.prefix in found else one for one in commits_of(ours.attempts.values())]
+        choice = choose(healed, self.config.rules, age_s=age_s)
         return found - {prefix for prefix, _ in choice.going}
 
     @property

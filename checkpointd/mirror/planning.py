@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 import msgspec
 
+from checkpointd.commit.branches import commits_of
 from checkpointd.commit.facts import Order
 from checkpointd.commit.log import pinned_by, was_used
 from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.mirror.news import Kind
-from checkpointd.pipeline.root import root_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def planned(
     of the mirror would remove. `everything`: copy those, too, once. `tried`: attempts to leave alone now, with the reason.
     """
     due, left_out, damaged, still = list[LoggedAttempt](), list[LoggedAttempt](), list[LoggedAttempt](), set[str]()
-    for checkpoint in reversed(root_view.commits_of(wanted)):
+    for checkpoint in reversed(commits_of(wanted)):
         if checkpoint.prefix in going and not everything:
             left_out.append(checkpoint)
             continue

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from checkpointd.bucket_urls import is_bucket_url, parse
 from checkpointd.commands import at_tag, command
 from checkpointd.errors import FencedError, NotFoundError, UsageError
-from checkpointd.layout.log_records import BeginRecord, CommitRecord, LogState
+from checkpointd.layout.log_records import BeginRecord, BeginRef, CommitRecord, LogState
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root_id import read_id
@@ -40,6 +40,11 @@ class Side:
     def newest(self) -> BeginRecord | None:
         """The newest start of a job or of a mirror."""
         return next((one for one in reversed(self.state.begins) if one.world_size or one.origin), None)
+
+    @property
+    def begin(self) -> BeginRef:
+        """The newest start of anybody."""
+        return (0, "") if self.state.begin is None else (self.state.begin.start, self.state.begin.nonce)
 
     @property
     def newest_job(self) -> BeginRecord | None:
@@ -104,6 +109,7 @@ def check_mirror(origin: Side, mirror: Side, *, removes: bool = False) -> None:
     if mirror.newest is not None and not mirror.follows(origin) and not origin.has_followed(mirror):
         raise UsageError(swapped) if swapped else _stranger(mirror.newest, origin, mirror)
     _check_checkpoints(origin, mirror, swapped)
+    _check_begins(origin, mirror)
 
 
 def _stranger(newest: BeginRecord, origin: Side, mirror: Side) -> FencedError | UsageError:
@@ -121,6 +127,17 @@ def _stranger(newest: BeginRecord, origin: Side, mirror: Side) -> FencedError | 
             f"If {origin.url} is to go on instead, mirror it to an empty place; if {mirror.url} goes on, mirror that one"
         )
     return UsageError(f"{mirror.url} is the root of another run: {began}, which {origin.url} does not know. {ANOTHER}")
+
+
+def _check_begins(origin: Side, mirror: Side) -> None:
+    """Refuse an origin that has lost a start that the mirror has followed. Other saves use its numbers again there."""
+    now = {one.start: one.nonce for one in origin.state.begins}
+    for start, nonce in (one.origin_begin for one in mirror.state.begins if one.origin == origin.id):
+        if nonce and start >= min(now) and now.get(start) != nonce:
+            raise UsageError(
+                f"{origin.url} was put back to an older state: {mirror.url} has followed its start {start}, which is not there "
+                f"any more. Nothing is copied, since the mirror holds saves that the origin has lost. {ANOTHER}"
+            )
 
 
 def _check_checkpoints(origin: Side, mirror: Side, swapped: str) -> None:

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from checkpointd.commit.branches import base_in
 from checkpointd.commit.log import check, is_admitted
-from checkpointd.config import CommitConfig
+from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.errors import CheckpointdError, RootGoneError, StoreError
 from checkpointd.layout.log_records import AnnounceRecord, LoggedAttempt, LogState, Record
 from checkpointd.pipeline.pauses import pauses
@@ -21,6 +22,13 @@ log = logging.getLogger("checkpointd")
 
 ANNOUNCED_S = 1.0
 """How long rank 1 waits for the coordinator to announce an attempt. Rank 20 waits twice as long."""
+
+
+def base_of(persist: PersistConfig, state: LogState) -> str:
+    """The checkpoint in `state` to which a save may refer (LOG-10). No method: the announcement would keep the attempt alive,
+    and with it the snapshot.
+    """
+    return base_in(state) if persist.dedup or persist.full_every is not None else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,14 +61,20 @@ class Announcement:
             log.info("%s: it is not announced yet: %s", self.info.prefix, error)
 
     async def make(self) -> None:
-        """Make it, unless it stands. Raises FencedError if a newer start does not admit the attempt, StoreError if the log does
-        not take it for another reason.
+        """Make it, unless it stands. Raises FencedError if a newer start does not admit the attempt, RootGoneError if there are
+        objects of an attempt with its name, which the log has lost (LOG-8), StoreError if the log does not take it otherwise.
         """
         async with self._turn:
             if self._stands:
                 return
             await self.check_root()
+            is_there = self.seen is None and bool(await self.log.store.list(self.info.prefix))
             await self.log.look(whole=False)  # so that no entry follows a gap, if somebody has put back an older log (LOG-12)
+            if is_there and self.seen is None:
+                raise RootGoneError(
+                    f"{self.info.prefix} has objects, and the log of {self.log.store.url} does not know it: an older log was "
+                    "put in its place. Nothing is written; end the job and start it again"
+                )
             state = await self.log.append(self._wanted)
             if self.seen is None:
                 starts.refuse_fenced(self.log.store, state, self.info.attempt.start, self.info.prefix)

@@ -32,20 +32,19 @@ from functools import partial
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
-from checkpointd.commit.log import base_in, is_admitted, pinned_by
+from checkpointd.commit.log import is_admitted, pinned_by
 from checkpointd.commit.machine import FINAL, IN_SPOOL, Event, Phase, step
-from checkpointd.config import PersistConfig
 from checkpointd.errors import CheckpointdError, FencedError, SkippedError, StoreError, StoreFullError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.announcement import Announcement
+from checkpointd.pipeline.announcement import Announcement, base_of
 from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_error
 from checkpointd.pipeline.awaited import Awaited, stirred
 from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
 from checkpointd.pipeline.outcome.publish import Ballot, append, draft_of, missing_ranks
 from checkpointd.pipeline.pauses import pauses, spooled_pause_s
-from checkpointd.pipeline.root import reserve, root_view, starts
+from checkpointd.pipeline.root import leases, reserve, root_view, starts
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.spool.side import SpoolHooks, SpoolSide
@@ -81,9 +80,10 @@ BASE_S = 10.0
 class Attempt:
     """One attempt on one rank.
 
-    Called on the writer's thread: `on_phase` at every change of phase, `on_root` before this rank writes its shard at the root,
-    and `on_free` when the snapshot is not read any more. The coordinator puts a commit only when `may_commit` returns True.
-    `spooled`: the shard, if an earlier process has left it in the spool; then there is no snapshot.
+    Called on the writer's thread: `on_phase` at every change of phase, and `on_free` when the snapshot is not read any more.
+    The coordinator puts a commit only when `may_commit` returns True, and keeps a lease if this process may outlive the trainer
+    (`outlives`; SAVEJOB-5 in `jobs.py`). `spooled`: the shard, if an earlier process has left it in the spool; then there is no
+    snapshot.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Attempt:
         deadline: float,
         progress: ShardProgress | None = None,
         on_phase: Callable[[Phase], None] = lambda _: None,
-        on_root: Callable[[], None] = lambda: None,
         on_free: Callable[[], None] = lambda: None,
         may_commit: Callable[[], bool] = lambda: True,
+        outlives: bool = False,
         spooled: SpooledShard | None = None,
     ) -> None:
         if state.spool is not None:
@@ -109,8 +109,12 @@ class Attempt:
         self.progress.spent.begin()
         self._state, self._store, self._log = state, state.store, state.log
         self._began, self._deadline = asyncio.get_running_loop().time(), deadline
-        self._on_phase, self._on_root, self._on_free, self._may_commit = on_phase, on_root, on_free, may_commit
+        self._on_phase, self._on_free, self._may_commit = on_phase, on_free, may_commit
         self._check_root = partial(state.own_root.check, info.attempt.start)
+        self._lease = leases.of_attempt(state.store, info.prefix, state.sight, self._check_root)
+        self._on_root: Callable[[], None] = self._lease.keep if outlives and info.rank == COORDINATOR else lambda: None
+        if spooled is not None and spooled.is_announced:
+            self._on_root()
         self._ballot = Ballot(state.store, info.tag, info.attempt)
         self.own_error: BaseException | None = None
         self._given_up: Decision | None = None
@@ -126,7 +130,7 @@ class Attempt:
         self._missing, self._stirred = Awaited(info, self.progress), asyncio.Event()
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
-        self._announcement = Announcement(info, state.log, state.commit, self._check_root, partial(_base, state.persist))
+        self._announcement = Announcement(info, state.log, state.commit, self._check_root, partial(base_of, state.persist))
         self.spool: SpoolSide | None = None
         if state.spool is not None:
             hooks = SpoolHooks(self._check_root, self._ends_fenced, self._check_stop, self._over, self._announcement)
@@ -162,6 +166,10 @@ class Attempt:
             if self.spool is not None and self.spool.shard is not None:
                 self._over.set()  # if this is cancelled, the upload ends by itself
                 self.spool.leave()
+            if self.spool is not None and self.spool.is_left:
+                self._lease.lapse()
+            else:
+                await self._lease.release()
         if self.phase is Phase.COMMITTED and self.outcome is not None and self._state.commit.read_back:
             self._state.reader.committed(self.outcome, self.info.rank)
 
@@ -327,7 +335,7 @@ class Attempt:
         """This rank's part of the checkpoint before, as far as the save may refer to it."""
         base = await unless(self._over, base_in_time(self._state.bases, self.info, seconds))
         state, seen = self._log.state, self._announcement.seen
-        return base and base.within(pinned_by(state, _base(self._state.persist, state) if seen is None else seen.base))
+        return base and base.within(pinned_by(state, base_of(self._state.persist, state) if seen is None else seen.base))
 
     def _is_decided(self) -> bool:
         return self.outcome is not None or self._over.is_set()
@@ -426,6 +434,8 @@ class Attempt:
             outcome = self._stands or await self._look_in_time()
             if outcome is not None:
                 return outcome
+            if self.spool is not None:
+                self.spool.looked()
             if hopeless is not None:
                 raise hopeless
             if loop.time() >= self._deadline and self._hopeless is None:
@@ -585,10 +595,3 @@ class Attempt:
             self._state.reader.resume(self)  # what waits for an upload keeps nobody from reading back
         self.progress.spent.entered(phase)
         self._on_phase(phase)
-
-
-def _base(persist: PersistConfig, state: LogState) -> str:
-    """The checkpoint in `state` to which a save may refer (LOG-10). No method: the announcement would keep the attempt alive,
-    and with it the snapshot.
-    """
-    return base_in(state) if persist.dedup or persist.full_every is not None else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
@@ -36,7 +37,13 @@ class RootId(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag=
 
 async def read_id(store: Store) -> str:
     """The id of the root. Raises NotFoundError if the root has none, DamagedError if it cannot be read."""
-    return decode_sealed(await store.get(LOG_ROOT), RootId, LOG_ROOT, lambda _: None).id
+    return _id_in(await store.get(LOG_ROOT))
+
+
+@lru_cache(maxsize=64)
+def _id_in(data: bytes) -> str:
+    """Each look at a log in a bucket asks, and it is nearly always the same."""
+    return decode_sealed(data, RootId, LOG_ROOT, lambda _: None).id
 
 
 async def made_id(store: Store) -> str:

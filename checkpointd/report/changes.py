@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from checkpointd.phrases import rank_runs
-from checkpointd.pipeline.root.wholeness import is_removed, lost_text
+from checkpointd.pipeline.root.wholeness import in_words
 from checkpointd.report.status import Flight, Standing
 
 
@@ -17,15 +17,16 @@ def changes(before: Standing | None, after: Standing) -> Iterator[str]:
         yield _job(after)
     if before is None:
         yield f"checkpoints: {after.checkpoints}"
-    yield from _aborted(before, after)
-    yield from _committed(before, after)
-    yield from _incomplete(before, after)
+    failed = {row.prefix for row in before.failures} if before else set()
+    yield from (f"aborted: {row.named}: {row.brief}: {row.why}" for row in reversed(after.failures) if row.prefix not in failed)
+    # If a checkpoint is removed, an older one enters the list, and is no news.
+    newest = max((row.order for row in before.commits), default=(0, -1)) if before else (0, -1)
+    yield from (f"committed: {row.named}, step {row.step}" for row in reversed(after.commits) if row.order > newest)
+    said = in_words(before.root, before.missing) if before else []
+    yield from (line for line in in_words(after.root, after.missing) if line not in said)
     if before is None or before.latest != after.latest:
         yield f"latest: {after.latest.note or after.latest.tag or 'none'}"
-    known = before.flights if before else ()
-    for flight in after.flights:
-        if flight not in known:
-            yield _flight(flight)
+    yield from (_flight(flight) for flight in after.flights if before is None or flight not in before.flights)
 
 
 def _job(found: Standing) -> str:
@@ -35,31 +36,9 @@ def _job(found: Standing) -> str:
     return f"job: start {holder.start}, {holder.world_size} ranks, {holder}, {holder.life}"
 
 
-def _aborted(before: Standing | None, after: Standing) -> Iterator[str]:
-    known = {(f.tag, f.attempt) for f in before.failures} if before else set()
-    for failure in reversed(after.failures):
-        if (failure.tag, failure.attempt) not in known:
-            yield f"aborted: {failure.tag} ({failure.attempt}): {failure.code}: {failure.message}"
-
-
-def _committed(before: Standing | None, after: Standing) -> Iterator[str]:
-    """Commits that are newer than all known ones. If a commit is removed, an older one enters the list, and is not reported."""
-    newest = max((commit.order for commit in before.commits), default=(0, -1)) if before else (0, -1)
-    for commit in reversed(after.commits):
-        if commit.order > newest:
-            yield f"committed: {commit.tag} ({commit.attempt}), step {commit.step}"
-
-
-def _incomplete(before: Standing | None, after: Standing) -> Iterator[str]:
-    known = before.incomplete if before else ()
-    for one in after.incomplete:
-        if one not in known:
-            yield f"{'removed' if is_removed(one.lost) else 'not whole'}: {one.tag} ({one.attempt}): {lost_text(one.lost)}"
-
-
 def _flight(flight: Flight) -> str:
     missing = [word.rank for word in flight.ranks if word.vote == "missing"]
     waiting = f", waiting for {rank_runs(missing)}" if missing else ""
     state = "in doubt" if flight.orphaned else "in flight"
     of = f" of {flight.world_size}" if flight.world_size else ""
-    return f"{state}: {flight.tag} ({flight.attempt}): {flight.votes}{of} voted{waiting}, {flight.object_bytes} bytes"
+    return f"{state}: {flight.named}: {flight.votes}{of} voted{waiting}, {flight.object_bytes} bytes"

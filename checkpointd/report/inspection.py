@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -13,12 +14,12 @@ from checkpointd.errors import DamagedError, NotFoundError, UsageError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.indexes import Alias, Chunk, Index, Scope, TensorEntry
-from checkpointd.layout.log_records import LoggedAttempt, ReadBackState
-from checkpointd.layout.manifest import ObjectRef
+from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.verify import Damage
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.wholeness import Lost, seen_lost
+from checkpointd.pipeline.root.wholeness import missing_of
+from checkpointd.report.listing import AttemptRow, row_of
 from checkpointd.report.log import look
 from checkpointd.report.values import Value, values_of
 from checkpointd.store.base import Store
@@ -35,7 +36,16 @@ class CodecTotal(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes: int
 
 
-class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
+class TensorBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """The chunks of one or more tensors. `referred_bytes` is the part of `stored_bytes` that lies in older checkpoints."""
+
+    raw_bytes: int
+    stored_bytes: int
+    referred_bytes: int
+    codecs: Totals
+
+
+class TensorReport(TensorBytes, frozen=True, kw_only=True):
     """One box of one tensor on one rank; `box` is None if it is the whole tensor."""
 
     fqn: str
@@ -43,42 +53,22 @@ class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     box: Box | None
     scope: Scope
-    raw_bytes: int
-    stored_bytes: int
-    referred_bytes: int = 0
-    """The part of `stored_bytes` that lies in objects of older checkpoints."""
-    codecs: Totals
 
 
-class PartReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A box of a global tensor, and the rank that stored it."""
-
-    rank: int
-    box: Box
-    raw_bytes: int
-    stored_bytes: int
-
-
-class GlobalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that the ranks hold together: its whole shape, and the box that each rank stored."""
+class GlobalReport(TensorBytes, frozen=True, kw_only=True):
+    """A tensor that the ranks hold together: its whole shape, and the boxes that ranks stored."""
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[PartReport, ...]
-    raw_bytes: int
-    stored_bytes: int
-    codecs: Totals
+    boxes: tuple[tuple[int, Box], ...]
+    """Each with its rank."""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of one rank's index, or the damage that makes the index unreadable."""
 
     rank: int
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    referred_bytes: int = 0
-    objects: tuple[ObjectRef, ...] = ()
     tensors: tuple[TensorReport, ...] = ()
     aliases: tuple[Alias, ...] = ()
     excluded: tuple[str, ...] = ()
@@ -86,33 +76,15 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     damage: Damage | None = None
 
 
-class Inspection(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes and totals count only the ranks and tensors that were asked for, by default the whole checkpoint.
-
-    `stored_bytes` is the sum of `written_bytes`, which this checkpoint wrote, and `referred_bytes`, which lie in older ones and
-    did not change. `tensors` has the global tensors, put together from all ranks; `ranks` lists their boxes as well.
+class Inspection(AttemptRow, frozen=True, kw_only=True):
+    """The sizes count only the ranks and tensors that were asked for, by default the whole checkpoint. `tensors` has the global
+    tensors, put together from all ranks; `ranks` lists their boxes as well.
     """
 
     root: str
-    tag: str
-    attempt: str
-    step: int
-    world_size: int
-    time: str
-    raw_bytes: int
-    stored_bytes: int
-    written_bytes: int
-    referred_bytes: int
-    metrics: dict[str, float]
-    read_back: ReadBackState
-    """Whether it was read back since it was written, and the result."""
-    damaged: str = ""
-    """What is wrong, if it is recorded as damaged."""
-    codecs: Totals
+    contents: TensorBytes
     tensors: tuple[GlobalReport, ...]
     ranks: tuple[RankReport, ...]
-    lost: tuple[Lost, ...] = ()
-    """Objects of the checkpoint that are gone."""
     log_damage: str = ""
     """Why the log could not be read to its end, so that the tag may have a newer checkpoint; empty if it could."""
 
@@ -134,25 +106,12 @@ async def inspection(
     shown = [tensor for report in reports for tensor in report.tensors]
     if tensors != "*" and not shown and not any(report.damage for report in reports):
         raise NotFoundError(f"no tensor of {tag} matches {tensors!r}; leave --tensors out to see all of them")
-    commit = checkpoint.commit
     return Inspection(
+        **msgspec.structs.asdict(row_of(checkpoint, await missing_of(store, checkpoint))),
         root=store.url,
-        tag=tag,
-        attempt=str(checkpoint.id),
-        step=commit.step,
-        world_size=commit.world_size,
-        time=commit.writer.time,
-        raw_bytes=sum(t.raw_bytes for t in shown),
-        stored_bytes=sum(t.stored_bytes for t in shown),
-        written_bytes=sum(t.stored_bytes - t.referred_bytes for t in shown),
-        referred_bytes=sum(t.referred_bytes for t in shown),
-        metrics=commit.metrics,
-        read_back=checkpoint.read_back,
-        damaged=checkpoint.damaged,
-        codecs=_merged(total for tensor in shown for total in tensor.codecs),
+        contents=TensorBytes(**_summed(shown)),
         tensors=tuple(_together(reports)),
         ranks=tuple(reports),
-        lost=await seen_lost(store, checkpoint),
         log_damage=log_damage,
     )
 
@@ -180,10 +139,6 @@ def _report(index: Index, pattern: str, values: tuple[Value, ...] | None) -> Ran
     tensors = tuple(_tensor(entry, older) for entry in index.tensors if fnmatchcase(entry.fqn, pattern))
     return RankReport(
         rank=index.rank,
-        raw_bytes=sum(t.raw_bytes for t in tensors),
-        stored_bytes=sum(t.stored_bytes for t in tensors),
-        referred_bytes=sum(t.referred_bytes for t in tensors),
-        objects=index.objects,
         tensors=tensors,
         aliases=tuple(alias for alias in index.aliases if fnmatchcase(alias.fqn, pattern)),
         excluded=tuple(fqn for fqn in index.excluded if fnmatchcase(fqn, pattern)),
@@ -199,10 +154,7 @@ def _tensor(entry: TensorEntry, older: frozenset[int]) -> TensorReport:
         shape=entry.shape,
         box=None if entry.box == whole(entry.shape) else entry.box,
         scope=entry.scope,
-        raw_bytes=sum(chunk.raw for chunk in entry.chunks),
-        stored_bytes=sum(chunk.stored for chunk in entry.chunks),
-        referred_bytes=sum(chunk.stored for chunk in entry.chunks if chunk.object in older),
-        codecs=_merged(_of_chunks(entry.chunks)),
+        **_summed(map(partial(_of_chunk, older), entry.chunks)),
     )
 
 
@@ -214,33 +166,29 @@ def _together(reports: Iterable[RankReport]) -> Iterator[GlobalReport]:
             if tensor.scope == "global":
                 found[tensor.fqn, tensor.dtype, tensor.shape].append((report.rank, tensor))
     for (fqn, dtype, shape), parts in found.items():
-        yield GlobalReport(
-            fqn=fqn,
-            dtype=dtype,
-            shape=shape,
-            parts=tuple(
-                PartReport(rank=rank, box=t.box or whole(shape), raw_bytes=t.raw_bytes, stored_bytes=t.stored_bytes)
-                for rank, t in parts
-            ),
-            raw_bytes=sum(tensor.raw_bytes for _, tensor in parts),
-            stored_bytes=sum(tensor.stored_bytes for _, tensor in parts),
-            codecs=_merged(total for _, tensor in parts for total in tensor.codecs),
-        )
+        boxes = tuple((rank, tensor.box or whole(shape)) for rank, tensor in parts)
+        yield GlobalReport(fqn=fqn, dtype=dtype, shape=shape, boxes=boxes, **_summed(tensor for _, tensor in parts))
 
 
-def _of_chunks(chunks: Iterable[Chunk]) -> Iterator[CodecTotal]:
-    for chunk in chunks:
-        yield CodecTotal(codec=chunk.codec, chunks=1, raw_bytes=chunk.raw, stored_bytes=chunk.stored)
+def _of_chunk(older: frozenset[int], chunk: Chunk) -> TensorBytes:
+    total = CodecTotal(codec=chunk.codec, chunks=1, raw_bytes=chunk.raw, stored_bytes=chunk.stored)
+    referred_bytes = chunk.stored if chunk.object in older else 0
+    return TensorBytes(raw_bytes=chunk.raw, stored_bytes=chunk.stored, referred_bytes=referred_bytes, codecs=(total,))
 
 
-def _merged(parts: Iterable[CodecTotal]) -> Totals:
+def _summed(parts: Iterable[TensorBytes]) -> dict[str, Any]:
+    """The fields of the TensorBytes that `parts` have together."""
+    raw = stored = referred = 0
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for part in parts:
-        known = sums[part.codec]
-        known[0] += part.chunks
-        known[1] += part.raw_bytes
-        known[2] += part.stored_bytes
-    return tuple(
-        CodecTotal(codec=codec, chunks=chunks, raw_bytes=raw, stored_bytes=stored)
-        for codec, (chunks, raw, stored) in sorted(sums.items())
+        raw, stored, referred = raw + part.raw_bytes, stored + part.stored_bytes, referred + part.referred_bytes
+        for total in part.codecs:
+            known = sums[total.codec]
+            known[0] += total.chunks
+            known[1] += total.raw_bytes
+            known[2] += total.stored_bytes
+    codecs = tuple(
+        CodecTotal(codec=codec, chunks=chunks, raw_bytes=of_raw, stored_bytes=of_stored)
+        for codec, (chunks, of_raw, of_stored) in sorted(sums.items())
     )
+    return {"raw_bytes": raw, "stored_bytes": stored, "referred_bytes": referred, "codecs": codecs}

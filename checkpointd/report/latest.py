@@ -7,11 +7,12 @@ from __future__ import annotations
 import msgspec
 
 from checkpointd.commands import command
+from checkpointd.commit.branches import newest_of
 from checkpointd.errors import DamagedError, UnreadableError
 from checkpointd.layout.keys import LATEST
 from checkpointd.layout.log_records import LogState
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.latest import going_back, newest_of
+from checkpointd.pipeline.root.latest import going_back
 from checkpointd.store.base import Store
 
 
@@ -41,7 +42,7 @@ async def pointer(store: Store, state: LogState, log_damage: str = "") -> Pointe
     if tag == newest or log_damage:
         return Pointer(tag=tag, newest=newest)
     if tag is None:
-        if await root_view.pointer(store) is not None:  # of another program
+        if await store.stat(LATEST) is not None:  # of another program
             return Pointer(tag=None, newest=newest)
         return Pointer(tag=None, newest=newest, note=f"{LATEST} does not exist: loads take {newest}, and {mends}")
     takes = f"loads take {newest}" if newest is not None else "loads find none"

@@ -1,21 +1,23 @@
-"""The attempts at a root, one row each."""
+"""The attempts at a root, one row each. All reports on attempts have these rows, in the same words."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from checkpointd.commit.facts import STATES, State
+from checkpointd.commit.machine import FENCED
+from checkpointd.errors import FencedError
 from checkpointd.layout.log_records import LoggedAttempt, ReadBackState
 from checkpointd.layout.save_timings import Cost
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.wholeness import Lost, lost_state, lost_text, seen_at_a_glance
+from checkpointd.pipeline.root.wholeness import Loss, missing
 from checkpointd.report.latest import Pointer, pointer
 from checkpointd.report.log import look
-from checkpointd.report.votes import rank_words
+from checkpointd.report.votes import RankWords, rank_words
 from checkpointd.store.base import Store, each
 
 RowState: TypeAlias = State | Literal["superseded", "incomplete", "removed", "left-behind"]
@@ -24,7 +26,6 @@ RowState: TypeAlias = State | Literal["superseded", "incomplete", "removed", "le
 showed its files was removed by hand. `left-behind`: it is a checkpoint of a branch that was left: training went on from an
 older one."""
 
-LEFT_BEHIND_WORDS = "training went on from an older checkpoint, so no load takes it unless it is named"
 _NO_COST = Cost()
 
 
@@ -35,8 +36,10 @@ class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
 
     tag: str
     attempt: str
+    order: tuple[int, int]
+    """Of two checkpoints, that of the greater one is newer."""
     state: RowState
-    latest: bool
+    latest: bool = False
     step: int | None
     world_size: int | None
     raw_bytes: int | None
@@ -51,14 +54,16 @@ class AttemptRow(msgspec.Struct, frozen=True, kw_only=True):
     brief: str = ""
     """For an aborted attempt, the same in brief: the class of the error and the ranks at fault."""
     metrics: dict[str, float]
-    lost: tuple[Lost, ...] = ()
-    """What is missing, if the state is `incomplete` or `removed`."""
-    passed_over: str = ""
-    """Why load() took an older checkpoint instead; empty if it never did."""
+    missing: Loss | None = None
+    """If the state is `incomplete` or `removed`."""
 
     @property
     def prefix(self) -> str:
         return f"{self.tag}/{self.attempt}"
+
+    @property
+    def named(self) -> str:
+        return f"{self.tag} ({self.attempt})"
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,89 +88,76 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     found = [one for one in attempts if everything or one.prefix in current or (one.status == "checkpoint" and one.left_behind)]
     found.sort(key=lambda one: one.order, reverse=True)
     shown = found[:limit]
-    missing = await seen_at_a_glance(store, root_view.commits_of(shown))
+    losses = await missing(store, (one for one in shown if one.prefix in current or one.left_behind))
     undecided = [one for one in shown if one.status == "undecided"]
-    rows = {row.prefix: row for row in await each(partial(_undecided, store), undecided)}
+    read = await each(lambda one: rank_words(store, one), undecided)
+    words = {one.prefix: of_ranks for one, of_ranks in zip(undecided, read, strict=True)}
     named = await pointer(store, state, damage)
+    rows = []
     for one in shown:
-        if one.prefix not in rows:
-            is_current = one.prefix in current
-            lost = missing.get(one.prefix, ()) if is_current or one.left_behind else ()
-            rows[one.prefix] = _row(one, _state_of(one, lost, is_current), lost, named.tag)
-    ordered = tuple(rows[one.prefix] for one in shown)
-    return Listing(root=store.url, latest=named, rows=ordered, left_out=len(found) - len(shown), log_damage=damage)
+        row = row_of(one, losses.get(one.prefix), words.get(one.prefix), is_current=one.prefix in current)
+        is_latest = row.tag == named.tag and row.state in ("committed", "incomplete", "removed")
+        rows.append(msgspec.structs.replace(row, latest=True) if is_latest else row)
+    return Listing(root=store.url, latest=named, rows=tuple(rows), left_out=len(found) - len(shown), log_damage=damage)
 
 
-async def _undecided(store: Store, one: LoggedAttempt) -> AttemptRow:
-    sizes = await root_view.sizes_of(store, one.prefix)
-    words = await rank_words(store, one, sizes)
-    missing = words.missing()
-    why = f"undecided; no vote of {rank_runs(missing)}" if missing else "undecided, although every vote is there"
-    if words.world_size is None:
-        why = "undecided; no rank has voted"
+def row_of(
+    one: LoggedAttempt, lost: Loss | None = None, words: RankWords | None = None, *, is_current: bool = True
+) -> AttemptRow:
+    """The row of an attempt of which `lost` is missing. `words`: of its ranks, if it is undecided. `is_current`: no newer
+    commit has replaced it.
+    """
+    commit, decided = one.committed, one.decision
+    cost = (commit and commit.cost) or _NO_COST
+    step = one.step if words is None or words.step is None else words.step
     return AttemptRow(
         tag=one.tag,
         attempt=str(one.id),
-        state="in-doubt",
-        latest=False,
-        step=words.step,
-        world_size=words.world_size,
-        raw_bytes=words.raw_bytes(),
-        stored_bytes=words.stored_bytes(),
-        object_bytes=sum(sizes.values()),
-        time=None,
-        why=why,
-        metrics={},
+        order=one.order,
+        state=_state_of(one, lost, is_current),
+        step=step if step >= 0 else None,
+        world_size=commit.world_size if commit else words.world_size if words else None,
+        raw_bytes=words.raw_bytes() if words else cost.raw_bytes or None,
+        stored_bytes=words.stored_bytes() if words else cost.stored_bytes or None,
+        object_bytes=words.object_bytes() if words else cost.written_bytes,
+        time=decided.writer.time if decided else None,
+        read_back=one.read_back,
+        why=words.why() if words else "; ".join(_whys(one, lost, is_current)),
+        brief=_brief(one),
+        metrics=commit.metrics if commit else {},
+        missing=lost,
     )
 
 
-def _state_of(one: LoggedAttempt, lost: tuple[Lost, ...], is_current: bool) -> RowState:
+def _state_of(one: LoggedAttempt, lost: Loss | None, is_current: bool) -> RowState:
     if one.status != "checkpoint":
         return STATES[one.status]
-    if lost:
-        return lost_state(lost)
+    if lost is not None:
+        return lost.state
     return "left-behind" if one.left_behind else "committed" if is_current else "superseded"
 
 
-def _row(one: LoggedAttempt, state: RowState, lost: tuple[Lost, ...], latest: str | None) -> AttemptRow:
-    commit = one.committed
-    cost = (commit and commit.cost) or _NO_COST
-    decided = one.decision
-    return AttemptRow(
-        tag=one.tag,
-        attempt=str(one.id),
-        state=state,
-        latest=one.tag == latest and state in ("committed", "incomplete", "removed"),
-        step=one.step if one.step >= 0 else None,
-        world_size=commit.world_size if commit else None,
-        raw_bytes=cost.raw_bytes or None,
-        stored_bytes=cost.stored_bytes or None,
-        object_bytes=cost.written_bytes,
-        time=decided.writer.time if decided else None,
-        read_back=one.read_back,
-        why=lost_text(lost) or _why(one, state),
-        brief=_brief(one),
-        metrics=commit.metrics if commit else {},
-        lost=lost,
-        passed_over=one.passed_over,
-    )
-
-
-def _why(one: LoggedAttempt, state: RowState) -> str:
-    match state:
-        case "left-behind":
-            return LEFT_BEHIND_WORDS
-        case "superseded":
-            return "the tag was saved again since"
-        case "aborted" if one.abort is not None:
-            return one.abort.error.message
-        case "deleted" if one.removal is not None:
-            return one.removal.reason
-    return one.damaged
+def _whys(one: LoggedAttempt, lost: Loss | None, is_current: bool) -> Iterable[str]:
+    if one.abort is not None:
+        yield one.abort.error.message
+    elif one.removal is not None:
+        yield one.removal.reason
+    elif one.status == "checkpoint":
+        if one.left_behind:
+            yield "training went on from an older checkpoint, so no load takes it unless it is named"
+        elif not is_current:
+            yield "the tag was saved again since"
+        if one.passed_over:
+            yield f"load() took an older checkpoint, so retention keeps this one: {one.passed_over}"
+        if one.damaged:
+            yield f"it was read since, and is damaged: {one.damaged}"
+        if lost is not None:
+            yield lost.text
 
 
 def _brief(one: LoggedAttempt) -> str:
-    abort = one.abort
-    if abort is None:
+    if one.abort is None:
         return ""
-    return f"{abort.error.code}, {rank_runs(abort.ranks)}" if abort.ranks else abort.error.code
+    code, ranks = one.abort.error.code, one.abort.ranks
+    what = FENCED if code == FencedError.__name__ else code
+    return f"{what}, {rank_runs(ranks)}" if ranks else what

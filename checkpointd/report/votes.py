@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UnreadableError
 from checkpointd.layout.keys import object_key, object_rank, vote_name, vote_rank
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport, Inline, Vote, WriterIdentity
 from checkpointd.layout.save_timings import PhaseSeconds
+from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.wholeness import counted_votes
@@ -32,16 +33,14 @@ class RankWord(msgspec.Struct, frozen=True, kw_only=True):
     vote: Ballot
     writer: WriterIdentity | None = None
     error: ErrorReport | None = None
+    """Why the rank voted no, or why its vote cannot be read."""
     raw_bytes: int | None = None
     stored_bytes: int | None = None
-    tensors: int | None = None
     object_bytes: int = 0
     seconds: PhaseSeconds = PhaseSeconds()
     """The seconds that each part of the rank's save took, as far as its vote tells."""
     inline: Inline | None = None
     """Why the trainer persisted this part itself although it uses a sidecar; None if it did not."""
-    problem: str = ""
-    """Why the vote cannot be read."""
 
 
 class RankWords(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +53,17 @@ class RankWords(msgspec.Struct, frozen=True, kw_only=True):
     def missing(self) -> list[int]:
         return [word.rank for word in self.ranks if word.vote == "missing"]
 
+    def has_votes(self) -> bool:
+        return len(self.missing()) < len(self.ranks)
+
+    def why(self) -> str:
+        """Why an undecided attempt is not decided."""
+        if self.world_size is None:
+            return "it is not decided, and no vote gives the number of ranks"
+        missing = self.missing()
+        votes = f"and there is no vote of {rank_runs(missing)}" if missing else "although every rank has voted"
+        return f"it is not decided, {votes}"
+
     def raw_bytes(self) -> int | None:
         """Bytes of all tensors before encoding; None if a vote is missing or cannot be read."""
         return _total([word.raw_bytes for word in self.ranks])
@@ -61,42 +71,26 @@ class RankWords(msgspec.Struct, frozen=True, kw_only=True):
     def stored_bytes(self) -> int | None:
         return _total([word.stored_bytes for word in self.ranks])
 
+    def object_bytes(self) -> int:
+        return sum(word.object_bytes for word in self.ranks)
+
 
 def _total(parts: list[int | None]) -> int | None:
     known = [part for part in parts if part is not None]
     return sum(known) if known and len(known) == len(parts) else None
 
 
-async def rank_words(
-    store: Store, attempt: LoggedAttempt, sizes: Mapping[str, int], world_size: int | None = None
-) -> RankWords:
-    """Read the votes of `attempt`, whose objects have these `sizes` in bytes. `world_size`, that of its start, is used if the
-    attempt has none.
-    """
-    return words_of(attempt, sizes, await votes_of(store, attempt, sizes), world_size)
-
-
-async def votes_of(store: Store, attempt: LoggedAttempt, sizes: Mapping[str, int]) -> dict[int, Vote | str]:
-    """The votes of `attempt` by rank; in place of an unreadable vote, the reason. Of a commit, the votes that it counted."""
-    if attempt.status == "checkpoint":
-        return await counted_votes(store, attempt.commit)
-    votes: dict[int, Vote | str] = {}
-
-    async def read(rank: int) -> None:
-        votes[rank] = await _vote(store, object_key(attempt.prefix, vote_name(rank)))
-
-    await run_workers([partial(read, rank) for name in sizes if (rank := vote_rank(name)) is not None], READS)
-    return votes
-
-
-def words_of(
-    attempt: LoggedAttempt, sizes: Mapping[str, int], votes: Mapping[int, Vote | str], world_size: int | None = None
-) -> RankWords:
-    """As `rank_words`, with `votes` that were read before."""
+async def rank_words(store: Store, attempt: LoggedAttempt, world_size: int | None = None) -> RankWords:
+    """Look at the objects and votes of `attempt`. `world_size`, that of its start, is used if the attempt has none."""
+    sizes = await root_view.sizes_of(store, attempt.prefix)
+    votes = await _votes_of(store, attempt, sizes)
     told = attempt.committed or next((vote for _, vote in sorted(votes.items()) if isinstance(vote, Vote)), None)
     size = (told.world_size if told else 0) or world_size or None
     step = told.step if told else attempt.step
-    nbytes = _bytes_by_rank(sizes)
+    nbytes: dict[int, int] = {}
+    for name, object_bytes in sizes.items():
+        if (rank := object_rank(name)) is not None:
+            nbytes[rank] = nbytes.get(rank, 0) + object_bytes
     ranks = sorted({*range(size or 0), *votes, *nbytes})
     return RankWords(
         world_size=size,
@@ -105,28 +99,27 @@ def words_of(
     )
 
 
-async def _vote(store: Store, key: str) -> Vote | str:
-    try:
-        return await root_view.read_vote(store, key)
-    except (DamagedError, NotFoundError, UnreadableError) as error:
-        return str(error)
+async def _votes_of(store: Store, attempt: LoggedAttempt, names: Iterable[str]) -> dict[int, Vote | CheckpointdError]:
+    """The votes of `attempt` by rank; in place of an unreadable vote, the error. Of a commit, the votes that it counted."""
+    if attempt.status == "checkpoint":
+        return await counted_votes(store, attempt.commit)
+    votes: dict[int, Vote | CheckpointdError] = {}
+
+    async def read(rank: int) -> None:
+        try:
+            votes[rank] = await root_view.read_vote(store, object_key(attempt.prefix, vote_name(rank)))
+        except (DamagedError, NotFoundError, UnreadableError) as error:
+            votes[rank] = error
+
+    await run_workers([partial(read, rank) for name in names if (rank := vote_rank(name)) is not None], READS)
+    return votes
 
 
-def _bytes_by_rank(sizes: Mapping[str, int]) -> dict[int, int]:
-    """The bytes of the objects of each rank that has any."""
-    found: dict[int, int] = {}
-    for name, size in sizes.items():
-        rank = object_rank(name)
-        if rank is not None:
-            found[rank] = found.get(rank, 0) + size
-    return found
-
-
-def _word(attempt: LoggedAttempt, rank: int, vote: Vote | str | None, nbytes: int) -> RankWord:
+def _word(attempt: LoggedAttempt, rank: int, vote: Vote | CheckpointdError | None, nbytes: int) -> RankWord:
     if vote is None:
         return RankWord(rank=rank, vote="missing", object_bytes=nbytes)
-    if isinstance(vote, str):
-        return RankWord(rank=rank, vote="unreadable", object_bytes=nbytes, problem=vote)
+    if not isinstance(vote, Vote):
+        return RankWord(rank=rank, vote="unreadable", error=ErrorReport.of(vote), object_bytes=nbytes)
     is_yes = vote.vote == "yes"
     return RankWord(
         rank=rank,
@@ -135,7 +128,6 @@ def _word(attempt: LoggedAttempt, rank: int, vote: Vote | str | None, nbytes: in
         error=vote.error,
         raw_bytes=vote.raw_bytes if is_yes else None,
         stored_bytes=vote.stored_bytes if is_yes else None,
-        tensors=vote.tensors if is_yes else None,
         seconds=_seconds(attempt, vote),
         object_bytes=nbytes,
         inline=vote.inline,

@@ -79,6 +79,8 @@ async def each(call: Callable[[K], Awaitable[T]], given: Sequence[K], at_once: i
     """The results of `call` for each of `given`, `at_once` of them at a time. The first error
     cancels the others, and is raised once they have ended.
     """
+    if len(given) == 1:
+        return [await call(given[0])]
     found: dict[int, T] = {}
     left = iter(enumerate(given))
 

@@ -6,7 +6,8 @@ A root can be removed and made again while a store is open. The store tells the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cache
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from checkpointd.store.base import Store
 
@@ -45,10 +46,20 @@ class SupportsIdentity(Protocol):
 
 async def identity_of(store: Store, key: str) -> Identity | None:
     """The identity for any store; None if it cannot tell."""
-    return await store.identity(key) if isinstance(store, SupportsIdentity) else None
+    return await store.identity(key) if _tells(store) else None
 
 
 def forget_synced(store: Store) -> None:
     """The same for any store; does nothing for a store that does not remember syncs."""
-    if isinstance(store, SupportsIdentity):
+    if _tells(store):
         store.forget_synced()
+
+
+def _tells(store: Store) -> TypeGuard[SupportsIdentity]:
+    return _is_able(type(store))
+
+
+@cache
+def _is_able(kind: type[Store]) -> bool:
+    """Each look at a log asks, and Python looks through all names of the protocol."""
+    return issubclass(kind, SupportsIdentity)

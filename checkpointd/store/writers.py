@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -20,7 +21,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 def new_writer() -> str:
     """A name for this process; each call makes a new one."""
-    return f"{_place()}.{os.getpid()}.{_stat(os.getpid())[1]}.{secrets.token_hex(4)}"
+    return f"{_own(os.getpid())}.{secrets.token_hex(4)}"
+
+
+@cache
+def _own(pid: int) -> str:
+    """The part of this process's names that stays the same."""
+    return f"{_place()}.{pid}.{_stat(pid)[1]}"
 
 
 def is_alive(writer: str) -> bool:

@@ -130,8 +130,9 @@ class SimBucket(SimStorage):
         """The fate of the next try."""
         if (chosen := self.before(request)) is not None:
             return chosen
-        now = self.loop.time()
-        self.troubles = [trouble for trouble in self.troubles if trouble.until > now]
+        if self.troubles:
+            now = self.loop.time()
+            self.troubles = [trouble for trouble in self.troubles if trouble.until > now]
         for trouble in self.troubles:
             if trouble.process in ("", request.process) and self.rng.random() < trouble.share:
                 return trouble.fate
@@ -167,7 +168,7 @@ class SimBucket(SimStorage):
             effect = self.record(request.process, request.kind, request.key, len(data))
             result = act(data)
             self.after(effect, result is not False)
-        self.loop.call_later(self.delay_s(), _answer, answer, result, context=Context())
+        self.loop.answer_later(self.delay_s(), answer, result)
 
     def delay_s(self, kind: str = "") -> float:
         """Mostly below 20 ms, now and then up to 300 ms, rarely up to 2 s; for parts of uploads more often."""
@@ -178,11 +179,6 @@ class SimBucket(SimStorage):
     def late_s(self) -> float:
         """Mostly below 3 s, now and then up to LATE_S_MAX."""
         return (3.0 if self.rng.random() < 0.7 else LATE_S_MAX) * self.rng.random()
-
-
-def _answer(answer: asyncio.Future[T], result: T) -> None:
-    if not answer.done():
-        answer.set_result(result)
 
 
 class _FailedError(Exception):
@@ -362,7 +358,7 @@ class SimClient(Bucket):
                     if not failed.again or loop.time() - began + pause_s > bucket.retry_s:
                         bucket.hindered(self._name)
                         raise self._error(kind, key, str(failed)) from None
-                await asyncio.sleep(pause_s)
+                await loop.elapse(pause_s)
                 bucket.note_loss(self._name, loop.time() - tried)
                 pause_s = min(bucket.rng.uniform(PAUSE_S_MIN, 2 * pause_s), PAUSE_S_MAX)
                 if loop.time() - began > SLOW_S:
@@ -379,14 +375,14 @@ class SimClient(Bucket):
         sent = Request(request.process, request.kind, request.key, request.data)
         try:
             if fate in _REASONS:
-                await asyncio.sleep(bucket.delay_s())
+                await bucket.loop.elapse(bucket.delay_s())
                 raise _FailedError(_REASONS[fate], again=fate in AGAIN)
             answer = None if fate == "lost" else bucket.send(sent, act, self._process, late=fate in LATE)
             if answer is not None and fate not in LATE:
                 result = await answer
                 if fate == "served":
                     return result
-            await asyncio.sleep(bucket.rng.random() * ANSWER_S_MAX)
+            await bucket.loop.elapse(bucket.rng.random() * ANSWER_S_MAX)
             raise _FailedError(_NO_ANSWER, again=fate in AGAIN)
         finally:
             sent.seal()
@@ -410,5 +406,5 @@ class FarClient(SimClient):
     """The bucket as a distant process sees it: every try takes up to FAR_S_MAX longer, so much happens between two calls."""
 
     async def _try(self, request: Request, act: Callable[[bytes], T]) -> T:
-        await asyncio.sleep(self.bucket.rng.random() * FAR_S_MAX)
+        await self.bucket.loop.elapse(self.bucket.rng.random() * FAR_S_MAX)
         return await super()._try(request, act)

@@ -60,11 +60,11 @@ class SimDisk(SimStorage):
         super().power_cut()
         self.fs.power_cut(self.rng)
 
-    def delay_s(self) -> float:
-        """Mostly below 2 ms, now and then up to 50 ms, rarely up to 2 s."""
+    def delay(self) -> asyncio.Future[None]:
+        """The time that a call takes: mostly below 2 ms, now and then up to 50 ms, rarely up to 2 s."""
         draw = self.rng.random()
         scale = 0.002 if draw < 0.94 else 0.05 if draw < 0.995 else 2.0
-        return scale * self.rng.random()
+        return self.loop.elapse(scale * self.rng.random())
 
 
 class ProcessDisk:
@@ -84,13 +84,13 @@ class ProcessDisk:
     async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
         return await self.look(lambda: _content(_bytes_of(self._fs.file(path), past_cache), size_max))
 
-    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
-        found: list[bytes | None] = []
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | OSError]:
+        found: list[bytes | OSError] = []
         for path in paths:
             try:
                 found.append(await self.read(path, size_max))
-            except OSError:
-                found.append(None)
+            except OSError as error:
+                found.append(error)
         return found
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
@@ -158,6 +158,9 @@ class ProcessDisk:
     async def status(self, path: str) -> FileStatus:
         return await self.look(lambda: _status(self._fs.node(path)))
 
+    async def status_each(self, paths: Sequence[str]) -> list[FileStatus]:
+        return await self.look(lambda: [_status(self._fs.node(path)) for path in paths])
+
     async def size(self, path: str) -> int:
         return await self.look(lambda: len(self._fs.file(path).data))
 
@@ -186,14 +189,14 @@ class ProcessDisk:
         try:
             return act()
         finally:
-            await asyncio.sleep(self.disk.delay_s())
+            await self.disk.delay()
 
     async def effect(
         self, kind: str, path: str, act: Callable[[], T], *, size: int = 0, spoil: Callable[[], None] = lambda: None
     ) -> T:
         """A call that changes the disk by `act`, or by `spoil` if `before` refuses it."""
         self._check()
-        await asyncio.sleep(self.disk.delay_s())
+        await self.disk.delay()
         self._check()
         effect = self.disk.record(self.process.name, kind, path, size)
         refused = self.disk.before(effect)
@@ -214,7 +217,7 @@ class ProcessDisk:
             return result
         finally:
             self.disk.after(effect, done)
-            await asyncio.sleep(self.disk.delay_s())
+            await self.disk.delay()
 
     async def sync_node(self, file: SimFile, path: str) -> None:
         await self.effect("fsync", path, lambda: self._fs.sync(file), spoil=lambda: self._fs.drop_dirty(file, self.disk.rng))
@@ -233,7 +236,7 @@ class FarDisk(ProcessDisk):
     """The disk as a distant process sees it: every call takes up to FAR_S_MAX longer, so much happens between two calls."""
 
     async def look(self, act: Callable[[], T]) -> T:
-        await asyncio.sleep(self.disk.rng.random() * FAR_S_MAX)
+        await self.disk.loop.elapse(self.disk.rng.random() * FAR_S_MAX)
         return await super().look(act)
 
 
@@ -336,5 +339,5 @@ def _status(node: Node) -> FileStatus:
 def _children(directory: SimDirectory) -> list[Child]:
     return [
         Child(name, 0, True) if isinstance(node, SimDirectory) else Child(name, len(node.data), False)
-        for name, node in sorted(directory.live.items())
+        for name, node in directory.live.items()
     ]

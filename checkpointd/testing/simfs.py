@@ -28,6 +28,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 SECTOR_BYTES = 512
@@ -50,6 +51,8 @@ class SimFile:
 class SimDirectory:
     live: dict[str, Node] = field(default_factory=dict)
     durable: dict[str, Node] = field(default_factory=dict)
+    pending: dict[NameChange, None] = field(default_factory=dict)
+    """The changes in doubt of names here, in order, and of renames from here."""
 
 
 Node: TypeAlias = SimFile | SimDirectory
@@ -64,13 +67,18 @@ class Change:
     data: bytes | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class NameChange:
     """One operation on names that survives whole or not at all. If `node` is None, it removes the name."""
 
     parts: list[Part]
     source: SimDirectory | None = None
     """The source of a rename (SIMFS-3)."""
+    directories: list[SimDirectory] = field(init=False)
+    """Those of all parts, also of those that are durable by now."""
+
+    def __post_init__(self) -> None:
+        self.directories = [part[0] for part in self.parts]
 
 
 class SimFs:
@@ -78,7 +86,7 @@ class SimFs:
 
     def __init__(self) -> None:
         self._root = SimDirectory()
-        self._pending: list[NameChange] = []
+        self._pending: dict[NameChange, None] = {}
         self._made = 0
 
     # --- names -------------------------------------------------------------------------------------------------
@@ -144,9 +152,10 @@ class SimFs:
         for part in _parts(path):
             if not isinstance(found, SimDirectory):
                 raise _error(errno.ENOTDIR, path)
-            if part not in found.live:
+            inside = found.live.get(part)
+            if inside is None:
                 raise _error(errno.ENOENT, path)
-            found = found.live[part]
+            found = inside
         return found
 
     def durable_node(self, path: str) -> Node | None:
@@ -173,9 +182,11 @@ class SimFs:
     def sync_directory(self, path: str) -> None:
         """Make the names in `path` durable (SIMFS-2, SIMFS-3, SIMFS-4)."""
         directory = self.directory(path)
+        elsewhere = any(part[0] is not directory for change in directory.pending for part in change.parts)
+        changes = [*(self._pending if elsewhere else directory.pending)]
         covered: set[tuple[int, str]] = set()
         # Newest first: only the last of several changes to a name counts, and earlier ones must not come back.
-        for change in reversed(self._pending):
+        for change in reversed(changes):
             whole = change.source is directory
             left = []
             for part in change.parts:
@@ -186,12 +197,20 @@ class SimFs:
                     covered.add(place)
                     _set(*_durable(part))
             change.parts = left
-        self._pending = [change for change in self._pending if change.parts]
+            if not left:
+                self._settled(change)
+        directory.pending.clear()
 
     def _change(self, change: NameChange) -> None:
         for directory, name, node in change.parts:
             _set(directory.live, name, node)
-        self._pending.append(change)
+            directory.pending[change] = None
+        self._pending[change] = None
+
+    def _settled(self, change: NameChange) -> None:
+        del self._pending[change]
+        for directory in change.directories:
+            directory.pending.pop(change, None)
 
     def _place(self, path: str) -> tuple[SimDirectory, str]:
         parent, _, name = path.rpartition("/")
@@ -236,7 +255,7 @@ class SimFs:
             if rng.random() < survival:
                 for part in change.parts:
                     _set(*_durable(part))
-        self._pending = []
+        self._pending = {}
         seen: set[int] = set()
         for node in list(_reachable(self._root)):
             if id(node) in seen:
@@ -244,6 +263,7 @@ class SimFs:
             seen.add(id(node))
             if isinstance(node, SimDirectory):
                 node.live = dict(node.durable)
+                node.pending = {}
             else:
                 node.durable, node.dirty = _survivors(node, rng), []
                 node.data, node.locked_by = bytearray(node.durable), None
@@ -255,7 +275,8 @@ class SimFs:
                 self.sync(node)
             else:
                 node.durable = dict(node.live)
-        self._pending = []
+                node.pending = {}
+        self._pending = {}
 
     def dump(self) -> list[str]:
         """Every name below the root with its size, sorted: for messages."""
@@ -266,10 +287,11 @@ class SimFs:
         ]
 
 
-def _parts(path: str) -> list[str]:
+@lru_cache(maxsize=4096)
+def _parts(path: str) -> tuple[str, ...]:
     if path and not path.startswith("/"):
         raise ValueError(f"{path!r} is not absolute")
-    return [part for part in path.split("/") if part]
+    return tuple(part for part in path.split("/") if part)
 
 
 def _error(number: int, path: str) -> OSError:

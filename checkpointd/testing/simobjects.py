@@ -6,6 +6,7 @@ Not modelled: objects that decay, versions of an object that was replaced, and p
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from checkpointd.store.base import Entry
@@ -46,6 +47,8 @@ class SimObjects:
         self.objects: dict[str, SimObject] = {}
         self.uploads: dict[int, SimUpload] = {}
         self._numbered = numbered
+        self._places: dict[str, tuple[list[str], dict[str, Entry]]] = {}
+        """The children of each prefix that was listed since the last change, by their places in the order."""
         self._made = 0
 
     def create(self, key: str, data: bytes, mark: str) -> bool:
@@ -67,6 +70,7 @@ class SimObjects:
 
     def delete(self, key: str) -> bool:
         """Whether it was there."""
+        self._places.clear()
         return self.objects.pop(key, None) is not None
 
     def begin(self, key: str, process: str) -> int:
@@ -96,16 +100,24 @@ class SimObjects:
 
     def page(self, prefix: str, after: str, count: int) -> tuple[list[Entry], str | None]:
         """Up to `count` children of `prefix` that come after `after`, and the last one's place if there may be more."""
+        if prefix not in self._places:
+            self._places[prefix] = self._children(prefix)
+        order, places = self._places[prefix]
+        first = bisect_right(order, after)
+        page = order[first : first + count]
+        return [places[place] for place in page], page[-1] if len(order) - first > count else None
+
+    def _children(self, prefix: str) -> tuple[list[str], dict[str, Entry]]:
         start = f"{prefix}/" if prefix else ""
         places: dict[str, Entry] = {}
         for key, found in self.objects.items():
-            name, deeper, _ = key.removeprefix(start).partition("/")
-            if key.startswith(start) and name + deeper > after:
+            if key.startswith(start):
+                name, deeper, _ = key[len(start) :].partition("/")
                 places[name + deeper] = Entry(name, 0 if deeper else len(found.data), bool(deeper))
-        page = sorted(places)[:count]
-        return [places[place] for place in page], page[-1] if len(places) > count else None
+        return sorted(places), places
 
     def _set(self, key: str, data: bytes, mark: str) -> None:
         self._made += 1
         version = Version(None, str(self._made)) if self._numbered else Version(hashlib.md5(data).hexdigest(), None)
         self.objects[key] = SimObject(data, version, mark)
+        self._places.clear()

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from checkpointd.testing.simloop import Process, SimLoop
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """One change of the storage: number from 1, virtual time in seconds, process, kind, path or key, and `size` in bytes."""
 
     number: int

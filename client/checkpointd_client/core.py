@@ -123,7 +123,6 @@ class Core:
                 writer=self._writer,
                 state=state,
                 ranks=self._ranks,
-                board=self._board,
                 start=self._start,
                 arena=self._arena,
                 stager=Stager(options.staging, device_checksums=options.device_checksums),
@@ -299,7 +298,6 @@ class Core:
             afresh=self._options.afresh,
             check_root=partial(self._own_root.check, self._start.number),
             near=self._spool_near(),
-            uploads_wait=lambda: self._spool is not None and self._spool.uploads_wait,
         )
         try:
             with self._saver.reads_nothing_back():
@@ -375,7 +373,6 @@ class Core:
             sidecar=self._sidecar.path if self._sidecar is not None else None,
             sidecar_connected=self._sidecar is not None and self._sidecar.connected,
             sidecar_trouble="" if self._sidecar is None else self._sidecar.trouble,
-            read_back=self._saver.read_back,
             overhead=self._saver.governor.overhead,
             pace=self._saver.governor.share,
             requests=requests_of(self._store),

@@ -7,17 +7,20 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import DamagedError
+from checkpointd.errors import DamagedError, UnreadableError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
-from checkpointd.pipeline.read.stored_files import FileChunkRun, StoredFile, read_runs, stored_files
-from checkpointd.pipeline.read.verify import checked_index, verify_ranks
+from checkpointd.pipeline.read.chunks import read_chunks
+from checkpointd.pipeline.read.plan import ChunkRead
+from checkpointd.pipeline.read.stored_files import StoredFile, stored_files
+from checkpointd.pipeline.read.verify import checked_index, verify
 from checkpointd.pipeline.root.tag_directories import unseen_of
-from checkpointd.store.base import Store
+from checkpointd.store.base import Capabilities, Store
+from checkpointd.store.passing import PassingStore
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd_client.loader import call_patiently
 from checkpointd_client.ranks.writer import WriterThread
@@ -55,6 +58,14 @@ class Nobody:
         """Never called."""
 
 
+class _WithoutGaps(PassingStore):
+    """A store in which nothing is read that is not asked for, since it is asked for later (EXAMINE-1)."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, gap_bytes=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Examination:
     """Examines one checkpoint. `unseen` says why its files are not shown, or None if they are."""
@@ -83,10 +94,13 @@ class Examination:
             return {fqn for file in files for fqn in file.fqns}
 
         patience_s = self.timeout_s + self.config.retry_s + self.config.absence_s
+        ranks = list(ranks)
         found = self.writer.call_with_progress_timeout(
-            lambda on_bytes: verify_ranks(self.store, self.checkpoint, ranks, self.config, on_bytes, left), patience_s
+            lambda on_bytes: verify(self.store, self.checkpoint, self.config, on_bytes, ranks=ranks, left=left), patience_s
         )
-        damage = [one.message for one in found]
+        if found.unreadable and not found.damage:
+            raise UnreadableError(found.unreadable[0].message)
+        damage = [one.message for one in found.damage]
         try:
             for rank in taker.others:
                 left(self.writer.call(checked_index(self._patient(), self.checkpoint, rank), patience_s))
@@ -97,11 +111,11 @@ class Examination:
         return tuple(damage)
 
     def _taken(self, file: StoredFile, taker: Taker, patience_s: float) -> list[DamagedError]:
-        store = self._patient()
+        store = _WithoutGaps(self._patient())
 
-        def read(file: StoredFile, runs: Sequence[FileChunkRun]) -> list[DamagedError]:
+        def read(wanted: Sequence[ChunkRead]) -> list[DamagedError]:
             return self.writer.call_with_progress_timeout(
-                lambda on_bytes: read_runs(store, file, runs, self.config, on_bytes), patience_s
+                lambda on_bytes: read_chunks(store, wanted, self.config, on_bytes), patience_s
             )
 
         opened = VerifiedFile(file, read)

@@ -51,6 +51,7 @@ from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.phrases import listed
 from checkpointd.pipeline.outcome.outlived import VOTES_S, outlived
 from checkpointd.pipeline.root import candidates as choices
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import uncollected
@@ -106,8 +107,6 @@ class Loader:
     """Whether the job goes on without a checkpoint if none is whole."""
     near: NodeSpoolView | None = None
     """The spool of this node."""
-    uploads_wait: Callable[[], bool] = lambda: False
-    """Whether this process uploads nothing from its own spool now, since no window of the day is open."""
     check_root: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Raises RootGoneError if the path no longer leads to the root of this job. None for a process that began no job."""
     _held: dict[tuple[str, str], RetainedSnapshot] = field(default_factory=dict)
@@ -243,11 +242,11 @@ class Loader:
         )
 
     async def _chosen(self, tag: str | None, patience: Patience) -> LoggedAttempt | None:
+        state = await choices.known_state(self.store, patience)
         if tag is not None:
-            return await choices.find(self.store, tag, patience)
-        found = await choices.candidates(self.store, patience)
+            return root_view.found_in(state, tag, self.store.url)
         # By name, not by position: new checkpoints may have come since the last look.
-        return next((c for c in found if c.prefix not in self._tried), None)
+        return next((c for c in choices.candidates(state) if c.prefix not in self._tried), None)
 
     def _state(self) -> LogState:
         """The state of the root's log now."""
@@ -311,7 +310,7 @@ class Loader:
         """
         # Half of the time-out, since the other ranks wait for rank 0's choice no longer than the time-out.
         most_s = self.timeout_s / 2
-        until = time.monotonic() + (min(VOTES_S, most_s) if self.uploads_wait() else most_s)
+        until = time.monotonic() + most_s
         own = self._wait_for_own(self.sidecar, until) if self.sidecar is not None else ()
         others = [attempt for attempt in self.surviving if attempt not in own]
         left_s = max(0.0, until - time.monotonic())

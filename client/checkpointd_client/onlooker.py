@@ -18,7 +18,7 @@ from checkpointd.config import ABSENCE_S, PINNED_BYTES, LoadConfig, PersistConfi
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import listed
-from checkpointd.pipeline.root.wholeness import unlike, without_directory
+from checkpointd.pipeline.root.tag_directories import abandoned, unlike
 from checkpointd.store import open_store
 from checkpointd_client.examining import Examination, Nobody, Taker
 from checkpointd_client.loaded import Loaded
@@ -86,22 +86,17 @@ class Onlooker:
         log.info("no record is put at %s that %s was passed over: %s", self._store.url, prefix, why)
 
     def removed(self) -> frozenset[str]:
-        """The checkpoints (`<tag>/<attempt>`) whose tag directory is not there, so their files cannot be loaded."""
-        looked = without_directory(self._store, self.checkpoints(), self._load.absence_s)
-        return frozenset(self._writer.call(looked, LOOK_S))
+        """The checkpoints (`<tag>/<attempt>`) whose tag directory somebody has removed, as `Core.removed`."""
+        return frozenset(self._writer.call(abandoned(self._store, restores=False), LOOK_S))
 
     def damage(self, checkpoint: LoggedAttempt, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
         """The damage to the files that `ranks` stored, and files that are not shown, as `Core.damage` lists them."""
         unseen = partial(unlike, absence_s=self._load.absence_s)
         examination = Examination(self._store, self._writer, self._glance, self._timeout_s, checkpoint, unseen)
         damage = examination.damage(ranks, taker or Nobody())
-        if damage and self._is_gone(checkpoint):
+        if damage and not self._writer.call(root_view.is_checkpoint(self._store, checkpoint.prefix), LOOK_S):
             return (f"{checkpoint.prefix} was removed while it was read, by the job that saves there or by hand",)
         return damage
-
-    def _is_gone(self, checkpoint: LoggedAttempt) -> bool:
-        one = self._writer.call(root_view.logged(self._store, checkpoint.prefix), LOOK_S)
-        return one is None or one.status != "checkpoint"
 
     def close(self) -> None:
         """Release threads and memory."""

@@ -63,7 +63,7 @@ def _described(row: AttemptRow) -> CheckpointInfo:
         nbytes=row.raw_bytes,
         metrics=dict(row.metrics),
         read_back=row.read_back,
-        problem=row.why or row.passed_over,
+        problem=row.why,
     )
 
 

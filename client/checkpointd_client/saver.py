@@ -25,7 +25,6 @@ import torch
 
 from checkpointd import arguments
 from checkpointd.arguments import shown
-from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import KEEPS_NONE
 from checkpointd.config import Ranks
@@ -36,7 +35,6 @@ from checkpointd.layout.keys import STEP_MAX, AttemptId, check_tag, default_tag
 from checkpointd.layout.manifest import BRANCHES_MAX, Branches
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.pace import Pace
-from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress, finite
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.waits import Waiting
@@ -46,7 +44,6 @@ from checkpointd_client.capture.scalars import type_name
 from checkpointd_client.capture.state import Captured
 from checkpointd_client.capture.tensor_kinds.classes import ONLY_BUILT_IN, TensorClasses
 from checkpointd_client.capture.torch_files import capture_files
-from checkpointd_client.ranks.board import Board
 from checkpointd_client.ranks.startup import Begun
 from checkpointd_client.ranks.writer import WriterThread
 from checkpointd_client.restore.matching.loadable import check_loadable
@@ -55,7 +52,6 @@ from checkpointd_client.saves.governor import Governor
 from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave, Runner
-from checkpointd_client.saves.spooled_by_all import SpooledByAll
 from checkpointd_client.sidecar.client import SidecarClient, SidecarRunner
 from checkpointd_client.staging.arena import Arena, SlotHold
 from checkpointd_client.staging.prewarming import expected
@@ -159,7 +155,6 @@ class Saver:
         writer: WriterThread,
         state: WriterState,
         ranks: Ranks,
-        board: Board,
         start: Begun,
         arena: Arena,
         stager: Stager,
@@ -178,8 +173,7 @@ class Saver:
         """Whether every checkpoint that load() passed over has a record of that."""
         self._writer, self._state, self._ranks, self._start = writer, state, ranks, start
         self._arena, self._stager, self._when_busy = arena, stager, when_busy
-        self._spooled = SpooledByAll(board, ranks.world_size, self._all_have)
-        self._endings = Endings(self.history, start.latest, self._spooled, self._measured)
+        self._endings = Endings(self.history, start.latest, self._measured)
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
         self._may_be_taken_over, self._pickles = sidecar is not None, pickles
@@ -234,11 +228,6 @@ class Saver:
         """Note that `tag` was deleted, and that `latest` is the tag that a load would try first now."""
         if self._endings.latest == tag:
             self._endings.latest = latest
-
-    @property
-    def read_back(self) -> ReadBackStatus:
-        """The checkpoints that this process has read back."""
-        return self._state.reader.status
 
     @contextlib.contextmanager
     def reads_nothing_back(self) -> Iterator[None]:
@@ -484,12 +473,7 @@ class Saver:
 
     async def _run(self, job: PendingSave) -> None:
         if job.begun.acquire(blocking=False):  # otherwise save() was interrupted, and has refused the job
-            self._spooled.look()
             await self._runner.run(job)
-
-    def _all_have(self, order: Order) -> None:
-        if self._state.spool is not None:
-            self._state.spool.all_have(self._ranks.rank, order)
 
     # --- around ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,7 +65,8 @@ def copy_part(origin: Path, copy: Path, part: str) -> None:
             if path.is_dir():
                 _copy_tree(path, copy / path.name)
             else:
-                shutil.copy2(path, copy / path.name)
+                with suppress(FileNotFoundError):  # the job has removed it meanwhile
+                    shutil.copy2(path, copy / path.name)
     shutil.rmtree(copy / SERVICE / "leases", ignore_errors=True)  # the job's own, which would refuse another one
 
 

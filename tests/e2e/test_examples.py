@@ -108,10 +108,6 @@ def test_every_checkpoint_is_evaluated_or_named(tmp_path: Path) -> None:
     assert "skipped: " in printed[2]
 
 
-CLOSED = "00:00-00:01"
-"""A window that is closed unless the test runs at midnight."""
-
-
 def printed_until(process: subprocess.Popen[str], line: str) -> str:
     """What `process` prints up to the line that begins so."""
     assert process.stdout is not None
@@ -131,7 +127,7 @@ def test_the_loop_in_a_bucket_goes_on_from_the_spool(seaweed_root: str, tmp_path
     whole = losses(run("bucket_loop.py", "--root", f"{place}/whole?{options}", "--spool", tmp_path / "own"))
     assert list(whole) == [4, 9, 14, 19, 24, 29]
     spool = ("--spool", str(tmp_path / "spool"))
-    with Daemon(tmp_path, *spool, "--spool-windows", CLOSED, root=seaweed_root) as daemon:
+    with Daemon(tmp_path, *spool, "--spool-bandwidth-mib", "0.001", root=seaweed_root) as daemon:
         assert f"listening at {daemon.socket} for {parse(seaweed_root).url}\n" in daemon.said()
         command = [sys.executable, EXAMPLES / "bucket_loop.py", "--root", root, "--sidecar", daemon.socket]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:

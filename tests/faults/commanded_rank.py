@@ -25,7 +25,7 @@ import torch.distributed as dist
 from checkpointd import waits
 from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd.pipeline.attempt import Attempt
-from checkpointd.pipeline.gc import room
+from checkpointd.pipeline.gc import room, tidying
 from checkpointd.pipeline.root import leases
 from checkpointd.store.posix import osfile
 from checkpointd.store.posix.osdisk import OsDisk
@@ -210,6 +210,10 @@ class Rank:
         """From now on wait so long for the ranks to make their Checkpointers, and say so in the log after so long."""
         startup.START_TIMEOUT_S = start_s
         waits.FIRST_REPORT_S = report_s
+
+    def look_for_room(self, seconds: float = tidying.FULL_S) -> None:
+        """From now on wait so long for space on a full disk."""
+        tidying.FULL_S = seconds
 
     def load_impatiently(self, seconds: float) -> None:
         """From now on wait so long for the other ranks in load()."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,11 +31,3 @@ def pair(spare: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Iterator
         spare.append(job)
     else:
         job.close()
-
-
-@pytest.fixture
-def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service looks only briefly for what is missing, even where no option says how long."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("checkpointd.") and hasattr(module, "ABSENCE_S"):
-            monkeypatch.setattr(module, "ABSENCE_S", 0.05)

@@ -146,7 +146,7 @@ def test_a_server_that_ignores_a_condition(
         root = root_at(moto_place, monkeypatch, endpoint=proxy.endpoint)
         findings = examined(root)
         assert failed(findings) == {check}
-        assert "two outcomes of one save could both win" in findings[check].fix
+        assert "two decisions on one save could both win" in findings[check].fix
         for _ in range(2):
             with pytest.raises(ConditionsIgnoredError, match=words) as refusal:
                 started(root)
@@ -264,7 +264,7 @@ def test_the_command_says_what_failed(moto_place: Place, monkeypatch: pytest.Mon
     with CarelessProxy(moto_place.server.endpoint, loses={IF_NONE_MATCH}) as proxy:
         root = root_at(moto_place, monkeypatch, endpoint=proxy.endpoint)
         page = asked(root, code=1)
-        assert "fail: create-once: two outcomes of one save could both win" in page
+        assert "fail: create-once: two decisions on one save could both win" in page
         assert "not fit: 1 check failed" in page
         document = json.loads(asked(root, "--json", code=1))
     assert document["root"] == parse(root).url

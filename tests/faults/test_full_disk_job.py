@@ -23,6 +23,8 @@ from tests.faults.jobs import End, Job, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("mounts")]
 
 MIB = 1 << 20
+SOON_S = 0.5
+"""How long ranks wait for space where nobody frees any."""
 
 
 def failed_at_once(job: Job, step: int, words: str) -> list[End]:
@@ -61,6 +63,7 @@ def small() -> Iterator[Path]:
 @pytest.mark.parametrize("compression", ["none", "planes"])
 def test_space_that_ends_in_the_middle_of_a_save(pair: Job, small: Path, compression: str) -> None:
     """Raw chunks reserve their space and fail at once; encoded ones fail wherever they are."""
+    pair.all("look_for_room", seconds=SOON_S)
     root = small / "root"
     pair.open(root, nbytes=3 * MIB, compression=compression)
     pair.must_commit(1)
@@ -74,6 +77,7 @@ def test_space_that_ends_in_the_middle_of_a_save(pair: Job, small: Path, compres
     ballast.unlink()
     goes_on(pair, root, failed=3, step=4)
     pair.all("close")
+    pair.all("look_for_room")
 
 
 @pytest.mark.nightly

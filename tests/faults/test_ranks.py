@@ -168,10 +168,11 @@ def stop_while_writing(job: Job, root: Path, sleeper: Rank) -> int:
 def test_the_storage_error_of_one_rank_aborts_all_at_once(pair: Job, root: Path) -> None:
     pair.open(root)
     pair.must_commit(1)
-    obstacle = attempt(root, 2) / "00001-0.chunks"
-    obstacle.parent.mkdir(parents=True)
-    obstacle.write_bytes(b"in the way")
-    message = alike_but_for_the_phase(pair.save(2), at_fault=1)
+    pair.ranks[0].tell("save", step=2)
+    wait_until(attempt(root, 2).exists, "rank 0 begins to write")
+    (attempt(root, 2) / "00001-0.chunks").write_bytes(b"in the way")
+    pair.ranks[1].tell("save", step=2)
+    message = alike_but_for_the_phase([rank.end(2) for rank in pair.ranks], at_fault=1)
     assert "rank 1 failed while persisting: creating 'global_step2/00000001-0/00001-0.chunks'" in message
     assert "that name is taken" in message
     wait_until(lambda: not bulk(root, 2), "the pieces of the aborted attempt go")

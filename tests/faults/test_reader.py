@@ -22,7 +22,7 @@ from tests.faults.mounts import remount, tmpfs
 
 pytestmark = pytest.mark.nightly
 
-OPERATING = Path(__file__).resolve().parents[2] / "docs" / "OPERATING.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "EVALUATION.md"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 AS_NOBODY = """
@@ -76,9 +76,8 @@ def test_from_a_read_only_mount_and_as_a_user_who_may_only_read() -> None:
 
 
 def script() -> str:
-    """The one that OPERATING shows."""
-    section = OPERATING.read_text().partition("## Reading from an evaluation script\n")[2].partition("\n## ")[0]
-    return re.findall(r"(?ms)^```python\n(.*?)^```$", section)[0]
+    """The one that EVALUATION shows."""
+    return re.findall(r"(?ms)^```python\n(.*?)^```$", PAGE.read_text())[0]
 
 
 def test_an_evaluation_script_in_a_process_of_its_own_and_the_jobs_next_saves_go_on(tmp_path: Path) -> None:

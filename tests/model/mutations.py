@@ -17,13 +17,13 @@ from checkpointd.commit import log as rules
 from checkpointd.commit import log_access as access
 from checkpointd.commit.log_access import Compaction, KnownLog, LogAccess, Rebuild, Unusable
 from checkpointd.layout.keys import AttemptId
-from checkpointd.layout.log_records import BeginRecord, LogEntry, LogListing, LogState, Record
+from checkpointd.layout.log_records import BeginRecord, CommitRecord, LogEntry, LogListing, LogState, Record
 from tests.model import programs, world
 from tests.model.explore import Verdict, explore
 from tests.model.scopes import SCOPES
 
 Patch = tuple[object, str, object]
-READING = {access._Step.ENTRIES, access._Step.NEXT, access._Step.TAKEN, access._Step.UNSURE, access._Step.SETTLE}
+READING = {access._Step.ENTRIES, access._Step.NEXT, access._Step.TAKEN, access._Step.SETTLE}
 
 
 @dataclass(frozen=True)
@@ -100,22 +100,6 @@ def _unchecked(following: Callable[..., Any], self: LogAccess, got: Any) -> Any:
         return following(self, got)
     entry = msgspec.structs.replace(self.entry, number=got.number + 1, before=got.nonce)
     return replace(self, known=self.known.with_entries([got], settled=True), step=access._Step.PUT, entry=entry)
-
-
-def _own_unknown(following: Callable[..., Any], self: LogAccess, got: Any) -> Any:
-    found = following(replace(self, nonce="f" * 16), got)
-    if isinstance(found, LogAccess):
-        entry = found.entry
-        if entry is not None and entry.nonce == "f" * 16:
-            entry = msgspec.structs.replace(entry, nonce=self.nonce)
-        return replace(found, nonce=self.nonce, entry=entry)
-    return found
-
-
-def _own_not_durable(following: Callable[..., Any], self: LogAccess, got: Any) -> Any:
-    found = following(self, got)
-    is_own = isinstance(found, LogAccess) and found.step is access._Step.COUNTS
-    return replace(found, known=replace(found.known, is_settled=True)) if is_own else found
 
 
 def _settled(with_entries: Callable[..., Any], self: KnownLog, entries: Any, *, settled: bool = False) -> Any:
@@ -206,6 +190,11 @@ def _of_its_start(state: LogState, attempt: str) -> bool:
 _reached = rules.reached
 
 
+def _reached_unless_aborted(state: LogState, record: Record) -> bool:
+    is_aborted = isinstance(record, CommitRecord) and state.attempts[record.attempt].status == "aborted"
+    return not is_aborted and _reached(state, record)
+
+
 def _reached_by_anybody(state: LogState, record: Record) -> bool:
     if isinstance(record, BeginRecord):
         return any(one.start == record.start for one in state.begins)
@@ -265,13 +254,7 @@ MUTATIONS = [
     ),
     Mutation("no check after a lost race", "late puts", "abd", (around(A, "_next", _unchecked),)),
     Mutation(
-        "an append does not ask the state whether its aim is reached", "compaction", "f", ((rules, "reached", constant(False)),)
-    ),
-    Mutation(
-        "the same, and the own entry is not known after a lost reply",
-        "late puts",
-        "f",
-        ((rules, "reached", constant(False)), around(A, "_next", _own_unknown)),
+        "an append does not ask the state whether its aim is reached", "late puts", "f", ((rules, "reached", constant(False)),)
     ),
     Mutation(
         "an append ends at its list, although the number is free",
@@ -280,7 +263,6 @@ MUTATIONS = [
         (around(A, "_listed", _ends_when_listed),),
     ),
     Mutation("what was read is not made durable", "power cut", "d", (around(KnownLog, "with_entries", _settled),)),
-    Mutation("the own entry is not made durable after a lost reply", "power cut", "d", (around(A, "_next", _own_not_durable),)),
     Mutation("the state is read before the entries", "fresh readers", "e", (around(A, "after", _state_first),)),
     Mutation("a damaged state is read again and again", "damaged state", "g", (around(A, "after", _bad_forgotten),)),
     Mutation("a list may miss the own put", "stale appends", "fce", ((world, "FRESH_OWN", False),), size=1),
@@ -323,7 +305,7 @@ MUTATIONS = [
         "ab",
         (
             (rules, "_check_status", _undecided_or_not(rules._check_status)),
-            (rules, "reached", lambda state, record: not isinstance(record, rules.CommitRecord) and _reached(state, record)),
+            (rules, "reached", _reached_unless_aborted),
         ),
     ),
     Mutation("undecided attempts pin nothing", "retention", "c", ((rules, "needed_by_others", _needed_by_checkpoints),)),
@@ -350,9 +332,6 @@ MUTATIONS = [
         (around(rules._Change, "_commit", _head_stays),),
     ),
     Mutation("a rollback is put without a begin", "rollback", "defh", is_mistake=True),
-    Mutation(
-        "(unnecessary) the own entry is not known after a lost reply", "late puts", "", (around(A, "_next", _own_unknown),)
-    ),
     Mutation("(unnecessary) a start need not be newer", "late start", "", ((rules, "_check_begin", constant("")),)),
     Mutation(
         "(unnecessary) swept is not refused while somebody refers",

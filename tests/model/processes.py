@@ -105,9 +105,13 @@ def remove(a: int, start: int) -> RemoveRecord:
     return RemoveRecord(attempts=(NAMES[a],), reason="old", start=start, writer=WRITER)
 
 
-def note(number: int) -> HoldRecord:
-    """A record that concerns no attempt of a scope."""
-    return HoldRecord(attempt=f"note/00000005-{10 + number}")
+def note(number: int, start: int = 5) -> AnnounceRecord:
+    """A record that concerns no attempt of a scope, and that nothing refuses in this start."""
+    return AnnounceRecord(attempt=f"note/{start:08d}-{10 + number}", step=0)
+
+
+def has_note(number: int) -> Test:
+    return lambda state: any(name.startswith("note/") and name.endswith(f"-{10 + number}") for name in state.attempts)
 
 
 def state_of(*known: Record, start: int = 5, origin: str = "") -> LogState:
@@ -174,7 +178,10 @@ def aborting(a: int, nonce: int) -> Append:
 
 
 def notes(count: int, nonce: int) -> Program:
-    return [Append(nonce + i, always(note(i))) for i in range(count)]
+    def make(number: int) -> Callable[[LogState, int], Sequence[Record]]:
+        return lambda state, _: [note(number, state.start)]
+
+    return [Append(nonce + i, make(i), reached=has_note(i)) for i in range(count)]
 
 
 def coordinator(nonce: int, *, announces: bool = True, plans: Plans = PLANS) -> Program:

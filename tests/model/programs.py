@@ -93,7 +93,7 @@ class Instruction:
         raise NotImplementedError
 
 
-GIVES_UP = "gives up"
+GIVES_UP, NO_REPLY = "gives up", "no reply"
 """In place of a reply."""
 
 
@@ -283,10 +283,10 @@ class Append(Running):
         return records if records and not rules.check_all(state, records) else ()
 
     def after(self, local: Local, reply: object, program: Program) -> Moved:
-        if reply is access.UNSURE:
+        if reply == NO_REPLY:
             if local.failures:
                 return self.again(local)
-            local = local._replace(failures=1)
+            local, reply = local._replace(failures=1), False
         assert isinstance(local.machine, LogAccess)
         after = local.machine.after(reply)  # type: ignore[arg-type]
         if isinstance(after, LogAccess):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from checkpointd.layout.log_records import LogEntry, LogState
+from checkpointd.layout.log_records import LogEntry
 from tests.model.numbered import Scope
 from tests.model.processes import (
     aborting,
@@ -22,6 +22,7 @@ from tests.model.processes import (
     forgetting,
     going_back,
     going_on,
+    has_note,
     is_decided,
     mirroring,
     note,
@@ -80,10 +81,6 @@ def written(*records: Any) -> tuple[LogEntry, ...]:
         found.append(LogEntry(number=number, nonce=f"{0x71 + number:016x}", before=before, records=(record,)))
         before = found[-1].nonce
     return tuple(found)
-
-
-def knows_note_9(state: LogState) -> bool:
-    return note(9).attempt in state.attempts
 
 
 BEHIND: dict[str, Any] = fields(log=written(note(8), note(9)), states=(2,))
@@ -247,7 +244,7 @@ def _strays(size: int, mistake: str) -> dict[str, Any]:
     return fields(
         programs=[
             program("A", committing(Y, 1), Report(Y)),
-            program("V", Follow(knows_note_9), Report(Y)),
+            program("V", Follow(has_note(9)), Report(Y)),
             program("D", aborting(Y, 0x11), Report(Y)),
             program("F", *notes(size, 0x61), known=3),
             program("K", *compactor(1, mistake=mistake), known=2),
@@ -264,7 +261,7 @@ def _strays(size: int, mistake: str) -> dict[str, Any]:
 def _fresh_readers(size: int, mistake: str) -> dict[str, Any]:
     return fields(
         programs=[
-            program("A", committing(Y, 1), Report(Y)),
+            program("A", committing(Y, 1), Report(Y), known=2),
             program("F", *notes(1 + size, 0x61), known=3),
             program("K", *compactor(2, mistake=mistake), known=2),
             program("L", Read(settles=False), known=None),

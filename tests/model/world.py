@@ -15,15 +15,15 @@ A world is a tuple of integers: the directory, the truth, the objects, the rest,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from checkpointd.commit.log_access import UNSURE, Compaction, KnownLog, LogAccess, Settle
+from checkpointd.commit.log import for_followers
+from checkpointd.commit.log_access import Compaction, KnownLog, LogAccess, Settle
 from checkpointd.layout.log_records import LogEntry, LogState
 from tests.model.checked import Checked
 from tests.model.numbered import CRASHES, DEAD, FIRST, SYNCED, Rest, World
-from tests.model.programs import GIVES_UP, Local, Op, Operation
+from tests.model.programs import GIVES_UP, NO_REPLY, Local, Op, Operation
 from tests.model.promises import NAMES, Facts, Ghost, Violation
 from tests.model.store import BAD, NONE, Directory
 
@@ -72,7 +72,7 @@ class Worlds(Checked):
         for pid, program in enumerate(scope.programs):
             state = LogState() if program.known is None else known[program.known]
             if program.thin:
-                state = replace(state, attempts={})
+                state = for_followers(state)
             local, _ = program.enter(Local(0, KnownLog(state, is_whole=not program.thin)), 0)
             procs.append(self.local(pid, local))
         return (directory, self.truth(tuple(truth)), scope.objects, self.rest(rest), *procs)
@@ -243,7 +243,7 @@ class Worlds(Checked):
             case (-1,):
                 told, local = local.unsynced == 2, local._replace(unsynced=0)
             case ("unsure",):
-                told = UNSURE
+                told = NO_REPLY
             case _:
                 told = reply if reply == GIVES_UP else True
         after, facts = program.after(local, told)

@@ -43,7 +43,6 @@ from checkpointd.pipeline import announcement, attempt
 from checkpointd.pipeline.announcement import Announcement
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
-from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.outcome import publish, recover, starting
 from checkpointd.pipeline.root import latest, leases, log, plans, root_view, starts
 from checkpointd.pipeline.root.log import RootLog
@@ -189,7 +188,7 @@ def ballot_not_durable(patch: Patch) -> None:
     async def put(store: Store, key: str, data: bytes) -> None:
         await (await store.open_writer(key)).write_at(0, data)
 
-    patch.setattr(publish, "put_for_commit", put)
+    patch.setattr(publish, "put_named", put)
 
 
 def own_decision_believed(patch: Patch) -> None:
@@ -232,9 +231,9 @@ def start_begun_twice(patch: Patch) -> None:
     """A starting job goes on in the newest start instead of taking the next."""
     begin = starts.begin
 
-    async def reuse(store: Store, number: int, *arguments: Any, **options: Any) -> BeginRecord | None:
+    async def reuse(store: Store, begun: BeginRecord, **options: Any) -> BeginRecord | None:
         newest = await starts.newest(store)
-        return await starts.read(store, newest) if newest else await begin(store, number, *arguments, **options)
+        return await starts.read(store, newest) if newest else await begin(store, begun, **options)
 
     patch.setattr(starts, "begin", reuse)
 
@@ -242,8 +241,8 @@ def start_begun_twice(patch: Patch) -> None:
 def start_not_begun(patch: Patch) -> None:
     """A starting job loads and saves without having begun."""
 
-    async def believed(store: Store, number: int, world_size: int, *_: object, **__: object) -> BeginRecord:
-        return BeginRecord(start=number, nonce=log.new_nonce(), world_size=world_size, writer=writer())
+    async def believed(_: Store, begun: BeginRecord, **__: object) -> BeginRecord:
+        return begun
 
     patch.setattr(starts, "begin", believed)
 

@@ -13,7 +13,7 @@ import pytest
 
 from checkpointd.errors import CheckpointdError, DamagedError
 from checkpointd.layout.keys import LOG_ROOT
-from checkpointd.layout.log_records import LoggedAttempt
+from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.pipeline.root import root_view
@@ -57,9 +57,9 @@ def oldest_read(patch: Patch) -> None:
     """A reader takes a checkpoint that there is, and not the newest."""
     newest = CheckpointFinder._newest
 
-    async def oldest(self: CheckpointFinder) -> LoggedAttempt:
-        await newest(self)
-        return (await root_view.checkpoints(self.store))[-1]
+    def oldest(self: CheckpointFinder, state: LogState) -> LoggedAttempt:
+        newest(self, state)
+        return root_view.checkpoints_of(state.attempts.values())[-1]
 
     patch.setattr(CheckpointFinder, "_newest", oldest)
 

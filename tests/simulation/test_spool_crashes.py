@@ -27,6 +27,13 @@ SAVED = (1, 2)
 SAFE = (Phase.SPOOLED, Phase.UPLOADING, Phase.PREPARED, Phase.COMMITTED)
 
 
+class SharedMemory(MemoryStore):
+    """Outlives the processes that write to it. As in a bucket, the unfinished writer of a dead one is in nobody's way."""
+
+    def forget_writers(self) -> None:
+        self._open_writers.clear()
+
+
 class Machine:
     """A node with a simulated disk; each process on it has a spool of its own view."""
 
@@ -66,7 +73,8 @@ def scenario_of(kind: type[ProcessDisk], *, away: bool) -> Scenario:
     """Two saves, whose uploads run or wait for the bucket when the power goes."""
 
     async def scenario(crash: Crash) -> bool:
-        bucket = AwayStore(MemoryStore())
+        memory = SharedMemory()
+        bucket = AwayStore(memory)
         machine = Machine(bucket)
         machine.nonce = await begun_root(bucket)
         bucket.away = away
@@ -78,6 +86,7 @@ def scenario_of(kind: type[ProcessDisk], *, away: bool) -> Scenario:
         machine.disk.after = lambda *_: None  # one crash is enough
         if not struck:
             machine.disk.power_cut()
+        memory.forget_writers()
         after = machine.disk.process("b")
         await after.process.spawn(machine.recovers(after))
         committed = await root_view.checkpoints(bucket)

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from checkpointd.commit.branches import newest_of
 from checkpointd.config import LoadConfig
 from checkpointd.errors import NotFoundError
 from checkpointd.layout import tree
@@ -23,7 +24,6 @@ from checkpointd.layout.log_records import Record, decode_entry, decode_state, e
 from checkpointd.layout.manifest import Lease, Mirrored, ReadBack, Shown, SmallObject, Vote, decode, encode
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer

@@ -17,13 +17,13 @@ import msgspec
 import pytest
 import torch
 
+from checkpointd.commit.branches import newest_of
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, FormatError, PartlyLoadedError
 from checkpointd.layout.keys import START_MAX, object_key
 from checkpointd.pipeline.outcome import recover as recovering
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view, starts
-from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.plans import key_named_by, read_plan
 from checkpointd.report.explanation import explanation

@@ -8,7 +8,7 @@ import pytest
 
 from checkpointd.errors import UsageError
 from checkpointd.phrases import byte_count, byte_size, lasting, listed, rank_runs
-from checkpointd.windows import utc
+from checkpointd.times import utc
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (80 << 30, "80.0 GiB")])

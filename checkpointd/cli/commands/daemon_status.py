@@ -105,12 +105,10 @@ def page(found: DaemonStatus) -> Iterator[Block]:
 
 
 def _spool_cell(spool: SpoolStatus) -> Cell:
-    """What waits in the spool, when uploads run, and what did not go through it."""
+    """What waits in the spool, and what did not go through it."""
     parts = [spool.directory, f"{spool.waiting} shards wait ({size(spool.waiting_bytes)})"]
     if spool.used_bytes is not None and spool.free_bytes is not None:
         parts.append(f"{size(spool.used_bytes)} used, {size(spool.free_bytes)} free")
-    if spool.opens_in_s:
-        parts.append(f"uploads begin in {duration(spool.opens_in_s)} ({spool.windows}, local time of this node)")
     counts = {
         "superseded": spool.superseded,
         "straight to the root, since it was full": spool.direct_full,

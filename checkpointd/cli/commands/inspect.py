@@ -10,12 +10,11 @@ import click
 from checkpointd.cli.arguments import as_json, places, root_and_tag
 from checkpointd.cli.asking import ask_about_tag
 from checkpointd.cli.attempts import read_back_cell
-from checkpointd.cli.formatting import ABSENT, count, metrics, moment, ratio, runs, shape, shortened, size
+from checkpointd.cli.formatting import ABSENT, count, metrics, moment, number, ratio, runs, shape, shortened, size
 from checkpointd.cli.render import Block, Facts, Heading, Note, Table, show_answer
 from checkpointd.errors import DamagedError
 from checkpointd.layout.indexes import Alias
-from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
-from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, TensorReport, Totals, inspection
+from checkpointd.report.inspection import GlobalReport, Inspection, RankReport, TensorBytes, TensorReport, Totals, inspection
 
 VALUE_CHARACTERS = 100
 ROWS_MAX = 10_000
@@ -39,48 +38,49 @@ def command(places: tuple[str, ...], rank: int | None, tensors: str, values: boo
     look = partial(inspection, rank=rank, tensors=tensors, values=values)
     found = ask_about_tag(root, tag, look, read_only=True)
     show_answer(found, page, as_json=as_json)
-    return DamagedError.exit_code if found.damage or found.lost or found.log_damage else 0
+    return DamagedError.exit_code if found.damage or found.missing or found.log_damage else 0
 
 
 def page(found: Inspection) -> Iterator[Block]:
     """The page for people: the checkpoint, its codecs, then each rank."""
     yield Heading(f"{found.tag} (attempt {found.attempt})")
-    sizes = _sizes(found.raw_bytes, found.stored_bytes, found.referred_bytes)
-    part = ratio(found.raw_bytes, found.stored_bytes)
+    sizes = _sizes(found.contents)
+    part = ratio(found.contents.raw_bytes, found.contents.stored_bytes)
     yield Facts(
         [
-            ("step", str(found.step)),
-            ("ranks", str(found.world_size)),
+            ("step", number(found.step)),
+            ("ranks", number(found.world_size)),
             ("committed", moment(found.time)),
             ("size", f"{sizes}, ratio {part}" if part != ABSENT else sizes),
             *([("metrics", metrics(found.metrics))] if found.metrics else []),
             ("read back", read_back_cell(found.read_back)),
         ]
     )
-    if found.damaged:
-        yield Note(found.damaged, "bad")
+    if found.why:
+        yield Note(found.why, "bad" if found.read_back == "damaged" or found.missing else "doubt")
     if found.log_damage:
         yield Note(found.log_damage, "bad")
-    if found.lost:
-        advice = lost_advice(found.root, found.tag, found.lost)
-        yield Note(f"this checkpoint is not whole: {lost_text(found.lost)}; {advice}", "bad")
-    if found.codecs:
+    if found.missing is not None:
+        yield Note(found.missing.advice(found.root, found.tag), "bad")
+    if found.contents.codecs:
         yield Heading("codecs")
-        yield _codecs_table(found.codecs)
+        yield _codecs_table(found.contents.codecs)
     together = len(found.ranks) == found.world_size and bool(found.tensors)
     if together:
-        sizes = (
-            f"{size(sum(t.raw_bytes for t in found.tensors))} raw, {size(sum(t.stored_bytes for t in found.tensors))} stored"
-        )
-        yield Heading(f"all ranks: {count(len(found.tensors), 'tensor')}, {sizes}")
+        yield Heading(f"all ranks: {count(len(found.tensors), 'tensor')}, {_sizes(*found.tensors)}")
         yield _global_table(found.tensors[:ROWS_MAX])
         yield from _more(len(found.tensors))
     for report in found.ranks:
         yield from _rank_blocks(report, boxes=not together)
 
 
-def _sizes(raw: int, stored: int, referred: int) -> str:
+def _sizes(*of: TensorBytes) -> str:
     """Raw and stored sizes and, if some chunks are references, how much was written and how much is referred to."""
+    raw, stored, referred = (
+        sum(one.raw_bytes for one in of),
+        sum(one.stored_bytes for one in of),
+        sum(one.referred_bytes for one in of),
+    )
     if not referred:
         return f"{size(raw)} raw, {size(stored)} stored"
     return f"{size(raw)} raw, {size(stored)} stored: {size(stored - referred)} written, {size(referred)} referred to"
@@ -101,7 +101,7 @@ def _global_table(tensors: tuple[GlobalReport, ...]) -> Table:
             tensor.dtype,
             shape(tensor.shape),
             _boxes_cell(tensor),
-            runs(part.rank for part in tensor.parts),
+            runs(rank for rank, _ in tensor.boxes),
             _codecs_cell(tensor.codecs),
             size(tensor.raw_bytes),
             size(tensor.stored_bytes),
@@ -118,7 +118,7 @@ def _rank_blocks(report: RankReport, *, boxes: bool) -> Iterator[Block]:
         yield Heading(f"rank {report.rank}")
         yield Note(report.damage.message, "bad")
         return
-    sizes = _sizes(report.raw_bytes, report.stored_bytes, report.referred_bytes)
+    sizes = _sizes(*report.tensors)
     listed = [tensor for tensor in report.tensors if boxes or tensor.scope == "rank"]
     counted = len(report.tensors) - len(listed)
     others = f", {counted} box{'es' if counted > 1 else ''} of those above" if counted else ""
@@ -166,8 +166,8 @@ def _tensor_cells(tensor: TensorReport) -> tuple[str, ...]:
 
 def _boxes_cell(tensor: GlobalReport) -> str:
     """The number of boxes, and their shape if all have the same. `--rank` shows the places of one rank's boxes."""
-    first, *others = {part.box.sizes for part in tensor.parts}
-    return f"{len(tensor.parts)}, uneven" if others else f"{len(tensor.parts)} of {shape(first)}"
+    first, *others = {box.sizes for _, box in tensor.boxes}
+    return f"{len(tensor.boxes)}, uneven" if others else f"{len(tensor.boxes)} of {shape(first)}"
 
 
 def _codecs_cell(codecs: Totals) -> str:

@@ -10,12 +10,11 @@ import click
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import ask
 from checkpointd.cli.attempts import STATE_MOODS, read_back_cell
-from checkpointd.cli.formatting import count, metrics, moment, number, ratio, size
+from checkpointd.cli.formatting import metrics, moment, number, ratio, size
 from checkpointd.cli.locating import is_used, suggestion
 from checkpointd.cli.render import Cell, Table, show, show_json, warn
-from checkpointd.phrases import listed
-from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
-from checkpointd.report.listing import AttemptRow, Listing, listing
+from checkpointd.pipeline.root.wholeness import in_words
+from checkpointd.report.listing import AttemptRow, listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,11 @@ def command(places: tuple[str, ...], everything: bool, limit: int | None, as_jso
     if found.latest.note:
         warn(found.latest.note)
     if not everything:
-        _warn_of_damage(found)
+        for row in found.rows:
+            if row.why and row.state == "committed":
+                warn(f"{row.tag}: {row.why}")
+        for line in in_words(found.root, {row.prefix: row.missing for row in found.rows if row.missing}):
+            warn(line)
 
 
 def table(rows: Sequence[AttemptRow], columns: Sequence[Column]) -> Table:
@@ -95,26 +98,3 @@ def table(rows: Sequence[AttemptRow], columns: Sequence[Column]) -> Table:
         prose=frozenset(column.title for column in shown if column.prose),
         optional=tuple(c.title for c in sorted(shown, key=lambda c: c.optional) if c.optional),
     )
-
-
-def _warn_of_damage(found: Listing) -> None:
-    for row in found.rows:
-        if row.passed_over:
-            warn(f"{row.tag}: load() took an older checkpoint, so retention keeps this one: {row.passed_over}")
-    causes: dict[tuple[str, ...], list[AttemptRow]] = {}
-    for row in found.rows:
-        if row.lost:
-            causes.setdefault((row.state, *sorted({one.removed or one.key for one in row.lost})), []).append(row)
-    for rows in causes.values():
-        _warn_of_loss(found.root, rows)
-
-
-def _warn_of_loss(root: str, rows: Sequence[AttemptRow]) -> None:
-    """One line for all checkpoints that miss the same objects."""
-    first = rows[0]
-    advice = lost_advice(root, first.tag, first.lost)
-    if len(rows) == 1:
-        warn(f"{first.tag}{' is not whole' if first.state == 'incomplete' else ''}: {lost_text(first.lost)}; {advice}")
-        return
-    tags = listed([row.tag for row in rows])
-    warn(f"{count(len(rows), 'checkpoint')} are not whole ({tags}); of {first.tag}: {lost_text(first.lost)}; {advice}")

@@ -81,12 +81,11 @@ class UserId(click.IntRange):
 @click.option(
     "--spool-keep",
     type=click.Choice(["all", "newest"]),
-    help="Upload every save, or drop those that wait once all ranks have a newer one in their spools.  [default: all]",
+    help="Upload every save, or drop those that wait once a newer one has committed.  [default: all]",
 )
 @click.option(
     "--spool-bandwidth-mib", type=click.FloatRange(min=0, min_open=True), help="The most MiB per second of all uploads."
 )
-@click.option("--spool-windows", metavar="HH:MM-HH:MM", help="Local times of day for uploads, joined by commas.")
 @click.option(
     "--spool-timeout",
     "spool_timeout_s",

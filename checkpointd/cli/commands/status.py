@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import click
@@ -17,12 +17,10 @@ from checkpointd.cli.render import Block, Cell, Facts, Heading, Note, show_answe
 from checkpointd.cli.watching import watch
 from checkpointd.commands import at_tag
 from checkpointd.commands import command as command_line
-from checkpointd.commit.machine import FENCED
-from checkpointd.errors import FencedError
-from checkpointd.phrases import listed, rank_runs
-from checkpointd.pipeline.root.wholeness import is_removed, lost_advice, lost_text
+from checkpointd.phrases import listed
+from checkpointd.pipeline.root.wholeness import in_words
 from checkpointd.report.changes import changes
-from checkpointd.report.status import AbortedAttempt, Flight, Incomplete, Standing, standing
+from checkpointd.report.status import Flight, Standing, standing
 from checkpointd.store.base import Store
 
 INTERVAL_S, SOCKET_INTERVAL_S = 2.0, 0.5
@@ -94,17 +92,13 @@ def page(found: Standing) -> Iterator[Block]:
     for name in found.damaged:
         says = command_line("explain", *at_tag(found.root, name.rpartition("/")[0]))
         yield Note(f"{name} was read, and is damaged: {says} says more", "bad")
-    broken = [one for one in found.incomplete if not is_removed(one.lost)]
-    if broken:
-        yield Note(_incomplete_text(found.root, broken), "bad")
-    for one in found.incomplete:
-        if one not in broken:
-            yield Note(f"{one.tag}: {lost_text(one.lost)}; {lost_advice(found.root, one.tag, one.lost)}", "bad")
+    for line in in_words(found.root, found.missing):
+        yield Note(line, "bad")
     for flight in found.flights:
         yield from _flight_blocks(flight)
     if found.failures:
         yield Heading("last failures")
-        yield Facts([(failure.tag, _failure_text(failure)) for failure in found.failures])
+        yield Facts([(row.tag, f"{row.brief}, {moment(row.time)}: {row.why}") for row in found.failures])
 
 
 def _job_cell(found: Standing) -> Cell:
@@ -130,14 +124,6 @@ def _checkpoints_text(found: Standing) -> str:
     return f"{found.checkpoints}, of which {len(found.left_behind)} were left behind ({listed(found.left_behind)})"
 
 
-def _incomplete_text(root: str, broken: Sequence[Incomplete]) -> str:
-    """Which checkpoints are not whole, and why the newest of them is not."""
-    first, number = broken[0], len(broken)
-    tags = listed([one.tag for one in broken])
-    why = f"of {first.tag}: {lost_text(first.lost)}; {lost_advice(root, first.tag, first.lost)}"
-    return f"{count(number, 'checkpoint')} {'is' if number == 1 else 'are'} not whole ({tags}); {why}"
-
-
 def _flight_blocks(flight: Flight) -> Iterator[Block]:
     what = "left in doubt by a job that has ended" if flight.orphaned else "in flight"
     of = f" of {flight.world_size}" if flight.world_size else ""
@@ -149,9 +135,3 @@ def _flight_blocks(flight: Flight) -> Iterator[Block]:
         yield Note(f"{count(len(flight.ranks) - len(waiting), 'rank')} voted yes; {len(waiting)} did not, the first of them:")
     if shown:
         yield votes_table(shown)
-
-
-def _failure_text(failure: AbortedAttempt) -> str:
-    who = f", {rank_runs(failure.ranks)}" if failure.ranks else ""
-    what = FENCED if failure.code == FencedError.__name__ else failure.code
-    return f"{what}{who}, {moment(failure.time)}: {failure.message}"

@@ -14,8 +14,9 @@ from checkpointd.cli.render import Block, Cell, Heading, Mood, Note, Table, show
 from checkpointd.commands import command as command_line
 from checkpointd.errors import DamagedError, StoreError
 from checkpointd.phrases import listed
-from checkpointd.pipeline.root.wholeness import lost_advice, lost_text
-from checkpointd.report.verification import Beside, TagVerdict, Verification, of_copy, tasks, verification, verified
+from checkpointd.pipeline.read.verify import CheckpointVerdict
+from checkpointd.pipeline.root.wholeness import in_words
+from checkpointd.report.verification import Verification, of_copy, to_verify, verification, verified
 from checkpointd.store import open_store
 from checkpointd.store.base import Store
 
@@ -61,13 +62,13 @@ def command(places: tuple[str, ...], record: bool, copy_of: str | None, as_json:
 
 async def _verify(store: Store, tag: str | None, *, record: bool, origin: str | None) -> Verification:
     named = await maybe_named_tag(store, tag)
-    todo = await tasks(store, named)
-    with progress_bar(sum(task.nbytes for task in todo)) as update:
+    todo = await to_verify(store, named)
+    with progress_bar(sum(one.commit.cost.stored_bytes for one in todo if one.commit.cost)) as update:
         verdicts = await verified(
             store,
             todo,
             record=record,
-            on_task=lambda task: update(description=printable(task.tag)),
+            on_begin=lambda one: update(description=printable(one.tag)),
             on_bytes=lambda nbytes: update(advance=nbytes),
         )
     if origin is not None:
@@ -89,22 +90,14 @@ def page(found: Verification) -> Iterator[Block]:
         yield Heading("cannot be read now, so nobody knows whether it is whole")
         for one in found.unreadable:
             yield Note(one.message, "doubt")
-    for verdict in found.checkpoints:
-        if verdict.lost:
-            is_not = "" if verdict.state == "removed" else " is not whole"
-            advice = lost_advice(found.root, verdict.tag, verdict.lost)
-            yield Note(f"{verdict.tag}{is_not}: {lost_text(verdict.lost)}; {advice}", "bad")
+    for line in in_words(found.root, {f"{one.tag}/{one.attempt}": one.missing for one in found.checkpoints if one.missing}):
+        yield Note(line, "bad")
     if found.log_damage:
         yield Note(found.log_damage, "bad")
     elif found.log.damage:
         yield Note("the log can be read to its end all the same; newer states will take the place of what is damaged")
     if found.latest is not None and found.latest.note:
         yield Note(found.latest.note)
-    if found.beside is not None:
-        yield from _beside(found.root, found.beside)
-
-
-def _beside(root: str, found: Beside) -> Iterator[Block]:
     if found.unknown:
         yield Heading("directories that the log does not know")
         yield Note(
@@ -117,8 +110,8 @@ def _beside(root: str, found: Beside) -> Iterator[Block]:
         )
     if found.leftovers:
         yield Heading("left of aborted and removed attempts")
-        yield Note(f"{listed(found.leftovers)}: {command_line('gc', root)} removes these objects")
+        yield Note(f"{listed(found.leftovers)}: {command_line('gc', found.root)} removes these objects")
 
 
-def _cells(verdict: TagVerdict) -> tuple[str | Cell, ...]:
+def _cells(verdict: CheckpointVerdict) -> tuple[str | Cell, ...]:
     return verdict.tag, verdict.attempt, Cell(verdict.state, MOODS[verdict.state]), size(verdict.bytes_read)

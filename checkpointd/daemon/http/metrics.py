@@ -157,7 +157,6 @@ def _spool(found: DaemonStatus) -> Iterator[Metric]:
         "checkpointd_spool_waiting", "Shards in the spool that wait for their upload, or for other ranks.", spool.waiting
     )
     yield _gauge("checkpointd_spool_waiting_bytes", "Bytes of these shards.", spool.waiting_bytes)
-    yield _gauge("checkpointd_spool_uploads_open", "1 while uploads may run, else 0.", spool.opens_in_s == 0)
     yield _counter("checkpointd_spool_uploaded_bytes", "Bytes sent from the spool to roots.", [((), spool.uploaded_bytes)], ())
     text = (
         "Shards by what became of them: spooled (durable in the spool), uploaded (their save committed), superseded (dropped "

@@ -244,8 +244,6 @@ class Staged(_Message, frozen=True, kw_only=True, tag="staged"):
     save: _Id
     held_s: _Seconds = 0.0
     """How long the save has held training, in all."""
-    whole: _Count | None = None
-    """The number `n` of an earlier save which every rank has in the spool of its node; None: none is known."""
 
 
 class Paced(_Message, frozen=True, kw_only=True, tag="paced"):

@@ -226,9 +226,6 @@ class SpoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     """Shards that wait for their upload, or for other ranks."""
     waiting_bytes: int
-    windows: str
-    opens_in_s: float
-    """Seconds until uploads may run; 0 if they may."""
     bandwidth_bps: float | None
     spooled: int
     """Shards that became durable in the spool."""

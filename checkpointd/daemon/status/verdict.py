@@ -19,7 +19,7 @@ import msgspec
 from checkpointd.daemon.status.model import RankStatus, RootStatus, RootVerdict, State
 from checkpointd.daemon.status.save_groups import SaveGroup, attempts_of, uncommitted
 from checkpointd.phrases import lasting, rank_runs
-from checkpointd.windows import utc
+from checkpointd.times import utc
 
 INTERVALS = 8
 """The number of last intervals between saves that tell when the next save is due."""

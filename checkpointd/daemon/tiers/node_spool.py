@@ -137,7 +137,7 @@ class NodeSpool:
     def leaves(self) -> None:
         """The daemon is told to leave."""
         if self.directory.config.finish:
-            self.directory.pacing.lift()
+            self.directory.hurry()
 
     async def _measure(self) -> None:
         """Keep the room for the status up to date: shards leave, and other programs fill the disk, while nobody saves."""
@@ -156,7 +156,7 @@ class NodeSpool:
     def status(self) -> SpoolStatus:
         directory, counts, config = self.directory, self.directory.counts, self.directory.config
         room = directory.room
-        waiting = [one for one in directory.live if not directory.turns(one).is_active(one)]
+        waiting = [one for one in directory.live if not directory.queue(one).is_active(one)]
         return SpoolStatus(
             directory=config.directory,
             used_bytes=None if room is None else room.used,
@@ -165,8 +165,6 @@ class NodeSpool:
             keep=config.keep,
             waiting=len(waiting),
             waiting_bytes=sum(one.nbytes for one in waiting),
-            windows=config.windows,
-            opens_in_s=directory.pacing.opens_in_s(),
             bandwidth_bps=config.bandwidth_bps,
             spooled=counts.spooled,
             uploaded=counts.uploaded,

@@ -27,8 +27,8 @@ STAMP_S: Final = 1.0
 """Servers round the times of objects down to seconds."""
 
 _NO_CONDITIONS: Final = (
-    "two outcomes of one save could both win: update the server, take the proxy away that drops If-None-Match and If-Match, or "
-    "use another server"
+    "two decisions on one save could both win: update the server, take the proxy away that drops If-None-Match and If-Match, "
+    "or use another server"
 )
 
 _finding = partial(Finding, "root")

@@ -35,6 +35,7 @@ SWEEPS = 8
 ABORTED = "the attempt was aborted"
 NOT_MIRRORED = "it is not mirrored, and newer checkpoints do not need its objects any more"
 DELETED_BY_NAME = "deleted on request"
+DELETED_WITH_TAG = "its tag was deleted on request"
 DIRECTORY_REMOVED = "its directory was removed by hand"
 """The reasons of removals by a person."""
 
@@ -188,20 +189,20 @@ async def references(
         if base is not None and base.status != "checkpoint":
             needed[base.prefix] = None
             referring.append(base)
-    for one in sorted(referring, key=attrgetter("order"), reverse=True):
-        if not wanted.isdisjoint(one.holders):
-            try:
-                keys = await _referred(store, one)
-            except (DamagedError, NotFoundError) as error:
-                log.error("%s: what it refers to cannot be read, so all of it stays: %s", one.prefix, error)
-                needed |= dict.fromkeys(one.holders)
-                continue
-            for key in keys:
-                holder = holder_of(key)
-                kept = needed.setdefault(holder, set())
-                if kept is not None and key not in kept:
-                    kept.add(key)
-                    by[holder] = by.get(holder, frozenset()) | {one.prefix}
+    concerned = [one for one in referring if not wanted.isdisjoint(one.holders)]
+    for one in sorted(concerned, key=attrgetter("order"), reverse=True):
+        try:
+            keys = await _referred(store, one)
+        except (DamagedError, NotFoundError) as error:
+            log.error("%s: what it refers to cannot be read, so all of it stays: %s", one.prefix, error)
+            needed |= dict.fromkeys(one.holders)
+            continue
+        for key in keys:
+            holder = holder_of(key)
+            kept = needed.setdefault(holder, set())
+            if kept is not None and key not in kept:
+                kept.add(key)
+                by[holder] = by.get(holder, frozenset()) | {one.prefix}
     found = {name: keys for name, keys in needed.items() if name in wanted}
     return found, {name: some for name, some in by.items() if found.get(name) is not None}
 

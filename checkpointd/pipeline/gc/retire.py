@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from checkpointd.commit.branches import commits_of
 from checkpointd.commit.facts import Dead, Order
-from checkpointd.commit.retention import KEEPS_NONE, CheckpointFacts, RemovalChoice, Retention, choose
+from checkpointd.commit.retention import KEEPS_NONE, RemovalChoice, Retention, choose
 from checkpointd.errors import StoreError
 from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.pipeline.gc.collect import DIRECTORY_REMOVED, Kept, Removal, remove, sweep
@@ -22,8 +23,7 @@ from checkpointd.pipeline.read.readback import read_back, survivor
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.wholeness import is_removed, lost_at_a_glance
-from checkpointd.pipeline.workers import uncollected
+from checkpointd.pipeline.root.wholeness import missing
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -60,24 +60,27 @@ async def retired(
     goes unless one that stays was read back whole (READBACK-3); if none was, one is read back now.
     """
     gone = {prefix for prefix, _ in (*going, *abandoned)}
-    staying = root_view.commits_of(one for one in attempts if one.prefix not in gone)
+    staying = commits_of(one for one in attempts if one.prefix not in gone)
     if going and await survivor(store, staying) is None:
         log.error("%d older checkpoints stay, since none of the newer ones could be read back whole", len(going))
         going = ()
     taken: list[str] = []
     for some, by in ((going, start), (abandoned, 0)):
-        if not some:
-            continue
-        reasons: dict[str, list[str]] = {}
-        for prefix, reason in some:
-            reasons.setdefault(reason, []).append(prefix)
-        if refused := await remove(store, reasons, by):
+        if refused := await remove(store, by_reason(some), by):
             log.warning("%d checkpoints at %s stay for now: %s", len(some), store.url, refused)
         else:
             taken += [prefix for prefix, _ in some]
     if abandoned:
         await move_latest(RootLog.of(store))
     return taken
+
+
+def by_reason(going: Iterable[Dead]) -> dict[str, list[str]]:
+    """The same checkpoints (`<tag>/<attempt>`) by the reason."""
+    found: dict[str, list[str]] = {}
+    for prefix, reason in going:
+        found.setdefault(reason, []).append(prefix)
+    return found
 
 
 async def retire_tag(store: Store, tag: str, start: int) -> None:
@@ -109,55 +112,24 @@ async def chosen_by(
     *,
     keeps_before: Order = KEEPS_NONE,
     exports: ExportLeases | None = None,
-    looks: bool = True,
 ) -> RemovalChoice:
     """Choose the checkpoints among `attempts` to remove. Those count of which one listing of the root shows nothing to be
-    missing (RETENTION-9). `exports`: keep those that exports need. Without `looks`, nothing counts as missing.
+    missing (RETENTION-9). `exports`: keep those that exports need.
     """
-    missing = await lost_at_a_glance(store, root_view.commits_of(attempts)) if looks else {}
-    gone = {prefix for prefix, lost in missing.items() if is_removed(lost)}
-    commits = facts_of((one for one in attempts if one.prefix not in gone), rules, missing)
-    removed_by_hand = tuple((prefix, DIRECTORY_REMOVED) for prefix in sorted(gone))
-
-    def chosen() -> RemovalChoice:
-        return uncollected(lambda: choose(commits, rules, keeps_before=keeps_before))
-
-    choice = chosen()
+    attempts = list(attempts)
+    losses = await missing(store, commits_of(attempts))
+    gone = {prefix for prefix, lost in losses.items() if lost.is_removed}
+    there = [one for one in attempts if one.prefix not in gone]
+    choice = choose(there, rules, age_s=age_s, keeps_before=keeps_before, incomplete=losses)
     if exports is not None and (choice.going or choice.surplus):
         exporting = await exports.kept(attempts)
-        commits = [replace(one, exporting=one.attempt in exporting) for one in commits]
-        choice = chosen() if exporting else choice
-    return replace(choice, abandoned=removed_by_hand)
+        choice = choose(there, rules, age_s=age_s, keeps_before=keeps_before, incomplete=losses, exporting=exporting)
+    return replace(choice, abandoned=tuple((prefix, DIRECTORY_REMOVED) for prefix in sorted(gone)))
 
 
-def facts_of(attempts: Iterable[LoggedAttempt], rules: Retention, incomplete: Collection[str] = ()) -> list[CheckpointFacts]:
-    """The facts of the checkpoints among `attempts` for `rules`, as the log has them. Of those `incomplete`, something is
-    missing.
-    """
-    has_ages = rules.younger_than_s is not None
-    return [
-        CheckpointFacts(
-            attempt=one.prefix,
-            order=one.order,
-            step=one.commit.step,
-            save_latest=one.commit.save_latest,
-            verified=one.verified,
-            damaged=bool(one.damaged),
-            passed_over=bool(one.passed_over),
-            left_behind=one.left_behind,
-            is_shown=bool(one.commit.shown_at),
-            age_s=_age_s(one.commit) if has_ages else None,
-            incomplete=one.prefix in incomplete,
-            metrics=one.commit.metrics,
-        )
-        for one in attempts
-        if one.status == "checkpoint"
-    ]
-
-
-def _age_s(commit: CommitRecord) -> float | None:
-    """The seconds since the commit, by two clocks that may differ. Only the choice among old checkpoints uses it."""
+def age_s(commit: CommitRecord) -> float:
+    """The seconds since the commit, by two clocks that may differ; 0 if its time cannot be read."""
     try:
         return (datetime.now(UTC) - datetime.fromisoformat(commit.writer.time)).total_seconds()
     except (ValueError, TypeError):
-        return None
+        return 0.0

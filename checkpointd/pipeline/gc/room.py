@@ -8,7 +8,8 @@ retention rules, all attempts at the root; without rules, the attempts of one ta
 Invariant
   TIDY-2  The coordinator begins an attempt if at most SPARE alike attempts are beside the checkpoints that stay then, or at
       most SMALL_MAX ones that take at most SMALL_BYTES together. The new attempt counts, and so does the one by which other
-      ranks may lead. What did not go in the last removal, although nobody needs it, does not count.
+      ranks may lead. What did not go in the last removal, although nobody needs it, does not count. Each start counts for
+      itself, so while a daemon finishes the saves of an older one there may be twice as many.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from types import MappingProxyType
 
 from checkpointd.commit.facts import Order
 from checkpointd.commit.log import pinned_by
-from checkpointd.commit.retention import KEEPS_NONE, RemovalChoice, Retention, choose
+from checkpointd.commit.retention import KEEPS_NONE, Retention, choose
 from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.pipeline.gc.collect import Kept, sweepable
-from checkpointd.pipeline.gc.retire import facts_of
+from checkpointd.pipeline.gc.retire import age_s
 from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.pipeline.workers import uncollected
 
 SPARE = 3
 """The number of alike attempts that may be beside the checkpoints that stay."""
@@ -63,27 +63,17 @@ def room_use(state: LogState, rules: Retention, keeps_before: Order = KEEPS_NONE
     """What is beside the checkpoints that stay by `rules`. Checkpoints before `keeps_before` stay (RETENTION-6). `kept`: as for
     `sweep`.
     """
-    checkpoints, undecided = list[LoggedAttempt](), list[LoggedAttempt]()
-    for one in state.attempts.values():
-        if one.status == "checkpoint":
-            checkpoints.append(one)
-        elif one.status == "undecided":
-            undecided.append(one)
-    choice = _chosen(checkpoints, rules, keeps_before)
+    attempts = state.attempts.values()
+    undecided = [one for one in attempts if one.status == "undecided"]
+    choice = choose(attempts, rules, age_s=age_s, keeps_before=keeps_before)
     return RoomUse(
         undecided,
         [*sweepable(state, kept), *(state.attempts[name] for name, _ in choice.going)],
         [state.attempts[name] for name in choice.surplus],
         frozenset(name for one in undecided for name in pinned_by(state, one.base)),
         choice.unknown_metric,
-        any(one.commit.shown_at for one in checkpoints),
+        any(one.commit.shown_at for one in attempts if one.status == "checkpoint"),
     )
-
-
-def _chosen(checkpoints: Sequence[LoggedAttempt], rules: Retention, keeps_before: Order) -> RemovalChoice:
-    if rules.keeps_all and len({one.tag for one in checkpoints}) == len(checkpoints):
-        return RemovalChoice()  # nothing was saved again, in a history that may be long
-    return uncollected(lambda: choose(facts_of(checkpoints, rules), rules, keeps_before=keeps_before))
 
 
 def has_room(

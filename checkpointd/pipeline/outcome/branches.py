@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from checkpointd.commit.branches import training
 from checkpointd.commit.facts import Order
-from checkpointd.errors import UnreadableError
-from checkpointd.layout.log_records import LogState
 from checkpointd.layout.manifest import Branches
-from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root.candidates import known_state
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 
@@ -22,15 +20,7 @@ async def after(store: Store, patience: Patience, prefix: str, begins: Order) ->
     """The training of the checkpoint `prefix`, and `CommitRecord.left` of the saves that go on from it. `begins`: the order of
     the first of them.
     """
-    with patience.looks() as looks:
-        while True:
-            try:
-                return _left(await root_view.state_of(store), prefix, begins)
-            except UnreadableError as error:
-                await looks.unreadable(error)
-
-
-def _left(state: LogState, prefix: str, begins: Order) -> tuple[str, Branches]:
+    state = await known_state(store, patience)
     one = state.attempts.get(prefix)
     if one is None or one.committed is None:
         return "", ()  # it lies in memory or in a spool, and is the newest

@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,13 +17,14 @@ from itertools import islice
 from checkpointd.commit.decide import Decision, decide, has_no_progress, unshared
 from checkpointd.commit.log import fate
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError
-from checkpointd.layout.ballot import encode_ballot
+from checkpointd.layout.ballot import encode_ballot, votes_in
 from checkpointd.layout.indexes import Index, Plan
 from checkpointd.layout.joint_plan import StoredJointPlan, joint_plan, joint_plan_ref
 from checkpointd.layout.keys import (
     AttemptId,
     attempt_prefix,
     holder_of,
+    is_ballot,
     is_bulk,
     object_key,
     object_rank,
@@ -37,12 +39,14 @@ from checkpointd.layout.save_timings import Cost
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.root import reserve, root_view
-from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_for_commit
+from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_named
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.plans import read_plans
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside, uncollected
 from checkpointd.store.base import Entry, Store
+
+log = logging.getLogger("checkpointd")
 
 RECOVERY = -1
 """The value of `decided_by` in a record that no rank put."""
@@ -93,6 +97,22 @@ class Ballot:
                 self._take(rank, key, data)
 
         uncollected(take)
+
+    async def gather_all(self, entries: list[Entry]) -> None:
+        """Read the votes among `entries`. Of ranks without one that can be read, the one that a ballot there has: the files of
+        votes need not be durable, and a ballot is (LOG-9).
+        """
+        await self.gather(entries)
+        for name in (entry.name for entry in entries if is_ballot(entry.name)):
+            key = object_key(self.prefix, name)
+            try:
+                votes = votes_in(await self.store.get(key, size_max=BALLOT_BYTES_MAX), name, key)
+            except (DamagedError, NotFoundError) as error:
+                log.warning("%s", error)
+                continue
+            for rank, data in enumerate(votes):
+                if self.votes.get(rank) is None:
+                    self._take(rank, key, data)
 
     def _take(self, rank: int, key: str, data: bytes | CheckpointdError) -> None:
         try:
@@ -250,7 +270,7 @@ async def _append(log: RootLog, draft: Draft) -> LoggedAttempt:
 async def put_named_by(store: Store, commit: CommitRecord, draft: Draft) -> None:
     """Make durable what `commit` names (LOG-9)."""
     named = {ballot_key(commit): draft.ballot, joint_plan_key(commit): draft.plan}
-    await asyncio.gather(*(put_for_commit(store, key, data) for key, data in named.items() if data))
+    await asyncio.gather(*(put_named(store, key, data) for key, data in named.items() if data))
 
 
 def draft_of(

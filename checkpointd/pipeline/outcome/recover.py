@@ -24,19 +24,19 @@ from functools import partial
 import msgspec
 
 from checkpointd.commit import decide as decisions
+from checkpointd.commit.branches import newest_of
 from checkpointd.commit.decide import Decision
 from checkpointd.commit.log import was_used
 from checkpointd.config import ABSENCE_S
 from checkpointd.errors import DamagedError, NotFoundError, StoreError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import COORDINATOR, AttemptId, attempt_prefix, is_tag, vote_name
-from checkpointd.layout.log_records import AbortRecord, BeginRecord, CommitRecord, LogState, Record
+from checkpointd.layout.log_records import AbortRecord, CommitRecord, LogState, Record
 from checkpointd.layout.manifest import Vote
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers
 from checkpointd.phrases import listed
 from checkpointd.pipeline.gc.collect import sweep, sweep_late
 from checkpointd.pipeline.gc.uploads import abort_dead_uploads
-from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.outcome.publish import (
     RECOVERY,
     Ballot,
@@ -47,16 +47,15 @@ from checkpointd.pipeline.outcome.publish import (
     unequal_boxes,
 )
 from checkpointd.pipeline.root import root_view, starts
-from checkpointd.pipeline.root.latest import going_back, move_latest, newest_of
-from checkpointd.pipeline.root.log import RootLog, new_nonce
+from checkpointd.pipeline.root.latest import going_back, move_latest
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.plans import remove_plans
 from checkpointd.pipeline.root.tag_directories import mend
-from checkpointd.pipeline.root.wholeness import lost_advice, lost_text, seen_at_a_glance
+from checkpointd.pipeline.root.wholeness import in_words, missing
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Entry, Store, each
 from checkpointd.store.patient import Patience, PatientStore
-from checkpointd.store.writers import new_writer
 
 log = logging.getLogger("checkpointd")
 
@@ -113,30 +112,34 @@ async def what_objects_show(store: Store, state: LogState) -> list[Record]:
             found.append(msgspec.structs.replace(draft.record, rebuilt=True))
         elif (tag, attempt) in known:
             found.append(draft.record)
-    number = starts.named(store, max([state.start, *(attempt.start for _, attempt in unsure)]) + 1)
-    found.append(BeginRecord(start=number, nonce=new_nonce(), world_size=0, process=new_writer(), writer=writer()))
-    return found
+    return [*found, starts.new(store, max([state.start, *(attempt.start for _, attempt in unsure)]) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Beyond:
-    """Directories of attempts beyond the end of the log. `later`: those (`<tag>/<attempt>`) that were saved at this root since
-    then, so somebody has removed the log, or put an older one in its place. `start`: the greatest start of the others, which
-    were brought from another root.
+    """Directories of attempts (`<tag>/<attempt>`) beyond the end of the log. `later`: those that were saved at this root since
+    then, so somebody has removed the log, or put an older one in its place. `others`: those of a root with another id.
     """
 
     later: tuple[str, ...] = ()
-    start: int = 0
+    others: tuple[str, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """The greatest start of the others."""
+        return max([0, *(AttemptId.of(one).start for one in self.others)])
 
 
 async def beyond(store: Store, at_root: Collection[Entry], state: LogState) -> Beyond:
     """The attempts whose start has not begun in `state`, where the log ends, or whose vote tells a number of a save that was
     not announced there. `at_root` was listed before the log was read.
 
-    Of the tags that the log knows, only the newest and those that were saved several times are looked at.
+    Of the tags that the log knows, only the newest and those that were saved several times are looked at, unless `latest` does
+    not name the newest: then others may have been saved again since.
     """
     saved, newest = Counter(one.tag for one in state.attempts.values()), newest_of(state)
-    known = {tag for tag, count in saved.items() if count == 1 and (newest is None or tag != newest.tag)}
+    is_followed = await _named(store) == (newest and newest.tag)
+    known = {tag for tag, count in saved.items() if is_followed and count == 1 and (newest is None or tag != newest.tag)}
     tags = [one.name for one in at_root if one.is_prefix and one.name not in known and is_tag(one.name)]
     found = [
         f"{tag}/{one.name}"
@@ -148,16 +151,30 @@ async def beyond(store: Store, at_root: Collection[Entry], state: LogState) -> B
     votes = dict(zip(strange, await each(partial(_first_vote, store), strange), strict=True))
     others = [one for one in strange if _is_of_another_root(store, state, votes[one])]
     later = [one for one in strange if one not in others and _is_later(state, one, votes[one])]
-    return Beyond(tuple(sorted(later)), max([0, *(AttemptId.of(one).start for one in others)]))
+    if others:
+        words = "these attempts at %s were saved at another root, or before log/root was made anew, and no load takes them: %s"
+        log.error(words, store.url, listed(sorted(others), 4))
+    return Beyond(tuple(sorted(later)), tuple(sorted(others)))
+
+
+async def _named(store: Store) -> str | None:
+    """The tag that `latest` names, as far as it can be read."""
+    try:
+        return await root_view.readable_latest(store)
+    except StoreError:
+        return None
 
 
 async def _first_vote(store: Store, attempt: str) -> Vote | None:
     """The coordinator's vote; None if there is none that can be read."""
+    vote: Vote | None
     try:
         vote = await root_view.read_vote(store, f"{attempt}/{vote_name(COORDINATOR)}")
     except (NotFoundError, DamagedError):
-        return None
-    return vote if vote.prefix == attempt else None
+        ballot = Ballot(store, attempt.rpartition("/")[0], AttemptId.of(attempt))
+        await ballot.gather_all(await root_view.objects_of(store, attempt))
+        vote = ballot.votes.get(COORDINATOR)
+    return vote if vote is not None and vote.prefix == attempt else None
 
 
 def _is_of_another_root(store: Store, state: LogState, vote: Vote | None) -> bool:
@@ -194,7 +211,7 @@ async def recover(store: Store, before: LogState) -> Recovery:
     """
     root_log = RootLog.of(store)
     state = root_log.state
-    done = Recovery(decided=decided_since(before, state), checkpoints=len(await root_view.checkpoints(store)))
+    done = Recovery(decided=decided_since(before, state), checkpoints=len(root_view.checkpoints_of(state.attempts.values())))
     for record in done.decided:
         say(record)
     spared = () if state.begin is None else state.begin.spared
@@ -214,19 +231,16 @@ async def recover(store: Store, before: LogState) -> Recovery:
         if not spared:
             done.strays = await store.sweep() + len(await abort_dead_uploads(store))
         await mend(store, 0 if spared else state.start)
-        await _warn_of_losses(store)
+        await _warn_of_losses(store, root_log.state)
     except (StoreError, DamagedError, NotFoundError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)
     return done
 
 
-async def _warn_of_losses(store: Store) -> None:
+async def _warn_of_losses(store: Store, state: LogState) -> None:
     """Log which checkpoints somebody has removed by hand, or removed what they need."""
-    missing = await seen_at_a_glance(store, await root_view.checkpoints(store))
-    if missing:
-        first, tags = next(iter(missing.values())), [prefix.partition("/")[0] for prefix in missing]
-        words, advice = "these checkpoints at %s cannot be loaded: %s. Of %s: %s; %s", lost_advice(store.url, tags[0], first)
-        log.warning(words, store.url, listed(tags), tags[0], lost_text(first), advice)
+    for line in in_words(store.url, await missing(store, root_view.checkpoints_of(state.attempts.values()))):
+        log.warning("%s", line)
 
 
 def decided_since(before: LogState, state: LogState) -> list[CommitRecord | AbortRecord]:
@@ -245,7 +259,7 @@ async def judge(store: Store, tag: str, attempt: AttemptId, checking: asyncio.Lo
     # An abort cannot be taken back, so several looks must agree that an object is missing.
     store = PatientStore(store, Patience(ABSENCE_S, ABSENCE_S))
     ballot = Ballot(store, tag, attempt)
-    await ballot.gather(await root_view.objects_of(store, ballot.prefix))
+    await ballot.gather_all(await root_view.objects_of(store, ballot.prefix))
     decision = decisions.recover(ballot.votes, tag=tag, attempt=str(attempt))
     joint = b""
     if decision.commit:

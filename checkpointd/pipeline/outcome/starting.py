@@ -6,7 +6,10 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+import msgspec
+
 from checkpointd.errors import RootInUseError
+from checkpointd.layout.keys import LOG_ROOT
 from checkpointd.layout.log_records import BeginRecord, LogState
 from checkpointd.layout.manifest import encode
 from checkpointd.pipeline.outcome.recover import Beyond, beyond, decided_now, make_again
@@ -39,12 +42,17 @@ async def begin(store: Store, beginner: Beginner) -> TakenStart:
     at_root = await store.list("")
     while True:
         before = await root_log.look(settles=True)
+        if before.number and not root_log.root_id:
+            words = (
+                "%s of %s cannot be read: the root gets a new id. Do not put back its log from before, which has another one"
+            )
+            log.error(words, LOG_ROOT, store.url)
         strange = Beyond() if root_log.fault else await beyond(store, at_root, before)
         if root_log.fault or strange.later:
             before = await make_again(store, before, strange.later)
         beginner.admits(before)
         # Chosen before the look for living jobs: a job that begins meanwhile puts a lease of this number, and is noticed by it.
-        newest = max(before.start, beginner.after, strange.start)
+        newest = max(before.start, beginner.origin_begin[0], strange.start)
         number = max([newest + 1, *(number + 1 for number in await leases.job_numbers(store))])
         stranger, working = await asyncio.gather(
             leases.refusing(store, beginner), leases.attempts_at_work(store, sight, beginner.surviving)
@@ -56,20 +64,17 @@ async def begin(store: Store, beginner: Beginner) -> TakenStart:
             continue  # another job is taking this start
         held.keep(is_put=True)
         try:
-            spared = await starts.unfenced(store, dict.fromkeys((*beginner.surviving, *working)))
-            start = await starts.begin(
-                store,
-                number,
-                beginner.world_size,
-                spared,
-                decided=await decided_now(store, root_log.state, spared),
+            begun = msgspec.structs.replace(
+                starts.new(store, number, beginner.world_size),
+                spared=await starts.unfenced(store, dict.fromkeys((*beginner.surviving, *working))),
                 commit_timeout_s=beginner.commit_timeout_s,
                 job=beginner.job,
                 process=sight.process,
                 origin=beginner.origin,
-                then=beginner.then,
-                seen=before.start,
+                origin_begin=beginner.origin_begin,
             )
+            decided = await decided_now(store, root_log.state, begun.spared)
+            start = await starts.begin(store, begun, decided=decided, then=beginner.then, seen=before.start)
         except BaseException:
             await held.release()
             raise

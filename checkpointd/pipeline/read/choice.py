@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UnreadableError, UsageError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UsageError
 from checkpointd.layout.keys import LATEST, AttemptId, attempt_prefix, check_tag
-from checkpointd.layout.log_records import LoggedAttempt
+from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.candidates import candidates, find, listed, newest
+from checkpointd.pipeline.root.candidates import candidates, known_state, meant
 from checkpointd.pipeline.root.wholeness import check_whole
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -89,20 +89,13 @@ class CheckpointFinder:
 
         `patiently`: look again if that cannot be read now. Without it, the caller does.
         """
-        found = await (self._logged(checkpoint.prefix) if patiently else root_view.logged(self.store, checkpoint.prefix))
+        state = await (known_state(self.store, self._patience()) if patiently else root_view.state_of(self.store))
+        found = state.attempts.get(checkpoint.prefix)
         if found is None or found.status != "checkpoint":
             raise NotFoundError(
                 f"{checkpoint.prefix} was removed from {self.store.url} after it was opened here: open the newest, or another "
                 "tag. Retention that keeps more checkpoints (keep_last) leaves a reader more time"
             )
-
-    async def _logged(self, prefix: str) -> LoggedAttempt | None:
-        with self._patience().looks() as looks:
-            while True:
-                try:
-                    return await root_view.logged(self.store, prefix)
-                except UnreadableError as error:
-                    await looks.unreadable(error)
 
     def _patience(self) -> Patience:
         self.patience = Patience(self.config.retry_s, self.config.absence_s)
@@ -123,46 +116,23 @@ class CheckpointFinder:
         self._pass_over(f"{checkpoint.tag} cannot be read: {why}")
 
     async def _chosen(self) -> LoggedAttempt:
+        state, root = await known_state(self.store, self._patience()), self.store.url
         if self.step is not None:
-            return await self._of_step(self.step)
+            return _of_step(state, self.step, root)
         if self.tag is None:
-            return await self._newest()
-        tag = await self._pointed() if self.tag == LATEST else self.tag
-        if self.attempt is not None:
-            return await self._named(tag, self.attempt)
-        # If a checkpoint was removed a moment ago, further looks for it are useless.
-        return await (root_view.find(self.store, tag) if self._removed else find(self.store, tag, self._patience()))
-
-    async def _of_step(self, step: int) -> LoggedAttempt:
-        known = await listed(self.store, self._patience())
-        found = next((c for c in known if c.commit.step == step), None)
-        if found is None:
-            steps = ", ".join(map(str, sorted({c.commit.step for c in known}))) or "none"
-            raise NotFoundError(f"there is no checkpoint of step {step} at {self.store.url}; the steps there are: {steps}")
-        return found
-
-    async def _pointed(self) -> str:
-        with self._patience().looks() as looks:
-            while True:
-                try:
-                    found = await newest(self.store)
-                except UnreadableError as error:
-                    await looks.unreadable(error)
-                    continue
-                if found is None:
-                    raise NotFoundError(f"there is no {LATEST} at {self.store.url}: name a tag")
-                return found.tag
-
-    async def _named(self, tag: str, attempt: AttemptId) -> LoggedAttempt:
-        prefix = attempt_prefix(tag, attempt)
-        found = await self._logged(prefix)
+            return self._newest(state)
+        if self.tag == LATEST:
+            return meant(state, root)
+        if self.attempt is None:
+            return root_view.found_in(state, self.tag, root)
+        prefix = attempt_prefix(self.tag, self.attempt)
+        found = state.attempts.get(prefix)
         if found is None or found.status != "checkpoint":
-            raise NotFoundError(f"{prefix} at {self.store.url} is not a checkpoint, or not one any more")
+            raise NotFoundError(f"{prefix} at {root} is not a checkpoint, or not one any more")
         return found
 
-    async def _newest(self) -> LoggedAttempt:
-        found = await candidates(self.store, self._patience())
-        chosen = next((c for c in found if c.prefix not in self._damaged), None)
+    def _newest(self, state: LogState) -> LoggedAttempt:
+        chosen = next((c for c in candidates(state) if c.prefix not in self._damaged), None)
         if chosen is not None:
             return chosen
         if self.passed_over:
@@ -175,3 +145,12 @@ class CheckpointFinder:
         if damage not in self.passed_over:
             log.error("%s. Trying the checkpoint before it", damage)
             self.passed_over.append(damage)
+
+
+def _of_step(state: LogState, step: int, root: str) -> LoggedAttempt:
+    known = root_view.checkpoints_of(state.attempts.values())
+    found = next((c for c in known if c.commit.step == step), None)
+    if found is None:
+        steps = ", ".join(map(str, sorted({c.commit.step for c in known}))) or "none"
+        raise NotFoundError(f"there is no checkpoint of step {step} at {root}; the steps there are: {steps}")
+    return found

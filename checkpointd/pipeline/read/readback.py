@@ -24,8 +24,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
+from checkpointd.commit.branches import commits_of
 from checkpointd.commit.log import is_sound
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError
@@ -39,7 +38,7 @@ from checkpointd.pipeline.read.plan import rank_reads
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, checked_index, record_verdict, verify_proved
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.wholeness import lost
+from checkpointd.pipeline.root.wholeness import missing_of
 from checkpointd.pipeline.workers import stopped
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -63,21 +62,12 @@ async def survivor(store: Store, staying: Sequence[LoggedAttempt]) -> LoggedAtte
 
     If none is recorded as whole, they are read back now, newest first. Damaged ones are recorded.
     """
-    newest_first = sorted((c for c in staying if not c.left_behind), key=lambda c: c.commit.order, reverse=True)
     attempts = (await root_view.state_of(store)).attempts
-    known = [one for c in newest_first if (one := attempts.get(c.prefix)) is not None and is_sound(one)]
-    for one in known:
-        if one.verified and not await is_incomplete(store, one):
-            return one
-    for one in known:
-        if not one.verified and not await is_incomplete(store, one) and (await read_back(store, one)).whole:
+    known = (attempts.get(c.prefix) for c in commits_of(staying) if not c.left_behind)
+    for one in sorted((one for one in known if one is not None and is_sound(one)), key=lambda one: not one.verified):
+        if await missing_of(store, one) is None and (one.verified or (await read_back(store, one)).whole):
             return one
     return None
-
-
-async def is_incomplete(store: Store, attempt: LoggedAttempt) -> bool:
-    """Whether something is missing that the checkpoint needs."""
-    return bool(await lost(store, attempt))
 
 
 async def read_back(store: Store, checkpoint: LoggedAttempt) -> CheckpointVerdict:
@@ -91,18 +81,6 @@ async def read_back(store: Store, checkpoint: LoggedAttempt) -> CheckpointVerdic
 
 
 # --- in the background --------------------------------------------------------------------------------------------
-
-
-class ReadBackStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one rank's writer has read back its shards, since it began."""
-
-    reading: str | None
-    """The tag that is being read back now."""
-    bytes_read: int
-    whole: str | None
-    """The newest tag whose shard of this rank was found whole."""
-    damaged: tuple[str, ...]
-    """The tags whose shard of this rank was found damaged."""
 
 
 @dataclass(eq=False)
@@ -121,20 +99,6 @@ class BackgroundReadBack:
     """A token for each save and load in flight."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     _not_before_s: float = 0.0
-    _reading: str | None = None
-    _bytes_read: int = 0
-    _whole: tuple[tuple[int, int], str] | None = None
-    _damaged: tuple[str, ...] = ()
-
-    @property
-    def status(self) -> ReadBackStatus:
-        """How far the reader has come. Any thread may ask."""
-        return ReadBackStatus(
-            reading=self._reading,
-            bytes_read=self._bytes_read,
-            whole=self._whole[1] if self._whole else None,
-            damaged=self._damaged,
-        )
 
     @property
     def is_paused(self) -> bool:
@@ -181,15 +145,12 @@ class BackgroundReadBack:
             if not self._pending:
                 return
             checkpoint, rank = self._pending.pop()
-            self._reading = checkpoint.tag
             try:
                 await self._read(checkpoint, rank)
             except CheckpointdError as error:
                 log.warning("%s: rank %d cannot read its shard back: %s", checkpoint.prefix, rank, error)
             except Exception:  # a defect in checkpointd must not end the reader
                 log.exception("%s: reading it back failed in an unforeseen way; please report it", checkpoint.prefix)
-            finally:
-                self._reading = None
 
     async def _turn(self) -> None:
         """Return when reading is allowed."""
@@ -214,14 +175,11 @@ class BackgroundReadBack:
         nbytes, fault = await self._fault(checkpoint, rank)
         if fault is None:
             await _record_shard(self.store, checkpoint, rank, nbytes)
-            if self._whole is None or self._whole[0] < checkpoint.commit.order:
-                self._whole = (checkpoint.commit.order, checkpoint.tag)
         elif await root_view.is_checkpoint(self.store, checkpoint.prefix):
             self.on_damage()
             log.error("%s: rank %d has read its shard back, and it is damaged: %s", checkpoint.prefix, rank, fault)
             verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.id), nbytes, [Damage.of(fault, rank)])
             await record_verdict(self.store, checkpoint, verdict)
-            self._damaged = (*self._damaged, checkpoint.tag)
 
     async def _fault(self, checkpoint: LoggedAttempt, rank: int) -> tuple[int, DamagedError | NotFoundError | None]:
         """Read the shard. Returns the number of bytes, and the first damage."""
@@ -234,7 +192,6 @@ class BackgroundReadBack:
         def count(read: int) -> None:
             nonlocal nbytes
             nbytes += read
-            self._bytes_read += read
 
         block_bytes, gap_bytes = bytes_together(uncached, BLOCK), uncached.capabilities.gap_bytes
         for group in group_chunks(rank_reads(checkpoint.prefix, index), block_bytes, gap_bytes):

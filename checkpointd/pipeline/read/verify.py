@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Literal
 
 import msgspec
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError, UnreadableError
+from checkpointd.errors import CheckpointdError, DamagedError, FormatError, NotFoundError, StoreError
 from checkpointd.layout import tree
 from checkpointd.layout.files import check_files, pieces_of
 from checkpointd.layout.indexes import Index
@@ -27,6 +27,7 @@ from checkpointd.pipeline.read.joint_plan import checked_joint_plan
 from checkpointd.pipeline.read.load import read_tensors
 from checkpointd.pipeline.root.ballots import CountedVotes, ballot_key, joint_plan_key
 from checkpointd.pipeline.root.log import RootLog
+from checkpointd.pipeline.root.wholeness import Loss
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.workers import aside
 from checkpointd.store.base import Store
@@ -55,8 +56,7 @@ class Damage(msgspec.Struct, frozen=True, kw_only=True):
         return Damage(code=error.code, message=f"{error}{where}", key=key, fqn=fqn, rank=rank if known is None else known)
 
 
-@dataclass(slots=True)
-class CheckpointVerdict:
+class CheckpointVerdict(msgspec.Struct):
     """The result of verifying one checkpoint: the bytes read, all damage, and everything that cannot be read now.
 
     A checkpoint without damage and without unreadable parts is whole. An unreadable part does not prove damage.
@@ -65,8 +65,16 @@ class CheckpointVerdict:
     tag: str
     attempt: str
     bytes_read: int = 0
-    damage: list[Damage] = field(default_factory=list)
-    unreadable: list[Damage] = field(default_factory=list)
+    damage: list[Damage] = []
+    unreadable: list[Damage] = []
+    state: Literal["whole", "damaged", "unreadable", "removed"] = "whole"
+    """For a report. `removed`: while it was read, or while its root was copied, or somebody removed the directory that showed
+    its files.
+    """
+    missing: Loss | None = None
+    """For a report: what is missing, which causes some of the damage."""
+    record_error: str = ""
+    """Why the log did not take the record of the result."""
 
     @property
     def whole(self) -> bool:
@@ -78,62 +86,114 @@ class CheckpointVerdict:
 
 
 async def verify(
-    store: Store, checkpoint: LoggedAttempt, config: LoadConfig, on_bytes: Callable[[int], None] = lambda _: None
+    store: Store,
+    checkpoint: LoggedAttempt,
+    config: LoadConfig,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    *,
+    ranks: Collection[int] | None = None,
+    left: Callable[[Index], Container[str]] = lambda _: (),
 ) -> CheckpointVerdict:
-    """Verify the outcome, the votes, indexes and chunks of all ranks, and that the ranks together stored a whole state.
+    """Verify the commit, the votes, indexes and chunks of all ranks, and that the ranks together stored a whole state; or with
+    `ranks`, only what these stored. `left`: the tensors of a rank to leave out, because the caller verifies them itself.
 
     A read that fails is tried again as `config` says; then the object counts as unreadable. An object counts as missing, which
     is damage, if looks spread over `config.absence_s` agree.
     """
-    verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.id))
-    store = PatientStore(store, Patience(config.retry_s, config.absence_s))
+    patient = PatientStore(store, Patience(config.retry_s, config.absence_s))
+    verification = _Verifying(patient, checkpoint, config, on_bytes, left)
+    for rank in range(checkpoint.commit.world_size) if ranks is None else ranks:
+        await verification.rank(rank, together=ranks is None)
+    await verification.together()
+    return verification.verdict
 
-    def count(nbytes: int) -> None:
-        verdict.bytes_read += nbytes
-        on_bytes(nbytes)
 
-    names, stored, contents = TensorNumbers(), dict[int, NumberedPlan](), list[StoredContent]()
-    votes = CountedVotes(store, checkpoint.commit)
-    for rank in range(checkpoint.commit.world_size):
+@dataclass(slots=True)
+class _Verifying:
+    """The verification of one checkpoint. What it finds is noted in `verdict`, and raised by nobody."""
+
+    store: Store
+    checkpoint: LoggedAttempt
+    config: LoadConfig
+    on_bytes: Callable[[int], None]
+    left: Callable[[Index], Container[str]]
+    verdict: CheckpointVerdict = field(init=False)
+    _votes: CountedVotes = field(init=False)
+    _names: TensorNumbers = field(default_factory=TensorNumbers)
+    _stored: dict[int, NumberedPlan] = field(default_factory=dict)
+    _contents: list[StoredContent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.verdict = CheckpointVerdict(self.checkpoint.tag, str(self.checkpoint.id))
+        self._votes = CountedVotes(self.store, self.checkpoint.commit)
+
+    async def rank(self, rank: int, *, together: bool) -> None:
+        """Verify the shard of one rank. `together`: keep what is needed to verify that of all."""
+        commit = self.checkpoint.commit
         try:
             if rank == COORDINATOR:
-                ballot = {ballot_key(checkpoint.commit): checkpoint.commit.ballot.size}
-                verdict.damage.extend([Damage.of(error, rank) async for error in _too_long(store, ballot)])
-            index = await _verify_rank(store, checkpoint, rank, config, count, verdict, votes)
-            stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, names)
-            if checkpoint.commit.plan is not None:
-                contents.append(await aside(len(index.tensors), content_of, index))
+                await self._note_too_long({ballot_key(commit): commit.ballot.size}, rank)
+            index = await read_index(self.store, self.checkpoint, rank, self._votes)
+            try:
+                await _check_described(self.checkpoint, index, self._votes)
+            except CheckpointdError as error:
+                self.verdict.note(error, rank)
+            await self._note_too_long({ref.key(self.checkpoint.prefix): ref.size for ref in index.objects}, rank)
+            others = self.left(index)
+            wanted = {t.fqn: None for t in index.tensors if t.fqn not in others}
+            found = await read_tensors(self.store, self.checkpoint.prefix, index, wanted, self.config, self._count)
+            self.verdict.damage.extend(Damage.of(error, rank) for error in found)
+            if together:
+                self._stored[rank] = await aside(len(index.tensors), NumberedPlan.of, index, self._names)
+            if together and commit.plan is not None:
+                self._contents.append(await aside(len(index.tensors), content_of, index))
         except (DamagedError, NotFoundError, StoreError) as error:
-            verdict.note(error, rank)
-    if len(stored) == checkpoint.commit.world_size:
-        comparison = compared(stored, names)
-        verdict.damage.extend(_union_damage(checkpoint, comparison.fault))
+            self.verdict.note(error, rank)
+
+    async def together(self) -> None:
+        """Verify that all ranks stored one whole state, if their indexes were read."""
+        commit = self.checkpoint.commit
+        if len(self._stored) < commit.world_size:
+            return
+        comparison = compared(self._stored, self._names)
+        self._note_union(comparison.fault)
         if comparison.doubled:
             with suppress(DamagedError, NotFoundError, StoreError):  # `_read_again` has noted them
-                fault = await unequal(partial(_read_again, store, checkpoint, verdict), comparison.doubled, config.reads)
-                verdict.damage.extend(_union_damage(checkpoint, fault))
-        if checkpoint.commit.plan is not None and not comparison.fault:
-            await _check_joint_plan(store, checkpoint, joint_plan(stored, names).encode(contents), verdict)
-    return verdict
+                self._note_union(await unequal(self._read_again, comparison.doubled, self.config.reads))
+        if commit.plan is None or comparison.fault:
+            return
+        expected, key = joint_plan(self._stored, self._names).encode(self._contents), joint_plan_key(commit)
+        try:
+            await checked_joint_plan(self.store, self.checkpoint)
+            if commit.plan != joint_plan_ref(expected):
+                raise DamagedError(f"{key} does not say what the ranks stored", key=key)
+        except (DamagedError, NotFoundError, StoreError) as error:
+            self.verdict.note(error, COORDINATOR)
 
+    def _count(self, nbytes: int) -> None:
+        self.verdict.bytes_read += nbytes
+        self.on_bytes(nbytes)
 
-async def _check_joint_plan(store: Store, checkpoint: LoggedAttempt, expected: bytes, verdict: CheckpointVerdict) -> None:
-    """Note it if the joint plan is damaged, or is not `expected`, which the indexes make."""
-    key = joint_plan_key(checkpoint.commit)
-    try:
-        await checked_joint_plan(store, checkpoint)
-        if checkpoint.commit.plan != joint_plan_ref(expected):
-            raise DamagedError(f"{key} does not say what the ranks stored", key=key)
-    except (DamagedError, NotFoundError, StoreError) as error:
-        verdict.note(error, COORDINATOR)
+    async def _note_too_long(self, sizes: Mapping[str, int], rank: int) -> None:
+        """Note the objects of `sizes` that are longer than they were written. The reads do not show that."""
+        for key, written in sizes.items():
+            size = await self.store.stat(key)
+            if size is not None and size > written:
+                text = f"{key!r} in {self.store.url} has {size} bytes, and was written with {written}"
+                self.verdict.note(DamagedError(text, key=key), rank)
 
+    def _note_union(self, fault: str | None) -> None:
+        """Note that the ranks did not store one whole state. No coordinator commits such an attempt: it was changed since."""
+        if fault is not None:
+            text = f"the ranks of {self.checkpoint.tag} did not store one whole state: {fault}"
+            self.verdict.damage.append(Damage.of(FormatError(text, key=ballot_key(self.checkpoint.commit))))
 
-async def _read_again(store: Store, checkpoint: LoggedAttempt, verdict: CheckpointVerdict, rank: int) -> Index:
-    try:
-        return await read_index(store, checkpoint, rank)
-    except (DamagedError, NotFoundError, StoreError) as error:
-        verdict.note(error, rank)
-        raise
+    async def _read_again(self, rank: int) -> Index:
+        try:
+            return await read_index(self.store, self.checkpoint, rank)
+        except (DamagedError, NotFoundError, StoreError) as error:
+            self.verdict.note(error, rank)
+            raise
 
 
 async def verify_proved(
@@ -144,84 +204,21 @@ async def verify_proved(
     return await verify(store.uncached, checkpoint, config, on_bytes) if verdict.damage else verdict
 
 
-async def verify_ranks(
-    store: Store,
-    checkpoint: LoggedAttempt,
-    ranks: Iterable[int],
-    config: LoadConfig,
-    on_bytes: Callable[[int], None] = lambda _: None,
-    left: Callable[[Index], Container[str]] = lambda _: (),
-) -> list[Damage]:
-    """The damage in the shards of `ranks`. Raises UnreadableError if there is none, but something cannot be read now.
-
-    `left`: the tensors of a rank to leave out, because the caller verifies them itself.
-    """
-    verdict = CheckpointVerdict(checkpoint.tag, str(checkpoint.id))
-    store = PatientStore(store, Patience(config.retry_s, config.absence_s))
-    votes = CountedVotes(store, checkpoint.commit)
-    for rank in ranks:
-        try:
-            await _verify_rank(store, checkpoint, rank, config, on_bytes, verdict, votes, left)
-        except (DamagedError, NotFoundError, StoreError) as error:
-            verdict.note(error, rank)
-    if verdict.unreadable and not verdict.damage:
-        raise UnreadableError(verdict.unreadable[0].message)
-    return verdict.damage
-
-
-async def record_verdict(store: Store, checkpoint: LoggedAttempt, verdict: CheckpointVerdict) -> StoreError | None:
+async def record_verdict(store: Store, checkpoint: LoggedAttempt, verdict: CheckpointVerdict) -> None:
     """Record that `checkpoint` is whole, or that it is damaged; the later record counts.
 
-    `verdict` must come from `store.uncached`. If the storage fails, its error is returned. If that happens, or if the attempt
-    is not a checkpoint any more, nothing changes.
+    `verdict` must come from `store.uncached`. If the storage fails, it notes the error. If that happens, or if the attempt is
+    not a checkpoint any more, nothing changes.
     """
-    record: VerifyRecord | DamageRecord
-    if verdict.whole:
-        record = VerifyRecord(attempt=checkpoint.prefix, nbytes=verdict.bytes_read)
-    elif verdict.damage:
-        faults = "; ".join(damage.message for damage in verdict.damage[:FAULTS_MAX])
-        record = DamageRecord(attempt=checkpoint.prefix, why=faults)
-    else:
-        return None
+    faults = "; ".join(damage.message for damage in verdict.damage[:FAULTS_MAX])
+    if not faults and not verdict.whole:
+        return
+    whole = VerifyRecord(attempt=checkpoint.prefix, nbytes=verdict.bytes_read)
     try:
-        await RootLog.of(store).add(record)
+        await RootLog.of(store).add(DamageRecord(attempt=checkpoint.prefix, why=faults) if faults else whole)
     except StoreError as error:
         log.warning("%s: the result of reading it cannot be recorded: %s", checkpoint.prefix, error)
-        return error
-    return None
-
-
-async def _verify_rank(
-    store: Store,
-    checkpoint: LoggedAttempt,
-    rank: int,
-    config: LoadConfig,
-    count: Callable[[int], None],
-    verdict: CheckpointVerdict,
-    votes: CountedVotes,
-    left: Callable[[Index], Container[str]] = lambda _: (),
-) -> Index:
-    """Verify the shard of one rank. Returns its index."""
-    index = await read_index(store, checkpoint, rank, votes)
-    try:
-        await _check_described(checkpoint, index, votes)
-    except CheckpointdError as error:
-        verdict.note(error, rank)
-    sizes = {ref.key(checkpoint.prefix): ref.size for ref in index.objects}
-    verdict.damage.extend([Damage.of(error, rank) async for error in _too_long(store, sizes)])
-    others = left(index)
-    wanted = {t.fqn: None for t in index.tensors if t.fqn not in others}
-    found = await read_tensors(store, checkpoint.prefix, index, wanted, config, count)
-    verdict.damage.extend(Damage.of(error, rank) for error in found)
-    return index
-
-
-async def _too_long(store: Store, sizes: Mapping[str, int]) -> AsyncIterator[DamagedError]:
-    """The objects of `sizes` that are longer than they were written. The reads do not show that such a file has changed."""
-    for key, written in sizes.items():
-        size = await store.stat(key)
-        if size is not None and size > written:
-            yield DamagedError(f"{key!r} in {store.url} has {size} bytes, and was written with {written}", key=key)
+        verdict.record_error = str(error)
 
 
 async def checked_index(store: Store, checkpoint: LoggedAttempt, rank: int) -> Index:
@@ -246,11 +243,3 @@ def _check_tree(index: Index, key: str) -> None:
     sizes = {entry.fqn: entry.box.numel() for entry in index.tensors}
     for file in files.files:
         pieces_of(file, sizes)
-
-
-def _union_damage(checkpoint: LoggedAttempt, fault: str | None) -> Iterator[Damage]:
-    """The damage if the ranks did not store one whole state. No coordinator commits such an attempt, so it was changed
-    since."""
-    if fault is not None:
-        message = f"the ranks of {checkpoint.tag} did not store one whole state: {fault}"
-        yield Damage.of(FormatError(message, key=ballot_key(checkpoint.commit)))

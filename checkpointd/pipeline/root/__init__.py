@@ -1,1 +1,1 @@
-"""The small objects at a root: attempts, starts, leases, marks, `latest`, tag directories."""
+"""The small objects at a root: the log, starts, leases, plans, `latest`, tag directories."""

@@ -18,10 +18,9 @@ from checkpointd.store.base import Store
 log = logging.getLogger("checkpointd")
 
 
-async def put_for_commit(store: Store, key: str, data: bytes) -> None:
-    """Make the object `key`, a ballot or a joint plan, durable for the commit that will name it.
-
-    Its name has the digest of its content. So other bytes there are damaged, and are replaced.
+async def put_named(store: Store, key: str, data: bytes) -> None:
+    """Make the object `key` durable: a plan, or what a commit will name. Its name has the digest of its content, so other bytes
+    there are damaged, and are replaced.
     """
     if not await store.put_if_absent(key, data) and not await _holds(store, key, data):
         log.error("%s is damaged: it is written again", key)

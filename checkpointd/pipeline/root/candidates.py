@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 
+from checkpointd.commit.branches import commits_of, newest_of
 from checkpointd.errors import NotFoundError, UnreadableError
 from checkpointd.layout.keys import LATEST
 from checkpointd.layout.log_records import LoggedAttempt, LogState, PassOverRecord
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
@@ -22,14 +22,13 @@ from checkpointd.store.patient import Patience
 logger = logging.getLogger("checkpointd")
 
 
-async def candidates(store: Store, patience: Patience) -> list[LoggedAttempt]:
-    """The checkpoints for a load that names no tag, newest first. Raises UnreadableError if the storage does not tell."""
-    state = await known_state(store, patience)
-    return [one for one in root_view.commits_of(state.attempts.values()) if one.may_be_latest]
+def candidates(state: LogState) -> list[LoggedAttempt]:
+    """The checkpoints for a load that names no tag, newest first."""
+    return [one for one in commits_of(state.attempts.values()) if one.may_be_latest]
 
 
 async def listed(store: Store, patience: Patience) -> list[LoggedAttempt]:
-    """All checkpoints, newest first. Raises as `candidates`."""
+    """All checkpoints, newest first. Raises as `known_state`."""
     return root_view.checkpoints_of((await known_state(store, patience)).attempts.values())
 
 
@@ -57,28 +56,16 @@ async def newest(store: Store) -> LoggedAttempt | None:
 
 
 async def named(store: Store, tag: str | None) -> str:
-    """The tag that a user names: `tag` itself, or for None and `latest` that of the checkpoint that a load takes. Raises
-    NotFoundError.
-    """
-    if tag is not None and tag != LATEST:
-        return tag
-    found = await newest(store)
+    """`tag`, or for `latest` and None the tag of the checkpoint that a load would try first. NotFoundError if there is none."""
+    return tag if tag is not None and tag != LATEST else meant(await root_view.state_of(store), store.url).tag
+
+
+def meant(state: LogState, root: str) -> LoggedAttempt:
+    """The checkpoint that `latest` means in `state`, of `root`. Raises NotFoundError if there is none."""
+    found = newest_of(state)
     if found is None:
-        raise NotFoundError(f"there is no {LATEST} at {store.url}: nothing was committed there yet")
-    return found.tag
-
-
-async def find(store: Store, tag: str, patience: Patience) -> LoggedAttempt:
-    """The checkpoint of `tag`, as `root_view.find`, but with further looks if it is missing or cannot be read."""
-    with patience.looks() as looks:
-        while True:
-            try:
-                return await root_view.find(store, tag)
-            except UnreadableError as error:
-                await looks.unreadable(error)
-            except NotFoundError as error:
-                if await looks.is_lost(str(error)):
-                    raise
+        raise NotFoundError(f"there is no {LATEST} at {root}: nothing was committed there yet")
+    return found
 
 
 async def note_passed_over(store: Store, prefix: str, why: str) -> None:

@@ -11,9 +11,9 @@ import asyncio
 import logging
 
 from checkpointd.commands import at_tag, command
+from checkpointd.commit.branches import newest_of
 from checkpointd.errors import DamagedError, LinkError, NotFoundError, StoreError
 from checkpointd.layout.keys import LATEST
-from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store
@@ -23,11 +23,6 @@ log = logging.getLogger("checkpointd")
 LOOKS_MAX = 8
 PATIENCE_S = 30.0
 """How long a move of `latest` may take. The holder of the lock may have been stopped."""
-
-
-def newest_of(state: LogState) -> LoggedAttempt | None:
-    """The checkpoint that `latest` should name: the newest whose save asked for it, and of no branch that was left."""
-    return max((one for one in state.attempts.values() if one.may_be_latest), key=lambda one: one.order, default=None)
 
 
 def going_back(root: str, tag: str) -> str:

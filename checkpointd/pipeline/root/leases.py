@@ -10,12 +10,14 @@ Invariants
   LEASE-2  Clocks of different machines are never compared. A process that looks at a lease watches its count for the lease's
       length, on its own monotonic clock. It does not wait for a process that the kernel knows to have ended.
   LEASE-3  A job puts its lease before the record of its start, so a process that sees the record also sees the lease.
-  LEASE-4  A look at a lease ends at the first renewal, when the lease or its process is gone, or after the lease's length.
+  LEASE-4  A look at a lease ends at the first renewal, when the lease or its process is gone, or when it has stayed the same
+      for its length while the storage answered; in any case after twice that length, and then its holder counts as alive.
   LEASE-5  A job begins beside a living job only if both have the same name, or if the user says that it takes over the root. A
       process that mirrors to the root begins beside none, whatever its name. A start that can read the lease no more fails.
   LEASE-6  A lease counts as gone only if its name is not listed either, so a stale directory entry makes no holder look dead.
   LEASE-7  A renewal that fails is logged and tried again; it ends no save. If somebody removes a lease, its holder puts it
-      again only while it still matters: the job's start is the newest, or the attempt is undecided.
+      again only while it still matters: the job's start is the newest, or the attempt is undecided. A holder puts no lease at
+      another root, and removes no lease of another process.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, RootGoneError, StoreError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import ATTEMPT_LEASES, LEASES, attempt_lease_key, is_attempt, job_lease_key, start_of
-from checkpointd.layout.log_records import LogState, Record
+from checkpointd.layout.log_records import BeginRef, LogState, Record
 from checkpointd.layout.manifest import Lease, decode, encode
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import starts
@@ -101,15 +104,6 @@ class HeldLease:
         if self._task is None and not self._over.is_set():
             self._task = asyncio.get_running_loop().create_task(self._keep_on(is_put))
 
-    async def begin(self) -> None:
-        """Put the lease now if the storage lets it, and renew it from now on. Raises nothing."""
-        try:
-            await self._put()
-            self.keep(is_put=True)
-        except CheckpointdError as error:
-            log.warning("%s cannot be put: %s; trying again", self.key, error)
-            self.keep()
-
     def lapse(self) -> None:
         """Renew the lease no more, and leave it there: the next process of this node takes the work up before it ends."""
         self._over.set()
@@ -132,7 +126,9 @@ class HeldLease:
     async def _remove(self) -> None:
         assert self._task is not None
         await self._task
-        await self._store.delete(self.key)
+        with suppress(NotFoundError):  # and whoever has put its own lease there since keeps that
+            if decode(await self._store.get(self.key), type(self.lease), self.key).process == self.lease.process:
+                await self._store.delete(self.key)
 
     async def _keep_on(self, is_put: bool) -> None:
         said, was_there = "", is_put
@@ -269,8 +265,9 @@ def _understood(data: bytes | None, key: str) -> Lease | None:
 
 
 async def _seen_alive(watch: Watch, about: str) -> Lease | None:
-    """The lease of `watch`, which was looked at once, if its holder renews it. Takes at most the lease's length (LEASE-4).
-    Raises StoreError if it can be read no more by then, or if no wait can help, since the holder may renew it all the same.
+    """The lease of `watch`, which was looked at once, if its holder renews it. Takes at most the lease's length, and as long
+    again if the storage did not answer meanwhile (LEASE-4). Raises StoreError if it can be read no more by then, or if no wait
+    can help, since the holder may renew it all the same.
     """
     if watch.has_ended():
         return None
@@ -287,8 +284,10 @@ async def _seen_alive(watch: Watch, about: str) -> Lease | None:
                 raise
             log.warning("%s cannot be looked at: %s; trying again", watch.key, error)
             continue
-        if watch.has_ended() or loop.time() >= until:
+        if watch.has_ended():
             return None
+        if loop.time() >= until + watch.length_s:
+            return watch.lease  # the storage is too slow to tell
 
 
 def _named(lease: Lease | None) -> str:
@@ -377,8 +376,8 @@ class Beginner:
     """Attempts at which its own daemon works."""
     origin: str = ""
     """Of a mirror: the id of the root that it follows."""
-    after: int = 0
-    """Its start is newer than this one."""
+    origin_begin: BeginRef = (0, "")
+    """Of a mirror: the newest start of that root. Its own is newer."""
     admits: Callable[[LogState], None] = anything
     """Raises if it may not begin after this state."""
     instead: str = ""
@@ -398,12 +397,11 @@ def of_job(store: Store, number: int, beginner: Beginner) -> HeldLease:
     """The lease of the job that takes start `number`, not put yet."""
 
     async def counts() -> bool:
-        newest = await starts.newest(store)
-        if not newest:  # the root is gone, as after an unmount; the lease is renewed again when it is back
-            raise RootGoneError(f"{store.url} shows no start any more; was it unmounted?")
-        return newest == number
+        await check_root()
+        return await starts.newest(store) == number
 
-    return HeldLease(store, job_lease_key(number), _new(beginner.sight, beginner.job), counts)
+    check_root = RootLog.of(store).check_root  # after an unmount, the lease is renewed again when the root is back
+    return HeldLease(store, job_lease_key(number), _new(beginner.sight, beginner.job), counts, check_root)
 
 
 async def drop_older(store: Store, number: int) -> None:

@@ -25,7 +25,6 @@ from checkpointd.commit.log import apply, check_all, reached, rebuilt
 from checkpointd.commit.log_access import (
     ABSENT,
     NOTHING,
-    UNSURE,
     Ended,
     KnownLog,
     LogAccess,
@@ -259,8 +258,9 @@ class RootLog:
         """Append the records that `wanted` gives for the state at the end of the log, if they are valid there. It is asked
         again whenever somebody else was faster. Returns the state afterwards, which is proved and durable.
 
-        Callers that meet are served by one entry. Raises StoreError if the storage fails: the records may be there or not, so
-        ask again. Raises UnreadableError if the log cannot be read to its end, RootGoneError if the root is another one.
+        Callers that meet are served by one entry, or on slow storage they would wait for each other for longer than a save may
+        take. Raises StoreError if the storage fails: the records may be there or not, so ask again. Raises UnreadableError if
+        the log cannot be read to its end, RootGoneError if the root is another one.
         """
         await self._appended(wanted)
         return self.state
@@ -300,7 +300,7 @@ class RootLog:
     async def compact(self) -> None:
         """If a state is due, put it, and remove what older states cover (LOG-6). Only logs what goes wrong."""
         async with self._turn:
-            due, self._known = self._known.due, replace(self._known, due=None)
+            due, self._known = self._known.due, self._known.with_due(None)
             machine = None if due is None else steps.Compaction(due)
             try:
                 while machine is not None:
@@ -347,7 +347,7 @@ class RootLog:
                 if not was_sent or failures > 1:
                     self._known = step.known  # the next call goes on from there
                     raise
-                reply = UNSURE
+                reply = False
             after = step.after(reply)
             if isinstance(after, Ended):
                 return after
@@ -411,7 +411,7 @@ class RootLog:
     def _took(self, ended: Ended) -> None:
         known = ended.known
         if not ended.is_proved and not ended.fault:  # a follow on the same log, so what was due before stays due
-            known = replace(known, due=self._known.due)
+            known = known.with_due(self._known.due)
         self._known = known
         if ended.fault and ended.fault != self.fault:
             log.error("%s", self._unreadable(ended.fault))

@@ -23,10 +23,11 @@ from functools import partial
 import msgspec
 
 from checkpointd.codec.packed import pack, unpack
-from checkpointd.errors import CheckpointdError, CodecError, DamagedError, FormatError, NotFoundError, UsageError
+from checkpointd.errors import CheckpointdError, CodecError, DamagedError, FormatError, UsageError
 from checkpointd.layout.indexes import LISTED_MAX, Plan
 from checkpointd.layout.keys import PLANS, AttemptId, plan_key, start_of
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, Header, Vote, check_header, digest
+from checkpointd.pipeline.root.ballots import put_named
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardTensor
 from checkpointd.pipeline.workers import aside, run_workers, uncollected
 from checkpointd.store.base import Store
@@ -146,22 +147,8 @@ async def _put_plan(store: Store, info: AttemptInfo, shard: Shard) -> OwnPlan:
     plan = shard.plan(info)
     data = await aside(len(shard.tensors), encode_plan, plan)
     made = OwnPlan(shard.tensors, info.attempt.start, plan, digest(data))
-    await put_plan_bytes(store, made.key, data)
+    await put_named(store, made.key, data)
     return made
-
-
-async def put_plan_bytes(store: Store, key: str, data: bytes) -> None:
-    """Put the bytes of a plan, unless they are there."""
-    if not await store.put_if_absent(key, data) and not await _holds(store, key, data):
-        log.error("%s is damaged and is written again, since its name gives the digest of the right bytes", key)
-        await store.put(key, data)
-
-
-async def _holds(store: Store, key: str, data: bytes) -> bool:
-    try:
-        return await store.get(key, size_max=len(data)) == data
-    except (DamagedError, NotFoundError):
-        return False
 
 
 async def remove_plans(store: Store, start: int, surviving: Collection[str] = ()) -> int:

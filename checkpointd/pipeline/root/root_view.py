@@ -6,12 +6,14 @@ The log alone decides. A listing shows only which objects of an attempt are ther
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
 
 from checkpointd.commands import at_tag, command
+from checkpointd.commit.branches import commits_of
 from checkpointd.commit.facts import STATES
-from checkpointd.errors import DamagedError, LinkError, NotFoundError, UnreadableError
+from checkpointd.errors import DamagedError, LinkError, NotFoundError
 from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import (
     LATEST,
@@ -59,14 +61,6 @@ def attempts_of(state: LogState, tag: str) -> list[LoggedAttempt]:
     return sorted((one for one in state.attempts.values() if one.tag == tag), key=attrgetter("id"))
 
 
-def commits_of(attempts: Iterable[LoggedAttempt]) -> list[LoggedAttempt]:
-    """All checkpoints among `attempts`, newest first, and those of branches that were left after all others. A tag that was
-    saved again may have several.
-    """
-    found = [one for one in attempts if one.status == "checkpoint"]
-    return sorted(found, key=lambda one: (not one.left_behind, one.order), reverse=True)
-
-
 def checkpoints_of(attempts: Iterable[LoggedAttempt]) -> list[LoggedAttempt]:
     """The checkpoints among `attempts`, newest first: the newest commit of each tag."""
     newest: dict[str, LoggedAttempt] = {}
@@ -82,16 +76,28 @@ async def checkpoints(store: Store) -> list[LoggedAttempt]:
 
 async def find(store: Store, tag: str) -> LoggedAttempt:
     """The checkpoint of `tag`. Raises NotFoundError, which says what is there instead, if there is none."""
-    state = await state_of(store)
+    return found_in(await state_of(store), tag, store.url)
+
+
+def found_in(state: LogState, tag: str, root: str) -> LoggedAttempt:
+    """The same in `state`, which is that of `root`."""
     own = attempts_of(state, check_tag(tag))
     found = checkpoints_of(own)
     if found:
         return found[0]
     if own:
         states = ", ".join(f"{one.id} is {STATES[one.status]}" for one in own)
-        raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', *at_tag(store.url, tag))} says why")
-    known = [one.tag for one in checkpoints_of(state.attempts.values())]
-    raise NotFoundError(f"there is no tag {tag!r} at {store.url}; checkpoints are: {listed(known) or 'none'}")
+        raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', *at_tag(root, tag))} says why")
+    raise no_such_tag(state, tag, root)
+
+
+def no_such_tag(state: LogState, tag: str, root: str) -> NotFoundError:
+    """The error that the log of `root` does not know `tag`, with tags that are like it, and the checkpoints there."""
+    known = list(dict.fromkeys(one.tag for one in state.attempts.values()))
+    similar = get_close_matches(tag, known, n=3, cutoff=0.4) or [name for name in known if name.endswith(tag)][:3]
+    there = listed([one.tag for one in checkpoints_of(state.attempts.values())]) or "none"
+    hint = f" (did you mean {' or '.join(similar)}?)" if similar else ""
+    return NotFoundError(f"there is no tag {tag!r} at {root}{hint}; checkpoints are: {there}")
 
 
 # --- objects ----------------------------------------------------------------------------------------------------------
@@ -180,10 +186,9 @@ async def latest(store: Store) -> str | None:
     Raises DamagedError if it holds no tag, or is a symbolic link, which is never followed.
     """
     try:
-        content = await pointer(store)
-        if content is None:
-            return None
-        text = content.decode()
+        text = (await store.get(LATEST, size_max=LATEST_BYTES_MAX)).decode()
+    except NotFoundError:
+        return None
     except LinkError as error:
         raise DamagedError(f"the pointer {LATEST} names nothing: {error}", key=LATEST) from error
     except UnicodeDecodeError as error:
@@ -200,19 +205,6 @@ async def readable_latest(store: Store) -> str | None:
         return await latest(store)
     except DamagedError:
         return None
-
-
-async def pointer(store: Store) -> bytes | None:
-    """The content of `latest`; None if it is missing. The first commit may make it between reading and listing."""
-    try:
-        return await store.get(LATEST, size_max=LATEST_BYTES_MAX)
-    except NotFoundError:
-        if not any(entry.name == LATEST and not entry.is_prefix for entry in await store.list("")):
-            return None
-    try:
-        return await store.get(LATEST, size_max=LATEST_BYTES_MAX)
-    except NotFoundError as error:
-        raise UnreadableError(f"{error}, although it is listed: does the file server lag behind?") from error
 
 
 async def is_of_another_program(store: Store, text: str) -> bool:

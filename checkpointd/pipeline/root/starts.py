@@ -43,46 +43,36 @@ async def take(store: Store, world_size: int, surviving: Sequence[str] = (), *, 
     """Take the next start for a job of `world_size` ranks (0: for a recovery without a job), even if another job is alive.
 
     This fences every older start at the root. Only the attempts `surviving` (`<tag>/<attempt>`), whose writers have outlived
-    their trainers, go on. A job calls `leases.begin` instead, which leaves a living job alone.
+    their trainers, go on. A job calls `starting.begin` instead, which leaves a living job alone.
     """
     while True:
-        number = await newest(store) + 1
-        begun = await begin(store, number, world_size, surviving, commit_timeout_s=commit_timeout_s)
-        if begun is not None:
-            return begun
+        begun = new(store, await newest(store) + 1, world_size)
+        begun = msgspec.structs.replace(begun, spared=tuple(surviving), commit_timeout_s=commit_timeout_s)
+        taken = await begin(store, begun)
+        if taken is not None:
+            return taken
+
+
+def new(store: Store, number: int, world_size: int = 0) -> BeginRecord:
+    """A start of this process, which nobody has taken yet. Raises FormatError if there can be none with this number."""
+    if number > START_MAX:
+        raise FormatError(f"start {number} has no name: somebody has put start {START_MAX} into {store.url}")
+    return BeginRecord(start=number, nonce=new_nonce(), world_size=world_size, process=new_writer(), writer=writer())
 
 
 async def begin(
     store: Store,
-    number: int,
-    world_size: int,
-    surviving: Sequence[str] = (),
+    begun: BeginRecord,
     *,
     decided: Sequence[CommitRecord | AbortRecord] = (),
     then: Sequence[Record] = (),
-    commit_timeout_s: float = 0.0,
-    job: str = "",
-    process: str | None = None,
-    origin: str = "",
     seen: int | None = None,
 ) -> BeginRecord | None:
-    """Take start `number`, as `take` does, in one entry with what is `decided` of older attempts (LOG-7), and what it does
-    `then`; None if there is a newer one than `seen`, by default than the one before it. `process`: the holder, by default this
-    process. `origin`: of a mirror, the id of the root that it follows. Raises NotFoundError if the log refuses `then`, and
-    UsageError if the store does not tell names apart.
+    """Take the start `begun`, as `take` does, in one entry with what is `decided` of older attempts (LOG-7), and what it does
+    `then`. Returns it with what it spares; None if there is a newer one than `seen`, by default than the one before it. Raises
+    NotFoundError if the log refuses `then`, and UsageError if the store does not tell names apart.
     """
-    named(store, number)
-    newest_seen, refused = number - 1 if seen is None else seen, ""
-    begun = BeginRecord(
-        start=number,
-        nonce=new_nonce(),
-        world_size=world_size,
-        process=new_writer() if process is None else process,
-        commit_timeout_s=commit_timeout_s,
-        job=job,
-        origin=origin,
-        writer=writer(),
-    )
+    newest_seen, refused = begun.start - 1 if seen is None else seen, ""
 
     def wanted(state: LogState) -> list[Record]:
         nonlocal refused
@@ -90,7 +80,7 @@ async def begin(
         if state.start > newest_seen:
             return []
         still = [one for one in map(partial(_with_start, begun), decided) if not check(state, one)]
-        spared = tuple(one for one in surviving if may_be_spared(state, one))
+        spared = tuple(one for one in begun.spared if may_be_spared(state, one))
         records = [*still, msgspec.structs.replace(begun, spared=spared), *then]
         refused = check_all(state, records) if then else ""
         return [] if refused else records
@@ -101,7 +91,7 @@ async def begin(
     state = await log.append(wanted)
     if refused:
         raise NotFoundError(f"nothing has changed at {store.url}: {refused}")
-    return state.begin if is_taken(state, number, begun.nonce) else None
+    return state.begin if is_taken(state, begun.start, begun.nonce) else None
 
 
 def _with_start(begun: BeginRecord, decided: CommitRecord | AbortRecord) -> CommitRecord | AbortRecord:
@@ -109,13 +99,6 @@ def _with_start(begun: BeginRecord, decided: CommitRecord | AbortRecord) -> Comm
     if isinstance(decided, CommitRecord) or decided.error.phase != "recovery":
         return decided
     return msgspec.structs.replace(decided, error=fenced_by(begun, f": {decided.error.message}"))
-
-
-def named(store: Store, number: int) -> int:
-    """`number`, if a start can have it. Raises FormatError if not."""
-    if number > START_MAX:
-        raise FormatError(f"start {number} has no name: somebody has put start {START_MAX} into {store.url}")
-    return number
 
 
 async def _check_names(store: Store) -> None:

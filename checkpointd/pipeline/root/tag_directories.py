@@ -96,7 +96,7 @@ async def show(store: Store, outcome: CommitRecord, *, wait_s: float = 0.0) -> N
             await asyncio.sleep(LOOK_S)
             continue
         async with _alone(store, plain):
-            if await _is_removed(store, outcome):
+            if not await root_view.is_checkpoint(store, outcome.attempt):
                 log.info("%s was removed before it was shown", outcome.attempt)
                 return
             if not await _is_shown(store, outcome):
@@ -259,6 +259,22 @@ async def unseen_of(store: Store, outcome: CommitRecord) -> str | None:
     )
 
 
+async def unlike(store: Store, outcome: CommitRecord, absence_s: float) -> str | None:
+    """The files of the commit `outcome` that its directory does not show as they were stored, in words; None if it shows all.
+    Looks only: a job may be showing or replacing it, so a difference counts if looks spread over `absence_s` seconds find it.
+    """
+    plain = plain_files_of(store)
+    if plain is None or not outcome.shown_at:
+        return None
+    files = await files_of(store, outcome)
+    with Patience(absence_s, absence_s).looks() as looks:
+        while changed := await plain.changed(outcome.shown_at, files):
+            if await looks.is_lost(outcome.shown_at):
+                named = listed([f"{name} ({what})" for name, what in sorted(changed.items())], 3)
+                return f"{outcome.shown_at} does not show what was committed: {named}"
+    return None
+
+
 async def files_of(store: Store, outcome: CommitRecord) -> dict[str, str]:
     """The keys of a commit's files, by the names under which they are shown."""
     found: dict[str, str] = {}
@@ -411,9 +427,9 @@ async def abandoned(store: Store, *, restores: bool = True) -> set[str]:
     return found if await plain.is_there(SERVICE) else set()
 
 
-async def is_gone(plain: PlainFiles, at: str, absence_s: float = ABSENCE_S) -> bool:
-    """Whether looks spread over `absence_s` seconds agree that there is no directory `at`."""
-    with Patience(absence_s, absence_s).looks() as looks:
+async def is_gone(plain: PlainFiles, at: str) -> bool:
+    """Whether looks spread over ABSENCE_S seconds agree that there is no directory `at`."""
+    with Patience(ABSENCE_S, ABSENCE_S).looks() as looks:
         while not await plain.is_there(at):
             if await looks.is_lost(at):
                 return True
@@ -490,12 +506,6 @@ def _plain(store: Store) -> PlainFiles:
 async def _is_shown(store: Store, outcome: CommitRecord) -> bool:
     record = await _record(store, outcome.shown_at)
     return record is not None and record.order >= outcome.order
-
-
-async def _is_removed(store: Store, outcome: CommitRecord) -> bool:
-    """Whether the attempt of `outcome` is no checkpoint any more, so its objects may be gone."""
-    one = (await root_view.state_of(store)).attempts.get(outcome.attempt)
-    return one is None or one.status != "checkpoint"
 
 
 async def _is_left(store: Store, record: Shown) -> bool:

@@ -1,132 +1,148 @@
-"""Finds out what is missing of committed checkpoints, by listings and votes alone. It writes nothing, and reads no chunk and no
+"""Tells what is missing of committed checkpoints, by listings and ballots alone. It writes nothing, and reads no chunk and no
 index.
 
 A person may remove the directory of a checkpoint, or that of an older tag whose objects newer checkpoints refer to. Whoever
-lists, loads or removes checkpoints looks here first, so all of them agree on what is left.
-
-Invariants
-  SHOWN-1  A job may be showing or replacing a checkpoint at this moment, so a difference counts only if looks spread over some
-      seconds find it.
+lists, loads or removes checkpoints looks here first, so all of them agree on what is left, and say it in the same words.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from checkpointd.commands import at_tag, command
-from checkpointd.errors import DamagedError, NotFoundError, StoreError, UnreadableError
-from checkpointd.layout.keys import COORDINATOR, SERVICE, AttemptId, holder_of, object_key, object_rank
+from checkpointd.errors import CheckpointdError, DamagedError, LinkError, NotFoundError, UnreadableError
+from checkpointd.layout.keys import COORDINATOR, holder_of, object_key, object_rank
 from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import Vote
-from checkpointd.phrases import listed
+from checkpointd.phrases import listed, rank_runs
 from checkpointd.pipeline.root import ballots, root_view
 from checkpointd.pipeline.root.ballots import ballot_key
-from checkpointd.pipeline.root.tag_directories import abandoned, files_of, is_gone
-from checkpointd.store.base import Store, each
+from checkpointd.pipeline.root.tag_directories import abandoned
+from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
-from checkpointd.store.showing import plain_files_of
-
-log = logging.getLogger("checkpointd")
 
 
-class Lost(msgspec.Struct, frozen=True, kw_only=True):
-    """An object that a checkpoint needs and that is gone, or whose size has changed; or the directory that showed its files."""
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint needs and is gone, or has another size."""
 
-    key: str
-    removed: str
-    """The largest thing that was removed with it: `<tag>`, `<tag>/<attempt>`, or the key itself. Empty if the object is
-    still there, with another size."""
-    bytes_left: int | None = None
-    is_directory: bool = False
-    """Whether it is the checkpoint's own directory, or the one that showed its files. Then the checkpoint counts as removed."""
+    text: str
+    """What it is, in words: `it needs a/b/c, which is gone: somebody removed it`."""
+    things: tuple[str, ...]
+    """What to bring back: tags, keys of objects, or the directory that showed its files."""
+    is_removed: bool = False
+    """Whether it is the directory that showed its files. Then the checkpoint counts as removed."""
 
     @property
-    def rank(self) -> int | None:
-        """The rank that wrote the object; None if that is not one object."""
-        name = self.key.rpartition("/")[2]
-        return COORDINATOR if name.startswith("ballot-") else object_rank(name)
+    def state(self) -> Literal["incomplete", "removed"]:
+        """The state of the checkpoint."""
+        return "removed" if self.is_removed else "incomplete"
+
+    def advice(self, root: str, tag: str) -> str:
+        """What to do about the checkpoint `tag`."""
+        if self.is_removed:
+            return f"bring it back from a copy, or remove what is left of it: {command('gc', root)}"
+        what = "it" if self.things == (tag,) else self.things[0] if len(self.things) == 1 else "what is gone"
+        others = any("/" not in thing and thing != tag for thing in self.things)
+        copied = f" (if only the directory of {tag} was copied here, copy the whole root instead)" if others else ""
+        left = command("delete", *at_tag(root, tag))
+        return f"bring {what} back from a copy of the root{copied}, or remove what is left: {left}"
 
 
-def _directory(at: str) -> Lost:
-    """The loss of the directory `at`, which somebody has removed."""
-    return Lost(key=at, removed=at, is_directory=True)
+async def missing(store: Store, checkpoints: Iterable[LoggedAttempt], *, objects: bool = False) -> dict[str, Loss]:
+    """What is missing of `checkpoints`, by prefix (`<tag>/<attempt>`). One that is removed meanwhile is left out.
 
-
-async def lost(store: Store, attempt: LoggedAttempt, gone: Collection[str] | None = None) -> tuple[Lost, ...]:
-    """What is missing of this checkpoint, by a look at its objects and at those that its votes name; nothing if it is no
-    checkpoint any more. `gone`: what `abandoned` has just found, if the caller has looked.
-
-    Raises StoreError if the storage cannot be read, since the caller loads or removes something because of the answer.
+    One listing of the root shows the tags that are gone. With `objects`, all objects that they need are looked at instead.
+    Raises StoreError if the storage cannot be read.
     """
-    if attempt.status != "checkpoint":
-        return ()
-    commit = attempt.commit
-    if commit.shown_at and attempt.prefix in (await abandoned(store, restores=False) if gone is None else gone):
-        return (_directory(commit.shown_at),)
+    asked = [one for one in checkpoints if one.status == "checkpoint"]
+    removed = await abandoned(store, restores=False) if any(one.commit.shown_at for one in asked) else set[str]()
+    tags = set[str]() if objects else set(await root_view.tags(store))
+    found = dict[str, Loss]()
+    for one in asked:
+        if one.prefix in removed:
+            at = one.commit.shown_at
+            what: Loss | None = Loss(text=f"somebody removed its directory {at}", things=(at,), is_removed=True)
+        elif objects:
+            what = await _of_objects(store, one.commit)
+        else:
+            what = await _of_directories(store, [name for name in (one.prefix, *one.holders) if _tag_of(name) not in tags])
+        if what is not None:
+            found[one.prefix] = what
+    known = (await root_view.state_of(store)).attempts if found else {}
+    return {prefix: what for prefix, what in found.items() if prefix in known and known[prefix].status == "checkpoint"}
+
+
+async def missing_of(store: Store, checkpoint: LoggedAttempt) -> Loss | None:
+    """What is missing of this checkpoint, by a look at all objects that it needs. Raises as `missing`."""
+    return (await missing(store, [checkpoint], objects=True)).get(checkpoint.prefix)
+
+
+async def check_whole(store: Store, checkpoint: LoggedAttempt, patience: Patience) -> None:
+    """Raise DamagedError if anything is missing that `checkpoint` needs, before a load fills anything."""
+    with patience.looks() as looks:
+        while True:
+            try:
+                found = await missing_of(store, checkpoint)
+            except UnreadableError as error:
+                await looks.unreadable(error)
+                continue
+            if found is None:
+                return
+            if await looks.is_lost(found.things[0]):
+                [words] = in_words(store.url, {checkpoint.prefix: found})
+                key = found.things[0]
+                raise DamagedError(words, key=key, rank=_rank_of(key) if "/" in key else None)
+
+
+def in_words(root: str, found: Mapping[str, Loss]) -> list[str]:
+    """One line for all checkpoints (by `<tag>/<attempt>`) that miss the same, with advice."""
+    causes: dict[tuple[str, ...], list[str]] = {}
+    for prefix, what in found.items():
+        causes.setdefault((what.state, *what.things), []).append(prefix)
+    lines = []
+    for prefixes in causes.values():
+        first, tags = found[prefixes[0]], [_tag_of(prefix) for prefix in prefixes]
+        who = tags[0] if first.is_removed else f"{tags[0]} is not whole"
+        if len(tags) > 1:
+            who = f"{len(tags)} checkpoints are not whole ({listed(tags)}); of {tags[0]}"
+        lines.append(f"{who}: {first.text}; {first.advice(root, tags[0])}")
+    return lines
+
+
+def _tag_of(prefix: str) -> str:
+    return prefix.rpartition("/")[0]
+
+
+async def _of_directories(store: Store, gone: Sequence[str]) -> Loss | None:
+    """The loss of these directories of attempts, each with its tag."""
+    tags = tuple(sorted(set(map(_tag_of, gone))))
+    for tag in tags:
+        try:
+            await store.list(tag)
+        except LinkError as error:  # it is not gone
+            return Loss(text=f"it cannot be read: {error}", things=(tag,))
+    return Loss(text=f"it needs {_which_are_gone(gone)}: somebody removed {listed(tags, 4)}", things=tags) if gone else None
+
+
+async def _of_objects(store: Store, commit: CommitRecord) -> Loss | None:
+    there = {prefix: await root_view.sizes_of(store, prefix) for prefix in (commit.attempt, *commit.holders)}
+    if gone := [prefix for prefix, sizes in there.items() if not sizes]:
+        return await _of_directories(store, gone)
     needed = _needed(commit, await counted_votes(store, commit))
-    sizes = {prefix: await root_view.sizes_of(store, prefix) for prefix in sorted(set(map(holder_of, needed)))}
-    found = [await _lost(store, key, sizes[holder_of(key)]) for key in sorted(needed) if not _is_there(sizes, key, needed[key])]
-    return tuple(found) if found and await root_view.is_checkpoint(store, attempt.prefix) else ()
+    left = {key: there.get(holder_of(key), {}).get(key.rpartition("/")[2]) for key in sorted(needed)}
+    keys = [key for key, size in left.items() if size is None]
+    text = f"it needs {_which_are_gone(keys)}: somebody removed {'it' if len(keys) == 1 else 'them'}" if keys else ""
+    if not keys:
+        keys = [key for key, size in left.items() if needed[key] not in (None, size)]
+        text = f"it needs {_and_others(keys)}, whose size was changed to {left[keys[0]]} bytes" if keys else ""
+    who = f"{rank_runs(map(_rank_of, keys))} wrote {'it' if len(keys) == 1 else 'them'}"
+    return Loss(text=f"{text} ({who})", things=tuple(keys)) if keys else None
 
 
-async def seen_lost(store: Store, attempt: LoggedAttempt) -> tuple[Lost, ...]:
-    """The same for those who only report: nothing if the storage cannot be read."""
-    try:
-        return await lost(store, attempt)
-    except StoreError as error:
-        log.info("%s: cannot tell whether it is whole: %s", attempt.prefix, error)
-        return ()
-
-
-async def lost_at_a_glance(store: Store, checkpoints: Iterable[LoggedAttempt]) -> dict[str, tuple[Lost, ...]]:
-    """What is missing of `checkpoints`, by prefix, as far as one listing of the root shows: tags that they need, and
-    directories that showed their files. Their objects are not looked at. Raises StoreError if the storage cannot be read.
-    """
-    tags, gone = set(await root_view.tags(store)), await abandoned(store, restores=False)
-    found = {one.prefix: missing for one in checkpoints if (missing := _glanced(one, tags, gone))}
-    removed = {one.removed for missing in found.values() for one in missing if not one.is_directory}
-    await each(store.list, sorted(removed))  # raises for a symbolic link, which is not gone
-    return {prefix: missing for prefix, missing in found.items() if await root_view.is_checkpoint(store, prefix)}
-
-
-async def seen_at_a_glance(store: Store, checkpoints: Iterable[LoggedAttempt]) -> dict[str, tuple[Lost, ...]]:
-    """The same for those who only report: nothing if the storage cannot be read."""
-    try:
-        return await lost_at_a_glance(store, checkpoints)
-    except StoreError as error:
-        log.warning("cannot tell whether anything was removed by hand at %s: %s", store.url, error)
-        return {}
-
-
-def _glanced(one: LoggedAttempt, tags: Collection[str], gone: Collection[str]) -> tuple[Lost, ...]:
-    if one.prefix in gone:
-        return (_directory(one.commit.shown_at),)
-    needed = {prefix: prefix.rpartition("/")[0] for prefix in (one.prefix, *one.commit.holders)}
-    return tuple(Lost(key=prefix, removed=tag) for prefix, tag in needed.items() if tag not in tags)
-
-
-async def _lost(store: Store, key: str, there: Mapping[str, int]) -> Lost:
-    prefix, name = holder_of(key), key.rpartition("/")[2]
-    if name in there:
-        return Lost(key=key, removed="", bytes_left=there[name])
-    if there:
-        return Lost(key=key, removed=key)
-    tag = prefix.rpartition("/")[0]
-    attempts = [entry for entry in await store.list(tag) if entry.is_prefix and AttemptId.parse(entry.name)]
-    return Lost(key=key, removed=prefix if attempts else tag)
-
-
-def _is_there(sizes: Mapping[str, Mapping[str, int]], key: str, size: int | None) -> bool:
-    found = sizes[holder_of(key)].get(key.rpartition("/")[2])
-    return found is not None and size in (None, found)
-
-
-def _needed(commit: CommitRecord, votes: Mapping[int, Vote | str]) -> dict[str, int | None]:
+def _needed(commit: CommitRecord, votes: Mapping[int, Vote | CheckpointdError]) -> dict[str, int | None]:
     """The keys that the checkpoint needs, with their sizes in bytes where these are known. A load does without a joint plan."""
     needed: dict[str, int | None] = {ballot_key(commit): commit.ballot.size}
     referred: set[str] = set()
@@ -140,109 +156,24 @@ def _needed(commit: CommitRecord, votes: Mapping[int, Vote | str]) -> dict[str, 
     return needed | dict.fromkeys(referred)
 
 
-async def counted_votes(store: Store, commit: CommitRecord) -> dict[int, Vote | str]:
-    """The votes that `commit` counted, by rank; in place of an unreadable vote, the reason."""
+async def counted_votes(store: Store, commit: CommitRecord) -> dict[int, Vote | CheckpointdError]:
+    """The votes that `commit` counted, by rank; in place of a vote that cannot be read, the error."""
     try:
-        votes = await ballots.votes_of(store, commit)
+        return {**await ballots.votes_of(store, commit)}
     except (DamagedError, NotFoundError, UnreadableError) as error:
-        return dict.fromkeys(range(commit.world_size), str(error))
-    return {rank: str(vote) if isinstance(vote, DamagedError) else vote for rank, vote in votes.items()}
+        return dict.fromkeys(range(commit.world_size), error)
 
 
-async def check_whole(store: Store, checkpoint: LoggedAttempt, patience: Patience) -> None:
-    """Raise DamagedError if anything is missing that `checkpoint` needs, before a load fills anything."""
-    with patience.looks() as looks:
-        while True:
-            try:
-                now = await root_view.logged(store, checkpoint.prefix)
-                missing = () if now is None else await lost(store, now)
-            except UnreadableError as error:
-                await looks.unreadable(error)
-                continue
-            if not missing:
-                return
-            if await looks.is_lost(missing[0].key):
-                advice = lost_advice(store.url, checkpoint.tag, missing)
-                message = f"{checkpoint.tag} is not whole: {lost_text(missing)}{_of_ranks(missing)}; {advice}"
-                raise DamagedError(message, key=missing[0].key, rank=missing[0].rank)
+def _rank_of(key: str) -> int:
+    """The rank that wrote the object `key`; the coordinator writes those of the whole attempt."""
+    rank = object_rank(key.rpartition("/")[2])
+    return COORDINATOR if rank is None else rank
 
 
-# --- in words ------------------------------------------------------------------------------------------------------
+def _which_are_gone(keys: Sequence[str]) -> str:
+    return f"{_and_others(keys)}, which {'is' if len(keys) == 1 else 'are'} gone"
 
 
-def lost_text(lost: Sequence[Lost]) -> str:
-    """`it needs a/b/c, which is gone: somebody removed a`; empty if nothing is lost."""
-    if not lost:
-        return ""
-    if is_removed(lost):
-        return f"somebody removed its directory {lost[0].key}"
-    more = f" and {len(lost) - 1} other object{'s' if len(lost) > 2 else ''}" if len(lost) > 1 else ""
-    removed = sorted({one.removed for one in lost if one.removed})
-    if not removed:
-        return f"it needs {lost[0].key}{more}, whose size was changed to {lost[0].bytes_left} bytes"
-    are = "which are gone" if more else "which is gone"
-    return f"it needs {lost[0].key}{more}, {are}: somebody removed {'it' if removed == [lost[0].key] else listed(removed, 4)}"
-
-
-def _of_ranks(lost: Sequence[Lost]) -> str:
-    """` (rank 3 wrote it)`; empty if what is lost are no objects of ranks."""
-    ranks = sorted({one.rank for one in lost if one.rank is not None})
-    what = "it" if len(lost) == 1 else "them"
-    return f" (rank{'s' if len(ranks) > 1 else ''} {listed(list(map(str, ranks)), 4)} wrote {what})" if ranks else ""
-
-
-def is_removed(lost: Sequence[Lost]) -> bool:
-    """Whether the directory of the checkpoint is missing, so that it counts as removed."""
-    return any(one.is_directory for one in lost)
-
-
-def lost_state(lost: Sequence[Lost]) -> Literal["incomplete", "removed"]:
-    """The state of a checkpoint of which something is missing."""
-    return "removed" if is_removed(lost) else "incomplete"
-
-
-def lost_advice(root: str, tag: str, lost: Sequence[Lost]) -> str:
-    """Advice for a checkpoint that is not whole any more."""
-    things = sorted({one.removed or one.key for one in lost})
-    what = things[0] if len(things) == 1 else "what is gone"
-    if is_removed(lost):
-        return f"bring it back from a copy, or remove what is left of it: {command('gc', root)}"
-    if what == tag:
-        what = "it"
-    missing = [thing for thing in things if "/" not in thing and thing != tag]
-    copied = f" (if only the directory of {tag} was copied here, copy the whole root instead)" if missing else ""
-    return f"bring {what} back from a copy of the root{copied}, or remove what is left: {command('delete', *at_tag(root, tag))}"
-
-
-# --- the directories that show files -------------------------------------------------------------------------------
-
-
-async def without_directory(store: Store, checkpoints: Collection[LoggedAttempt], absence_s: float) -> set[str]:
-    """The prefixes of the `checkpoints` whose directory is missing: somebody removed it, or it was never shown.
-
-    A directory counts as missing if looks spread over `absence_s` seconds do not find it.
-    """
-    plain = plain_files_of(store)
-    if plain is None:
-        return set()
-    files = [checkpoint for checkpoint in checkpoints if checkpoint.commit.shown_at]
-    gone = await asyncio.gather(*(is_gone(plain, one.commit.shown_at, absence_s) for one in files))
-    # While a file system is not mounted, everything is gone, this root as well.
-    if not await plain.is_there(SERVICE):
-        return set()
-    return {checkpoint.prefix for checkpoint, missing in zip(files, gone, strict=True) if missing}
-
-
-async def unlike(store: Store, outcome: CommitRecord, absence_s: float) -> str | None:
-    """The files of the commit `outcome` that its directory does not show as they were stored, in words; None if it shows
-    all."""
-    plain = plain_files_of(store)
-    if plain is None or not outcome.shown_at:
-        return None
-    files = await files_of(store, outcome)
-    with Patience(absence_s, absence_s).looks() as looks:
-        while changed := await plain.changed(outcome.shown_at, files):
-            if await looks.is_lost(outcome.shown_at):
-                named = listed([f"{name} ({what})" for name, what in sorted(changed.items())], 3)
-                return f"{outcome.shown_at} does not show what was committed: {named}"
-    return None
+def _and_others(keys: Sequence[str]) -> str:
+    others = len(keys) - 1
+    return f"{keys[0]} and {others} other{'s' if others > 1 else ''}" if others else keys[0]

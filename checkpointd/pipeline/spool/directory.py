@@ -15,26 +15,26 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 
 from checkpointd.commit.facts import Order
 from checkpointd.config import SpoolConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import AttemptId, is_tag, object_key, object_rank, object_takeover
 from checkpointd.pipeline.root.root_view import objects_of
-from checkpointd.pipeline.shard import AttemptInfo
+from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.spool.places import RESERVE, DiskPlace, Room, SpoolPlace, name_of
+from checkpointd.pipeline.spool.queue import UploadQueue
 from checkpointd.pipeline.spool.record import SPOOLED, decode_record, record_key
 from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_quietly
-from checkpointd.pipeline.spool.turns import Pacing, Turns
 from checkpointd.store.base import Store
+from checkpointd.store.limited import TokenBucket
 from checkpointd.store.posix.users import User
 
 log = logging.getLogger("checkpointd")
 
 ROOT = "root"
 """The object in a root's part of the spool that has the root's URL, for people."""
-TurnKey = tuple[str, int, int]
+QueueKey = tuple[str, int, int]
 """The root's name in the spool, user and rank."""
 
 
@@ -57,28 +57,21 @@ class SpoolCounts:
 
 
 class SpoolDirectory:
-    """The spool as one process uses it. `now` gives the local time, `clock` seconds since 1970."""
+    """The spool as one process uses it. `clock` gives seconds since 1970."""
 
-    def __init__(
-        self,
-        config: SpoolConfig,
-        place: SpoolPlace | None = None,
-        *,
-        now: Callable[[], datetime] = datetime.now,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, config: SpoolConfig, place: SpoolPlace | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self.config, self.clock = config, clock
         self.place: SpoolPlace = DiskPlace(config.directory) if place is None else place
-        self.pacing = Pacing(config, now)
+        self.bucket = None if config.bandwidth_bps is None else TokenBucket(config.bandwidth_bps)
         self.counts = SpoolCounts()
         self.room: Room | None = None
         """The room when it was last looked at; None if it is not known."""
         self.live: set[SpooledShard] = set()
         """The shards of undecided attempts at which this process works."""
-        self._retained: dict[TurnKey, SpooledShard] = {}
+        self._retained: dict[QueueKey, SpooledShard] = {}
         self._roots: dict[str, RootSpool] = {}
         self._stores: dict[str, Store] = {}
-        self._turns: dict[TurnKey, Turns] = {}
+        self._queues: dict[QueueKey, UploadQueue] = {}
         self._reserved = 0
         self._looking = asyncio.Lock()
 
@@ -93,19 +86,16 @@ class SpoolDirectory:
         self._roots[name].url = url  # as it is reached from now on
         return self._roots[name]
 
-    def turns(self, shard: SpooledShard) -> Turns:
-        """The turns of the rank to which `shard` belongs."""
-        key = _turn_key(shard)
-        if key not in self._turns:
-            self._turns[key] = Turns(self.pacing, self.config.keep == "all")
-        return self._turns[key]
+    def queue(self, shard: SpooledShard) -> UploadQueue:
+        """The queue of the rank to which `shard` belongs."""
+        return self._queues.setdefault(_queue_key(shard), UploadQueue(shard.record.vote.rank == COORDINATOR))
+
+    def hurry(self) -> None:
+        """Limit nothing from here on: the process is told to leave, and should upload what it can."""
+        if self.bucket is not None:
+            self.bucket.lift()
 
     # --- room ----------------------------------------------------------------------------------------------------
-
-    def is_crowded(self, name: str, uid: int, rank: int) -> bool:
-        """Whether so many shards of a rank at the root `name` wait that it gets no more in."""
-        turns = self._turns.get((name, uid, rank))
-        return turns is not None and turns.is_crowded
 
     async def reserve(self, nbytes: int) -> bool:
         """Reserve room for `nbytes` (SPOOL-5); False if there is too little. `give_back` ends it."""
@@ -147,44 +137,31 @@ class SpoolDirectory:
     def began(self, shard: SpooledShard) -> None:
         """Note a shard at which this process works from now on."""
         self.live.add(shard)
-        self.turns(shard).add(shard)
-        if shard.record.vote.world_size == 1:
-            self._replace_older(shard)
+        self.queue(shard).add(shard)
 
-    def all_have(self, name: str, uid: int, rank: int, order: Order) -> None:
-        """Every rank has its shard of the save with this `order` of this rank in its spool (TURN-2)."""
-        for shard in [one for one in self.live if _turn_key(one) == (name, uid, rank) and one.record.order == order]:
-            self._replace_older(shard)
-
-    def committed_at_root(self, name: str, uid: int, info: AttemptInfo) -> None:
-        """A save of a rank whose shard went straight to the root has committed (TURN-2)."""
-        if info.save_latest:
-            self._drop_older((name, uid, info.rank), (info.attempt.start, info.n), info.prefix)
-
-    def _replace_older(self, shard: SpooledShard) -> None:
-        if shard.record.vote.save_latest and not shard.is_superseded:
-            self._drop_older(_turn_key(shard), shard.record.order, shard.prefix)
-
-    def _drop_older(self, key: TurnKey, order: Order, prefix: str) -> None:
-        dropped = [] if key not in self._turns else self._turns[key].replace_older(order, prefix.partition("/")[0])
-        self.counts.superseded += len(dropped)
-        for older in dropped:
+    def drop_older(self, key: QueueKey, order: Order, prefix: str) -> None:
+        """A save of a rank that asked for `latest` has committed (QUEUE-3)."""
+        if self.config.keep == "all" or key not in self._queues:
+            return
+        for older in self._queues[key].drop_older(order, prefix.partition("/")[0]):
+            self.counts.superseded += 1
             log.warning("%s: rank %d drops it from the spool for the newer %s", older.prefix, key[2], prefix)
 
     async def ended(self, shard: SpooledShard, *, committed: bool) -> None:
         """The attempt of `shard` is decided. A commit stays for restarts, in place of the older one; all else goes."""
         self.live.discard(shard)
-        self.turns(shard).ended(shard)
-        if committed:
-            self._replace_older(shard)
+        self.queue(shard).ended(shard)
         self.counts.uploaded += committed
-        if committed and self.config.retain and shard.record.vote.save_latest:
+        is_newest = committed and shard.record.vote.save_latest
+        if is_newest:
+            self.drop_older(_queue_key(shard), shard.record.order, shard.prefix)
+        if is_newest and self.config.retain:
             await self._retain(shard)
         else:
             await drop_quietly(shard)
 
     async def _retain(self, shard: SpooledShard) -> None:
-        key = _turn_key(shard)
+        key = _queue_key(shard)
         before = self._retained.get(key)
         if before is not None and before.record.order > shard.record.order:
             await drop_quietly(shard)
@@ -203,7 +180,7 @@ class SpoolDirectory:
     def leave(self, shard: SpooledShard) -> None:
         """This process works no longer at `shard`: the next one on this node does (SPOOL-4)."""
         self.live.discard(shard)
-        self.turns(shard).ended(shard)
+        self.queue(shard).ended(shard)
         shard.let_go()
 
     # --- what was left -------------------------------------------------------------------------------------------
@@ -218,8 +195,8 @@ class SpoolDirectory:
                 log.error("what is left in the spool below %s cannot be read: %s", name, error)
         shards.sort(key=lambda one: one.record.order)
         for shard in [shard for shard in shards if "committed" in shard.notes]:
-            before = self._retained.get(_turn_key(shard))
-            self._retained[_turn_key(shard)] = shard
+            before = self._retained.get(_queue_key(shard))
+            self._retained[_queue_key(shard)] = shard
             if before is not None and before.record.key != shard.record.key:
                 await drop_quietly(before)
         return [shard for shard in shards if "committed" not in shard.notes]
@@ -320,5 +297,5 @@ async def _swept(store: Store, before_start: int | None) -> int:
     return removed
 
 
-def _turn_key(shard: SpooledShard) -> TurnKey:
+def _queue_key(shard: SpooledShard) -> QueueKey:
     return (shard.spool.name, shard.record.uid, shard.record.vote.rank)

@@ -24,7 +24,6 @@ from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
 from checkpointd.pipeline.spool.directory import ROOT, SpoolDirectory
 from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, is_record_of, record_key
 from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_record, put_record, rules_of
-from checkpointd.pipeline.spool.turns import WAITING_MAX
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import write_shard
 from checkpointd.pipeline.write.vote import drop_shard, yes_vote
@@ -85,13 +84,10 @@ class OwnSpool:
         since_s = max(0.0, self.directory.clock() - shard.record.spooled_at)
         return max(self.timeout_s - since_s, shard.record.commit_timeout_s)
 
-    def all_have(self, rank: int, order: Order) -> None:
-        """Every rank has its shard of the save with this `order` of `rank` in its spool: older ones may go (TURN-2)."""
-        self.directory.all_have(self.root.name, self.uid, rank, order)
-
     def committed_at_root(self, info: AttemptInfo) -> None:
-        """A save that went straight to the root has committed: older ones may go (TURN-2)."""
-        self.directory.committed_at_root(self.root.name, self.uid, info)
+        """A save that asked for `latest`, and went straight to the root, has committed: older ones may go (QUEUE-3)."""
+        key = (self.root.name, self.uid, info.rank)
+        self.directory.drop_older(key, (info.attempt.start, info.n), info.prefix)
 
     async def led_here(self, prefixes: Collection[str]) -> Collection[str]:
         """Those of the attempts `prefixes` whose coordinator's shard is in the spool, whichever process works at it: without a
@@ -115,15 +111,10 @@ class OwnSpool:
         counts, info = self.directory.counts, job.info
         nbytes = job.shard.nbytes + len(job.shard.tree) + MARGIN_BYTES
         try:
-            why = f"has no room for {byte_size(nbytes)}"
-            if self.directory.is_crowded(self.root.name, self.uid, info.rank):
-                is_in, why = False, f"has {WAITING_MAX} saves of this rank that wait for their upload"
-            else:
-                is_in = await self.directory.reserve(nbytes)
-            if not is_in:
+            if not await self.directory.reserve(nbytes):
                 counts.direct_full += 1
-                words = "%s: the spool %s %s; rank %d writes straight to the root"
-                log.warning(words, info.prefix, self.directory.config.directory, why, info.rank)
+                words = "%s: the spool %s has no room for %s; rank %d writes straight to the root"
+                log.warning(words, info.prefix, self.directory.config.directory, byte_size(nbytes), info.rank)
                 return None
         except StoreError as error:
             self._say_failed(info, error)

@@ -57,6 +57,8 @@ class SpooledShard:
     claim: Claim | None = None
     superseded_by: str = ""
     """The tag of the newer save for which it is dropped."""
+    in_log: bool = False
+    """Whether this process has seen the attempt announced in the log."""
     may_have_voted: bool = False
     """Whether this process has tried to put the yes vote."""
 
@@ -75,7 +77,7 @@ class SpooledShard:
 
     @property
     def must_stay(self) -> bool:
-        """Whether no newer save replaces it (TURN-2 in `turns.py`)."""
+        """Whether no newer save replaces it (QUEUE-3 in `queue.py`)."""
         record, vote = self.record, self.record.vote
         rules = record.retention
         is_step = rules.every_steps is not None and vote.step % rules.every_steps == 0

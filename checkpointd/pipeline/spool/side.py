@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,11 +22,10 @@ from checkpointd.errors import CheckpointdError, DamagedError, LinkError, StoreE
 from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.announcement import Announcement
 from checkpointd.pipeline.gc.tidying import Tidier
-from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, ShardProgress
 from checkpointd.pipeline.spool.own import OwnSpool
+from checkpointd.pipeline.spool.queue import UploadQueue
 from checkpointd.pipeline.spool.shards import SpooledShard
-from checkpointd.pipeline.spool.turns import Turns
 from checkpointd.pipeline.spool.uploads import SpoolUnreadError, Upload
 from checkpointd.pipeline.workers import unless
 from checkpointd.pipeline.write.job import PersistJob
@@ -85,8 +84,6 @@ class SpoolSide:
     _said: str = ""
     _has_room: bool = False
     _has_ended: bool = False
-    _took: bool = False
-    """Whether this process took the snapshot in, and no earlier one."""
 
     def __post_init__(self) -> None:
         if self.shard is not None:
@@ -102,7 +99,6 @@ class SpoolSide:
         self.shard = await self.own.take(job, self.state.commit, self.state.tidier.keeps_before)
         if self.shard is None:
             return False
-        self._took = True
         self.progress.upload_total = self.shard.nbytes
         self.own.directory.began(self.shard)
         return True
@@ -113,32 +109,21 @@ class SpoolSide:
         Raises SupersededError if the shard was dropped for a newer one, DamagedError if the spool has damaged it, and Stopped.
         """
         assert self.shard is not None
-        turns = self.own.directory.turns(self.shard)
+        queue = self.own.directory.queue(self.shard)
         try:
-            if not self._took and await unless(self.hooks.over, self._is_left_behind()):
-                return False
-            return await self._uploaded_in_turn(self.shard, turns, on_start)
+            return await self._uploaded_in_turn(self.shard, queue, on_start)
         finally:
-            turns.forget(self.shard)  # or it would keep all others from their turn
+            queue.leave(self.shard)  # or it would keep all others from their turn
 
-    async def _is_left_behind(self) -> bool:
-        """Whether a start before this process has gone on without the attempt, which ends it. If this rank has voted, that
-        start decides: it commits what has the votes of all.
-        """
-        try:
-            if await standing_vote(self.state.store, self.info) is not None:
-                return False
-        except CheckpointdError as error:
-            log.debug("%s: whether rank %d has voted cannot be told yet: %s", self.info.prefix, self.info.rank, error)
-            return False  # its turn tells
-        return await self.hooks.ends_fenced()
+    def looked(self) -> None:
+        """This process has looked at the log."""
+        if self.shard is not None and not self.shard.in_log and self.hooks.announcement.seen is not None:
+            self.own.directory.queue(self.shard).announced(self.shard)
 
-    async def _uploaded_in_turn(self, shard: SpooledShard, turns: Turns, on_start: Callable[[], None]) -> bool:
-        leads, pause_s, unread = self.info.rank == COORDINATOR, PAUSE_S_MIN, list[float]()
+    async def _uploaded_in_turn(self, shard: SpooledShard, queue: UploadQueue, on_start: Callable[[], None]) -> bool:
+        pause_s, unread = PAUSE_S_MIN, list[float]()
         while True:
-            if self.own.directory.pacing.opens_in_s() > 0:
-                unread.clear()  # until the next window, nobody knows whether the disk gives the bytes
-            await unless(self.hooks.over, turns.taken(shard, None if leads else self._led))
+            await unless(self.hooks.over, queue.taken(shard))
             has_voted = False
             try:
                 on_start()
@@ -154,20 +139,11 @@ class SpoolSide:
                     log.warning("%s: rank %d cannot upload now: %s; trying again", self.info.prefix, self.info.rank, error)
                 self._said = cause
                 if not unread:
-                    turns.add(shard)
+                    queue.add(shard)
             finally:
-                turns.given_back(shard, leads=leads and has_voted and self.info.world_size > 1)
+                queue.given_back(shard, voted=has_voted)
             await self.pause(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
-
-    async def _led(self, prefixes: Collection[str]) -> Collection[str]:
-        """Which of these attempts the log shows as announced and undecided; none if it cannot be read."""
-        try:
-            attempts = (await RootLog.of(self.state.store).look()).attempts
-        except CheckpointdError as error:
-            log.debug("%s: which saves are announced cannot be told yet: %s", self.info.prefix, error)
-            return ()
-        return [prefix for prefix in prefixes if prefix in attempts and attempts[prefix].status == "undecided"]
 
     async def pause(self, seconds: float = PAUSE_S_MAX) -> None:
         """Wait before the next try. Raises Stopped if the attempt was decided meanwhile."""
@@ -192,7 +168,7 @@ class SpoolSide:
             shard=shard,
             root=self.state.store,
             config=self.state.persist,
-            pacing=self.own.directory.pacing,
+            bucket=self.own.directory.bucket,
             progress=self.progress,
             check_stop=self.hooks.check_stop,
         )
@@ -229,7 +205,7 @@ class SpoolSide:
         if self.shard is not None and not self._has_ended:
             self._has_ended = True
             await self.own.directory.ended(self.shard, committed=committed)
-        elif self.shard is None and committed:
+        elif self.shard is None and committed and self.info.save_latest:
             self.own.committed_at_root(self.info)
 
     def leave(self) -> None:

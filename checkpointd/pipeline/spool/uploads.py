@@ -28,14 +28,13 @@ from checkpointd.layout.keys import object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, ObjectRef, digest
 from checkpointd.pipeline.meter import Meter
 from checkpointd.pipeline.pages import page_buffer
-from checkpointd.pipeline.root.plans import put_plan_bytes
+from checkpointd.pipeline.root.ballots import put_named
 from checkpointd.pipeline.shard import Bytes, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
-from checkpointd.pipeline.spool.turns import Pacing
 from checkpointd.pipeline.workers import aside, run_workers
 from checkpointd.pipeline.write.dedup import lost
 from checkpointd.store.base import ObjectWriter, Store
-from checkpointd.store.limited import LimitedWriter
+from checkpointd.store.limited import LimitedWriter, TokenBucket
 
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
@@ -75,7 +74,7 @@ class Upload:
     shard: SpooledShard
     root: Store
     config: PersistConfig
-    pacing: Pacing
+    bucket: TokenBucket | None
     progress: ShardProgress
     check_stop: Callable[[], None]
     sent: Meter = field(default_factory=Meter)
@@ -100,7 +99,7 @@ class Upload:
         self.check_stop()
         await self._put_index(key, data)
         self.progress.uploaded = self.progress.upload_total
-        if (why := await lost(self.root, index)) is not None:
+        if (why := await lost(self.root, index, spooled=True)) is not None:
             raise LostReferenceError(f"the save refers to an older chunk that is gone from the root by now: {why}")
         return index
 
@@ -109,7 +108,7 @@ class Upload:
         data = await self._from_spool(self.shard.spool.store.get(record.plan_key, size_max=LISTING_BYTES_MAX))
         if digest(data) != record.vote.plan:
             raise self._damaged(f"{record.plan_key} has other bytes than were written")
-        await put_plan_bytes(self.root, record.plan_key, data)
+        await put_named(self.root, record.plan_key, data)
 
     async def _put_index(self, key: str, data: bytes) -> None:
         if not await self.root.put_if_absent(key, data) and await self.root.get(key, size_max=LISTING_BYTES_MAX) != data:
@@ -126,8 +125,8 @@ class Upload:
         if there is not None:
             await self.root.delete(key)  # SENDING-2
         target: ObjectWriter = await self.root.open_writer(key, size_hint=ref.size)
-        if self.pacing.bucket is not None:
-            target = LimitedWriter(target, self.pacing.bucket)
+        if self.bucket is not None:
+            target = LimitedWriter(target, self.bucket)
         try:
             runs = runs_of(chunks, ref.size, self.config.block_bytes)
             works = [partial(self._copy, key, run, target) for run in runs]
@@ -142,7 +141,6 @@ class Upload:
         await self.shard.try_to_note(note)
 
     async def _copy(self, key: str, run: ChunkRun, target: ObjectWriter) -> None:
-        await self.pacing.opened()
         self.check_stop()
         nbytes = run.stop - run.start
         block = page_buffer(nbytes)

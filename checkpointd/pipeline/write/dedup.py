@@ -6,8 +6,9 @@ Invariants
   DEDUP-2  A chunk is referred to only if its place (FQN, dtype, shape, box, scope, first byte), its raw length and its digest
       are those of a chunk of the base. The base is a shard of an attempt whose commit was seen and is durable.
   DEDUP-3  A rank votes for an index with references only if, after the index was durable, each object that it refers to was
-      there, and stays for the announced attempt: its base holds it (LOG-10). A commit that refers to what is no checkpoint and
-      does not stay is refused.
+      there, and stays for the announced attempt: its base holds it (LOG-10). A spooled save is announced later, so it may
+      also refer to any attempt that is a checkpoint by then. A commit that refers to what is no checkpoint
+      and does not stay is refused.
   DEDUP-4  A shard that was read back and found damaged stops being the base. So does a shard that was not read because another
       rank had found its own damaged, and the shard of a save that took such a base before the damage was found. Chunks that an
       earlier process wrote are read and verified before the first vote for references to them. Damaged storage is a common
@@ -20,8 +21,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from checkpointd.commit.branches import base_in
 from checkpointd.commit.facts import Order
-from checkpointd.commit.log import base_in, fate, pinned_by
+from checkpointd.commit.log import fate, pinned_by
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, FormatError, StoreError
 from checkpointd.layout import tree
@@ -160,8 +162,10 @@ def referred(index: Index) -> tuple[str, ...]:
     return tuple(sorted({ref.key("") for ref in index.objects if ref.held_by}))
 
 
-async def lost(store: Store, index: Index) -> str | None:
-    """Why a rank must not vote for the durable `index`: an older attempt's object may go, or is gone (DEDUP-3)."""
+async def lost(store: Store, index: Index, *, spooled: bool = False) -> str | None:
+    """Why a rank must not vote for the durable `index`: an older attempt's object may go, or is gone (DEDUP-3). `spooled`: the
+    snapshot is gone, so the save cannot be written anew.
+    """
     if not any(ref.held_by for ref in index.objects):
         return None
     root_log = RootLog.of(store)
@@ -170,7 +174,9 @@ async def lost(store: Store, index: Index) -> str | None:
     own = state.attempts.get(index.prefix)
     staying = pinned_by(state, "" if own is None else own.base)
     for ref in index.objects:
-        if ref.held_by and ref.held_by not in staying:
+        known = state.attempts.get(ref.held_by)
+        may_stay = spooled and known is not None and known.status == "checkpoint"
+        if ref.held_by and ref.held_by not in staying and not may_stay:
             return f"{ref.held_by} {fate(state, ref.held_by)}, and is not kept for this save"
         if ref.held_by and await store.stat(ref.key("")) != ref.size:
             return f"{ref.key('')} is gone"

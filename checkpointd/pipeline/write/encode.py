@@ -1,4 +1,4 @@
-"""Stage 4 of a save: encode one chunk, and give it the digest of its raw bytes. If it is encoded, it also gets the checksum of
+"""Stage 5 of a save: encode one chunk, and give it the digest of its raw bytes. If it is encoded, it also gets the checksum of
 its stored bytes.
 
 A chunk may be stored as its difference from the base, the chunk that was stored in full at its place (`full_every`).
@@ -9,7 +9,7 @@ Invariants
   DELTA-2  The bytes of a base are read from the store and verified before the difference is taken. If that fails, the chunk is
       stored in full.
   DELTA-3  The object of a base is among the objects of the index, like those of references. So the check before the vote
-      (DEDUP-3), votes, outcomes, marks and collections treat it alike.
+      (DEDUP-3), votes, commits and collections treat it alike.
   DELTA-4  After `full_every - 1` checkpoints with deltas comes one without, not even by reference.
 """
 

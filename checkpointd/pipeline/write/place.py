@@ -1,4 +1,4 @@
-"""Stage 5 of a save: place the spans that must be written into this attempt's objects.
+"""Stage 4 of a save: place the spans that must be written into this attempt's objects.
 
 A rank writes up to two objects. One holds whole pages of the snapshot for spans stored raw, which go to the disk without a
 copy. The other holds the encoded chunks back to back, in the order in which they are ready.

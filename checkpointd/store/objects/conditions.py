@@ -94,7 +94,7 @@ class _Trial:
     def _ignored(self, seen: str) -> ConditionsIgnoredError:
         return ConditionsIgnoredError(
             f"{self._bucket.url} cannot be a root, because its server does not honour conditional requests: of the object "
-            f"{self.key!r}, {seen}. Two outcomes of one save could both win there, so nothing was begun. Update the server, "
+            f"{self.key!r}, {seen}. Two decisions on one save could both win there, so nothing was begun. Update the server, "
             "take the proxy away that drops the headers If-None-Match and If-Match, or choose another server "
             f"(docs/OBJECT_STORES.md); {command('doctor', self._bucket.url)} tests it again"
         )

@@ -75,8 +75,8 @@ class Disk(Protocol):
         """The content; OSError EFBIG if it is longer than `size_max`. `past_cache`: read from the disk itself, if possible."""
         ...
 
-    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
-        """The content of each file; None for one that this call could not read, of which `read` says why."""
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | OSError]:
+        """The content of each file, or an error with the number of the one that `read` raises."""
         ...
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
@@ -136,6 +136,10 @@ class Disk(Protocol):
 
     async def status(self, path: str) -> FileStatus:
         """The status of `path`; of a symbolic link, the link's own."""
+        ...
+
+    async def status_each(self, paths: Sequence[str]) -> list[FileStatus]:
+        """The same for several, in one call."""
         ...
 
     async def children(self, path: str, *, links: bool = False, sizes: bool = True) -> list[Child]:

@@ -67,11 +67,9 @@ class OsDisk:
             content = await self._bulk.run(_read_past_cache, self._anchor, path, size_max)
         else:
             content = await self._small.run(_read, self._anchor, path, size_max)
-        if content is None or len(content) > size_max:
-            raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
-        return content
+        return _bounded(content, size_max)
 
-    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | OSError]:
         return await self._small.run(_read_each, self._anchor, paths, size_max)
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
@@ -114,9 +112,10 @@ class OsDisk:
         return await self._removing.run(_unlink_each, self._anchor, paths)
 
     async def status(self, path: str) -> FileStatus:
-        found = await self._small.run(_stat, self._anchor, path)
-        is_link = stat.S_ISLNK(found.st_mode)
-        return FileStatus(found.st_ino, found.st_size, found.st_mtime_ns, is_link, found.st_dev, found.st_ctime_ns)
+        return await self._small.run(_status, self._anchor, path)
+
+    async def status_each(self, paths: Sequence[str]) -> list[FileStatus]:
+        return await self._small.run(lambda: [_status(self._anchor, path) for path in paths])
 
     async def children(self, path: str, *, links: bool = False, sizes: bool = True) -> list[Child]:
         return await self._small.run(_children, self._anchor, path, links, sizes)
@@ -275,6 +274,12 @@ def _stat(anchor: Anchor, path: str) -> os.stat_result:
         return os.stat(place.name, dir_fd=place.directory, follow_symlinks=not place.flags)
 
 
+def _status(anchor: Anchor, path: str) -> FileStatus:
+    found = _stat(anchor, path)
+    is_link = stat.S_ISLNK(found.st_mode)
+    return FileStatus(found.st_ino, found.st_size, found.st_mtime_ns, is_link, found.st_dev, found.st_ctime_ns)
+
+
 def _exchange(anchor: Anchor, one: str, other: str) -> bool:
     """renameat2(2); False if the file system cannot, such as NFS."""
     with _both(anchor, one, other) as (first, second):
@@ -335,6 +340,12 @@ def _read(anchor: Anchor, path: str, size_max: int) -> bytes | None:
         return _content(descriptor, size_max)
 
 
+def _bounded(content: bytes | None, size_max: int) -> bytes:
+    if content is None or len(content) > size_max:
+        raise OSError(errno.EFBIG, f"longer than the {size_max} bytes that were asked for")
+    return content
+
+
 def _content(descriptor: int, size_max: int) -> bytes | None:
     status = os.fstat(descriptor)
     if stat.S_ISDIR(status.st_mode):
@@ -348,27 +359,26 @@ def _content(descriptor: int, size_max: int) -> bytes | None:
     return data
 
 
-def _read_each(anchor: Anchor, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+def _read_each(anchor: Anchor, paths: Sequence[str], size_max: int) -> list[bytes | OSError]:
     """The path of each directory is resolved once, for the files that follow one another there."""
-    found: list[bytes | None] = []
+    found: list[bytes | OSError] = []
     for _, some in groupby(paths, os.path.dirname):
         of_directory = [*some]
         try:
             with anchor.at(of_directory[0]) as place:
                 found += [_read_beside(place, path, size_max) for path in of_directory]
-        except OSError:
-            found += [None] * len(of_directory)
+        except OSError as error:
+            found += [error] * len(of_directory)
     return found
 
 
-def _read_beside(place: AnchoredName, path: str, size_max: int) -> bytes | None:
-    """The file `path` in the directory of `place`; None if it cannot be read, or is longer than `size_max`."""
+def _read_beside(place: AnchoredName, path: str, size_max: int) -> bytes | OSError:
+    """The file `path` in the directory of `place`, or why it cannot be read."""
     try:
         with _opened_at(place, os.path.basename(path)) as descriptor:
-            content = _content(descriptor, size_max)
-    except OSError:
-        return None
-    return content if content is not None and len(content) <= size_max else None
+            return _bounded(_content(descriptor, size_max), size_max)
+    except OSError as error:
+        return error
 
 
 def _read_past_cache(anchor: Anchor, path: str, size_max: int) -> bytes | None:

@@ -22,7 +22,7 @@ class ReadOnlyDisk:
     async def read(self, path: str, size_max: int, *, past_cache: bool = False) -> bytes:
         return await self._disk.read(path, size_max, past_cache=past_cache)
 
-    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | None]:
+    async def read_each(self, paths: Sequence[str], size_max: int) -> list[bytes | OSError]:
         return await self._disk.read_each(paths, size_max)
 
     async def read_at(self, path: str, offset: int, out: memoryview, *, past_cache: bool = False) -> int:
@@ -39,6 +39,9 @@ class ReadOnlyDisk:
 
     async def status(self, path: str) -> FileStatus:
         return await self._disk.status(path)
+
+    async def status_each(self, paths: Sequence[str]) -> list[FileStatus]:
+        return await self._disk.status_each(paths)
 
     async def _refused(self, *_: object, **__: object) -> Never:
         raise OSError(errno.EBADF, "this store was opened to be read, not to be written to")

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from checkpointd.errors import NotFoundError, UsageError
 from checkpointd.other_formats import of_others
@@ -30,27 +31,17 @@ class Root:
         self._left: set[str] = set()
         """Temporary files that could not be removed, for instance since the file system had become read-only."""
 
-    @asynccontextmanager
-    async def guard(self, doing: str, key: str, *, reads: bool = False) -> AsyncIterator[None]:
-        """Turn system errors into StoreError, or into UnreadableError if the call only `reads` (STORE-6)."""
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, NotADirectoryError):
-                await self.check(error)
-            raise store_error(error, doing=doing, key=key, url=self.path, reads=reads) from error
+    def guard(self, doing: str, key: str, *, reads: bool = False, needed: bool = False) -> Guard:
+        """Turns system errors of a call into the store's. `reads`: the call changes nothing. `needed`: it needs the object."""
+        return Guard(self, doing, key, reads, needed)
 
-    @asynccontextmanager
-    async def must_exist(self, key: str) -> AsyncIterator[None]:
-        """Raise NotFoundError if the name is not that of a file."""
-        try:
-            yield
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            await self.check(error)
-            raise NotFoundError(f"there is no object {key!r} in {self.path}") from error
+    def missing(self, key: str) -> NotFoundError:
+        return NotFoundError(f"there is no object {key!r} in {self.path}")
 
     async def check(self, error: OSError) -> None:
-        """Raise UsageError if the root, or a directory above it, is a file."""
+        """Raise UsageError if the root, or a directory above it, is a file, as `error` may mean."""
+        if not isinstance(error, NotADirectoryError):
+            return
         try:
             await self.disk.size(self.path)
         except (FileNotFoundError, IsADirectoryError):
@@ -150,6 +141,37 @@ class Root:
             await self.disk.size(temporary)
         except FileNotFoundError as error:
             raise swept_error(key=key, url=self.path) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Turns system errors into StoreError, or into UnreadableError if the call only `reads` (STORE-6). If the object is
+    `needed`, it raises NotFoundError if the name is not that of a file.
+    """
+
+    root: Root
+    doing: str
+    key: str
+    reads: bool
+    needed: bool
+
+    async def __aenter__(self) -> None:
+        """Nothing to prepare."""
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError):
+            await self._raise(error)
+
+    async def _raise(self, error: OSError) -> None:
+        failure = error
+        try:
+            if isinstance(error, NotADirectoryError):
+                await self.root.check(error)
+            if self.needed and isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+                raise self.root.missing(self.key) from error
+        except OSError as other:
+            failure = other
+        raise store_error(failure, doing=self.doing, key=self.key, url=self.root.path, reads=self.reads) from failure
 
 
 def absolute(path: str | os.PathLike[str]) -> str:

@@ -153,7 +153,7 @@ class PosixStore(Store):
 
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
         path = self._path(key)
-        async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
+        async with self._root.guard("reading", key, reads=True, needed=True):
             try:
                 return await self._disk.read(path, size_max, past_cache=self._past_cache)
             except OSError as error:
@@ -165,20 +165,26 @@ class PosixStore(Store):
         if self._past_cache:
             return await super().get_each(keys, size_max=size_max)
 
-        async def read(some: Sequence[str]) -> list[bytes | None]:
+        async def read(some: Sequence[str]) -> list[bytes | CheckpointdError | None]:
             paths = [self._path(key) for key in some]
             async with self._root.guard("reading", some[0], reads=True):
-                return await self._disk.read_each(paths, size_max)
+                got = await self._disk.read_each(paths, size_max)
+            return [self._got(key, one) for key, one in zip(some, got, strict=True)]
 
         found = [one for some in await each(read, _batches(keys), CALLS) for one in some]
-        missed = iter(
-            await super().get_each([key for key, one in zip(keys, found, strict=True) if one is None], size_max=size_max)
-        )
-        return [next(missed) if one is None else one for one in found]
+        unread = [key for key, one in zip(keys, found, strict=True) if one is None]
+        others = iter(await super().get_each(unread, size_max=size_max) if unread else [])
+        return [next(others) if one is None else one for one in found]
+
+    def _got(self, key: str, one: bytes | OSError) -> bytes | CheckpointdError | None:
+        """What `get_each` gives for an object; None if `get` must tell."""
+        if isinstance(one, FileNotFoundError):
+            return self._root.missing(key)
+        return None if isinstance(one, OSError) else one
 
     async def get_range(self, key: str, offset: int, out: memoryview) -> None:
         path = self._path(key)
-        async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
+        async with self._root.guard("reading", key, reads=True, needed=True):
             count = await self._disk.read_at(path, offset, out, past_cache=self._past_cache)
         self._check_size(key, offset, count, out.nbytes)
 
@@ -196,7 +202,7 @@ class PosixStore(Store):
                 except Exception as error:
                     result.set_exception(error)
 
-        async with self._root.guard("reading", key, reads=True), self._root.must_exist(key):
+        async with self._root.guard("reading", key, reads=True, needed=True):
             count = await self._disk.read_parts(path, offset, parts, follow)
         self._check_size(key, offset, count, wanted)
         return result.result(timeout=0)
@@ -227,8 +233,8 @@ class PosixStore(Store):
 
     async def identity(self, key: str) -> Identity | None:
         path = self._path(key)
-        async with self._root.guard("looking at", key, reads=True), self._root.must_exist(key):
-            root, found = await self._disk.status(self._root.path), await self._disk.status(path)
+        async with self._root.guard("looking at", key, reads=True, needed=True):
+            root, found = await self._disk.status_each([self._root.path, path])
         self._root.directories.seen(root.device, root.number)
         return Identity(root.device, root.number, found.touched_ns)
 
@@ -261,7 +267,7 @@ class PosixStore(Store):
 
     async def settle(self, key: str) -> None:
         path = self._path(key)
-        async with self._root.guard("syncing", key, reads=True), self._root.must_exist(key):
+        async with self._root.guard("syncing", key, reads=True, needed=True):
             await self._root.settle(path)
 
     async def sweep(self) -> int:

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from checkpointd.commit.branches import commits_of
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, RootInUseError
 from checkpointd.layout.keys import AttemptId, holder_of
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.attempt import WriterState
-from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store
@@ -329,7 +329,7 @@ class SimJob:
             raise InvariantError("durable", f"the log is read as {state.number}: {root_log.fault or 'another state'}")
         self.ledger.check_kept()
         self._check_uploads(state.start)
-        checkpoints = root_view.commits_of(state.attempts.values())
+        checkpoints = commits_of(state.attempts.values())
         for checkpoint in checkpoints:
             await self._check_whole(store, checkpoint)
             if checkpoint.read_back == "damaged":
@@ -364,6 +364,8 @@ class SimJob:
                 self.ledger.watch(effect)
         except InvariantError as error:
             self.ledger.report(error)
+        if not self._faults:
+            return
         moments: list[int | Moment] = [effect.number, *self._moments(effect)]
         for when in moments:
             fault = self._faults.pop(when, None)
@@ -373,8 +375,8 @@ class SimJob:
 
     def _moments(self, effect: Effect) -> list[Moment]:
         """The moments at which `effect` is the last one; of an entry of the log, one for each kind of record in it, too."""
-        other = "ballot" if "/ballot-" in effect.path else ""
-        names = [next((name for name in NAMES if f"/{effect.path}".endswith(name)), other)]
+        other, path = "ballot" if "/ballot-" in effect.path else "", f"/{effect.path}"
+        names = [next((name for name in NAMES if path.endswith(name)), other) if path.endswith(NAMES) else other]
         names += sorted({str(record.__struct_config__.tag) for record in self.ledger.log.put})
         for name in names:
             self._counts[effect.kind, name] += 1

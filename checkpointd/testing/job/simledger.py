@@ -32,12 +32,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from checkpointd.commit.branches import newest_of
 from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
 from checkpointd.layout.keys import ATTEMPT_LEASES, LATEST, LOG, PLANS, AttemptId, holder_of, is_attempt
 from checkpointd.layout.log_records import AbortRecord, AttemptStatus, BeginRecord, CommitRecord, LoggedAttempt
 from checkpointd.pipeline.outcome.publish import RECOVERY
-from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.job.simlog import InvariantError as InvariantError
@@ -275,10 +275,11 @@ class Ledger:
 
     def _recovery_acts(self, change: ObjectChange) -> None:
         process, what, key = change
+        if what != "removed" or not self._recovering.get(process):
+            return
         folder, _, name = key.rpartition("/")
         writer = name.rpartition(".")[0]
-        is_foreign = folder == TEMPORARY and writer != process and writer in self._alive()
-        if what == "removed" and is_foreign and self._recovering.get(process):
+        if folder == TEMPORARY and writer != process and writer in self._alive():
             raise InvariantError("surviving", f"during its recovery by {process}, {key} was {what}")
 
     # --- latest ----------------------------------------------------------------------------------------------------

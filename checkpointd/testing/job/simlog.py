@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from checkpointd.commit.branches import newest_of
 from checkpointd.commit.log import check, following
 from checkpointd.commit.log_access import STATES_KEPT
 from checkpointd.errors import DamagedError
@@ -44,9 +45,8 @@ from checkpointd.layout.log_records import (
     state_key,
 )
 from checkpointd.layout.manifest import Vote, decode
-from checkpointd.pipeline.gc.collect import DELETED_BY_NAME
+from checkpointd.pipeline.gc.collect import DELETED_BY_NAME, DELETED_WITH_TAG
 from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key
-from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.testing.job.simroot import ObjectChange, SimRoot
 
 ANY_SIZE = -1
@@ -176,6 +176,11 @@ class LogWatch:
         self._take(entry)
         self.put, self.entries_max = entry.records, max(self.entries_max, len(self._visible().entries))
         undecided = [one.prefix for one in self.state.attempts.values() if one.status == "undecided"]
+        newest = max(
+            (one for one in self.state.attempts.values() if one.may_be_latest), key=lambda one: one.order, default=None
+        )
+        if newest_of(self.state) != newest:
+            raise InvariantError("log-valid", f"after entry {number}, the heads do not tell that {newest} is the newest")
         if undecided != [name for name, known in self._fates.items() if known.status == "undecided"]:
             raise InvariantError("one-decision", f"after entry {number}, other attempts are undecided than {undecided}")
 
@@ -216,7 +221,7 @@ class LogWatch:
 
     def _check_removal(self, before: LogState, record: RemoveRecord, process: str) -> None:
         staying = [one for one in before.attempts.values() if one.status == "checkpoint" and one.prefix not in record.attempts]
-        newest, is_person = newest_of(before), record.reason == DELETED_BY_NAME
+        newest, is_person = newest_of(before), record.reason in (DELETED_BY_NAME, DELETED_WITH_TAG)
         for name in record.attempts:
             going = before.attempts[name]
             alike = [one for one in staying if self.retires or one.tag == going.tag]

@@ -30,12 +30,11 @@ from checkpointd.pipeline.outcome.starting import begin
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root import starts
+from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.candidates import candidates
 from checkpointd.pipeline.root.leases import Beginner, HeldLease, Sight
 from checkpointd.pipeline.shard import AttemptInfo, Bytes, Shard, ShardTensor, aligned
 from checkpointd.store.base import Store
-from checkpointd.store.patient import Patience
 from checkpointd.testing.job.simledger import Contents, InvariantError, Ledger
 from checkpointd.testing.job.simsidecar import SimRunner, SimSidecar, snapshot_of
 from checkpointd.testing.simloop import Process
@@ -256,7 +255,7 @@ class Rank:
     async def _newest(self) -> LoggedAttempt | None:
         """The checkpoint that load() takes. `latest` names it, unless a spared attempt was committed just now."""
         floor = self.ledger.newest
-        found = await candidates(self.store, Patience(retry_s=0.0, absence_s=0.0))
+        found = candidates(await root_view.state_of(self.store))
         newest = found[0] if found else None
         if await self._is_newest():
             self.ledger.not_older(newest, floor, self.name)

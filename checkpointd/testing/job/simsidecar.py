@@ -16,9 +16,9 @@ from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root import leases, root_view
+from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
-from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard
+from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.testing.job.simledger import InvariantError, Ledger
 from checkpointd.testing.simloop import Process
 
@@ -34,7 +34,9 @@ class SimRunner:
     state: WriterState
     ledger: Ledger
 
-    async def run(self, info: AttemptInfo, staged: Awaitable[Shard], on_free: Callable[[], None] = lambda: None) -> Attempt:
+    async def run(
+        self, info: AttemptInfo, staged: Awaitable[Shard], on_free: Callable[[], None] = lambda: None, *, outlives: bool = False
+    ) -> Attempt:
         """The finished attempt. InvariantError if it raised an error or did not end."""
         timeout_s, loop = self.state.commit.timeout_s, asyncio.get_running_loop()
         began = loop.time()
@@ -44,6 +46,7 @@ class SimRunner:
             deadline=began + timeout_s,
             on_phase=lambda phase: self._entered(attempt, phase),
             on_free=on_free,
+            outlives=outlives,
         )
         try:
             await attempt.run(staged)
@@ -95,21 +98,13 @@ class SimSidecar:
         return self.process.spawn(self._run(info, snapshot), name=info.prefix)
 
     async def _run(self, info: AttemptInfo, snapshot: asyncio.Future[Shard]) -> Attempt | None:
-        lease = leases.of_attempt(self.runner.state.store, info.prefix, self.sight)
-
-        def outlive(done: asyncio.Future[Shard]) -> None:
-            if info.rank == COORDINATOR and done.exception() is None:
-                lease.keep()
-
-        snapshot.add_done_callback(outlive)
         try:
-            return await self.runner.run(info, snapshot)
+            return await self.runner.run(info, snapshot, outlives=True)
         except InvariantError as error:
             self.runner.ledger.report(error)
             return None
         finally:
             del self._jobs[info.prefix]
-            await lease.release()
 
 
 LOOKS = 12

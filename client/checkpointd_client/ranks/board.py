@@ -39,11 +39,6 @@ _AT_WORK = "rank 0 has not answered; see its log"
 class Board(Protocol):
     """A notice board for the ranks of one start. Each rank posts its own message under a key, or all agree on one message."""
 
-    @property
-    def is_solo(self) -> bool:
-        """Whether there is one rank only."""
-        ...
-
     def post(self, key: str, text: str) -> None:
         """Post `text` as this rank's message under `key`. It replaces an older one."""
         ...
@@ -68,10 +63,6 @@ class Board(Protocol):
 
     def peek(self, key: str) -> str | None:
         """The message that was agreed under `key`; None if there is none yet."""
-        ...
-
-    def count(self, key: str, more: int) -> int:
-        """Add `more` to the number that all ranks share under `key`, which begins at 0. Returns the sum."""
         ...
 
     def forget(self, key: str, *, agreed: bool = False) -> None:
@@ -115,8 +106,6 @@ def find_ranks(group: ProcessGroup | None = None) -> Ranks:
 class SoloBoard:
     """The board of a job of one process."""
 
-    is_solo = True
-
     def __init__(self) -> None:
         self._notes: dict[str, str] = {}
 
@@ -140,10 +129,6 @@ class SoloBoard:
     def peek(self, key: str) -> str | None:
         return self._notes.get(key)
 
-    def count(self, key: str, more: int) -> int:
-        self._notes[key] = str(int(self._notes.get(key, "0")) + more)
-        return int(self._notes[key])
-
     def forget(self, key: str, *, agreed: bool = False) -> None:
         del agreed
         self._notes.pop(key, None)
@@ -155,10 +140,6 @@ class StoreBoard:
 
     store: Store
     ranks: Ranks
-
-    @property
-    def is_solo(self) -> bool:
-        return False
 
     def post(self, key: str, text: str) -> None:
         _translated(lambda: self.store.set(f"{key}/{self.ranks.rank}", text))
@@ -186,9 +167,6 @@ class StoreBoard:
         if not _translated(lambda: self.store.check([key])):
             return None
         return str(_translated(lambda: self.store.get(key)).decode())
-
-    def count(self, key: str, more: int) -> int:
-        return int(_translated(lambda: self.store.add(key, more)))
 
     def forget(self, key: str, *, agreed: bool = False) -> None:
         _translated(lambda: self.store.delete_key(key if agreed else f"{key}/{self.ranks.rank}"))

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 from torch.distributed import Store as MeetingStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
+from checkpointd.commit.branches import newest_of
 from checkpointd.commit.log import for_followers
 from checkpointd.config import Ranks
 from checkpointd.errors import CheckpointdError, NotFoundError, RootNotSharedError, SidecarError, StoreFullError
@@ -20,7 +21,6 @@ from checkpointd.phrases import listed, rank_runs
 from checkpointd.pipeline.outcome import starting
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import leases, reserve, starts
-from checkpointd.pipeline.root.latest import newest_of
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.report.neighbours import is_new, neighbours

@@ -25,7 +25,6 @@ from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
 from checkpointd_client.saves.handle import OwnHandle
 from checkpointd_client.saves.history import SaveHistory, SaveRecord
-from checkpointd_client.saves.spooled_by_all import SpooledByAll
 from checkpointd_client.staging.arena import SlotHold
 
 log = logging.getLogger("checkpointd")
@@ -104,10 +103,8 @@ class Runner(Protocol):
 class Endings:
     """Records the end of each save in the history, the log, and `latest`, the newest tag that this process knows."""
 
-    def __init__(
-        self, history: SaveHistory, latest: str | None, spooled: SpooledByAll, measured: Callable[[OwnHandle], None]
-    ) -> None:
-        self.history, self.latest, self.spooled, self._measured = history, latest, spooled, measured
+    def __init__(self, history: SaveHistory, latest: str | None, measured: Callable[[OwnHandle], None]) -> None:
+        self.history, self.latest, self._measured = history, latest, measured
 
     def entered(self, job: PendingSave, phase: Phase, error: CheckpointdError | None) -> None:
         """The save entered `phase`; a final phase ends it. A second end does nothing."""
@@ -122,7 +119,6 @@ class Endings:
                 self.latest = job.info.tag
 
         job.save.handle.advance(phase, error, end)
-        self.spooled.entered(job.info, phase)
         if not has_ended:
             return
         if phase is Phase.COMMITTED:

@@ -12,13 +12,11 @@ import asyncio
 import logging
 import os
 from dataclasses import dataclass, field
-from functools import partial
 
 from checkpointd.config import PersistConfig, SpoolConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.root import leases, starts
-from checkpointd.pipeline.root.leases import HeldLease
+from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.shard import COORDINATOR, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
@@ -49,11 +47,6 @@ class ProcessSpool:
     def path(self) -> str:
         """Where the shards of this root lie."""
         return f"{self.config.directory}/{name_of(self.store.url, None)}"
-
-    @property
-    def uploads_wait(self) -> bool:
-        """Whether no window of the day for uploads is open."""
-        return self.directory.pacing.opens_in_s() > 0
 
     async def open(self) -> None:
         """Raises UsageError if the directory cannot be used."""
@@ -92,9 +85,9 @@ class ProcessSpool:
         left = [one for one in await self._found() if one.record.attempt.start < start and await one.claimed()]
         for shard in left:
             log.warning("%s: rank %d left its shard in the spool", shard.prefix, shard.record.vote.rank)
-        await asyncio.gather(*map(self._begin, left))  # many may be announced, and each of these puts a lease
+            self._begin(shard)
 
-    async def _begin(self, shard: SpooledShard) -> None:
+    def _begin(self, shard: SpooledShard) -> None:
         record, nobody = shard.record, asyncio.get_running_loop().create_future()
         key = (record.vote.rank, record.nonce)
         if key not in self._states:
@@ -104,29 +97,17 @@ class ProcessSpool:
             state.own_root.expect(record.attempt.start, record.nonce)
             self._states[key] = state
         self.directory.began(shard)
-        state, lease, on_root = self._states[key], None, lambda: None
-        if record.vote.rank == COORDINATOR:  # so that a load, or another start, leaves what is at the root to this process
-            check = partial(state.own_root.check, record.attempt.start)
-            lease = leases.of_attempt(self.store, shard.prefix, check=check)
-            on_root = lease.keep
-            if shard.is_announced:
-                await lease.begin()
-        attempt = Attempt(state, shard.info, deadline=0.0, on_root=on_root, spooled=shard)
-        task = asyncio.get_running_loop().create_task(self._run(attempt, nobody, lease))
+        attempt = Attempt(self._states[key], shard.info, deadline=0.0, outlives=True, spooled=shard)
+        task = asyncio.get_running_loop().create_task(self._run(attempt, nobody))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, attempt: Attempt, nobody: asyncio.Future[Shard], lease: HeldLease | None) -> None:
+    async def _run(self, attempt: Attempt, nobody: asyncio.Future[Shard]) -> None:
         try:
             await attempt.run(nobody)
         except Exception:  # a defect must not end the writer
             log.exception("%s: uploading what was left failed in an unforeseen way; please report it", attempt.info.prefix)
             return
-        finally:
-            if lease is not None and attempt.spool is not None and attempt.spool.is_left:
-                lease.lapse()
-            elif lease is not None:
-                await lease.release()
         info, error = attempt.info, attempt.error
         if error is None:
             log.info("%s: rank %d: committed from the spool", info.prefix, info.rank)

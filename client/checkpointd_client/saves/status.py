@@ -10,7 +10,6 @@ from checkpointd.layout.manifest import ErrorReport
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.identity import seconds_of
 from checkpointd.pipeline.pace import PaceReason
-from checkpointd.pipeline.read.readback import ReadBackStatus
 from checkpointd.store.requests import Requests
 
 
@@ -108,8 +107,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     sidecar_connected: bool = False
     sidecar_trouble: str = ""
     """Why the sidecar does not reach the root, or has refused this rank, as far as this rank has heard; empty if it works."""
-    read_back: ReadBackStatus
-    """The checkpoints that this process has read back. A sidecar reports its own in its status."""
     overhead: float | None = None
     """How much longer steps take while a save is in flight, as a part of a step; None while too few steps are known."""
     pace: float = 1.0

@@ -380,7 +380,6 @@ class SidecarRunner:
                 takeover=takeover,
                 left_s=self._left_s(job),
                 keeps_before=self._state.tidier.keeps_before,
-                heard=self._endings.spooled.heard,
                 on_phase=lambda p, e: self._entered(job, p, e),
             )
         except (SidecarError, WireError) as error:

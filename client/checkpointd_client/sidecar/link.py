@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,8 +47,6 @@ from checkpointd_client.saves.runner import PendingSave
 log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 OnPhase = Callable[[Phase, CheckpointdError | None], None]
-Heard = Callable[[], Awaitable[int | None]]
-"""Gives the number of the newest save that every rank has in its spool."""
 
 ANSWER_S = 10.0
 """How long the daemon may take to answer a question, or a ping while saves are in flight."""
@@ -59,10 +57,6 @@ _LOOKS = 5
 _LAYOUTS_KNOWN = 4
 _ERROR_MAX = 8000
 """The most characters of an error that the daemon is sent."""
-
-
-async def _nothing() -> None:
-    """No save is known to be in all spools."""
 
 
 class LinkLost(SidecarError):
@@ -445,7 +439,6 @@ class Link:
         left_s: float,
         keeps_before: tuple[int, int],
         on_phase: OnPhase,
-        heard: Heard = _nothing,
     ) -> None:
         """Hand `job` over and follow it to its end. LinkLost if the link is lost before that.
 
@@ -462,7 +455,7 @@ class Link:
             if not was_spooled:
                 await self._announce(number, job)
                 self._follow_pace(number, job)
-                await self._follow_staging(number, track, heard)
+                await self._follow_staging(number, track)
             await track.ended
         except BaseException:
             self._take_back(job)  # LINK-3
@@ -489,7 +482,7 @@ class Link:
         if pace.share < 1.0:
             tell()
 
-    async def _follow_staging(self, number: int, track: Track, heard: Heard) -> None:
+    async def _follow_staging(self, number: int, track: Track) -> None:
         """Tell the daemon how the snapshot ended, unless the attempt ends first."""
         job = track.job
         staging = asyncio.ensure_future(job.snapshot())
@@ -500,7 +493,7 @@ class Link:
             return
         error, held_s = staging.exception(), await job.held_s()
         if error is None:
-            await self._send(wire.Staged(save=number, held_s=held_s, whole=await heard()))
+            await self._send(wire.Staged(save=number, held_s=held_s))
             job.save.handle.advance(Phase.STAGED)
             return
         message = str(error) if isinstance(error, CheckpointdError) else f"the snapshot failed: {error!r}"

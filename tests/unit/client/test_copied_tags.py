@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointd.cli import run
 from checkpointd.errors import DamagedError, NotFoundError, UsageError
-from checkpointd_client import Checkpointer, list_checkpoints, open_checkpoint
+from checkpointd_client import Checkpointer, open_checkpoint
 
 
 def model() -> torch.nn.ModuleDict:
@@ -71,14 +70,6 @@ def test_a_copy_in_the_same_root_is_no_checkpoint_and_no_damage(root: Path, capl
     assert after == before, "something was recorded in the copy, or removed"
 
 
-def test_a_copy_is_not_listed_and_verify_names_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(root / "global_step1", root / "backup")
-    assert [one.tag for one in list_checkpoints(root)] == ["global_step1", "global_step0"]
-    run(["verify", str(root)])
-    said = capsys.readouterr()
-    assert "backup" in said.out + said.err
-
-
 def test_a_tag_under_another_name_is_damage(root: Path) -> None:
     (root / "global_step1").rename(root / "keep")
     with pytest.raises(NotFoundError):
@@ -87,14 +78,3 @@ def test_a_tag_under_another_name_is_damage(root: Path) -> None:
         open_checkpoint(root, "global_step1", absence_s=0.1)
     with open_checkpoint(root, absence_s=0.1) as checkpoint:
         assert checkpoint.tag == "global_step0"
-
-
-def test_removing_the_copy_leaves_nothing_behind(root: Path) -> None:
-    shutil.copytree(root / "global_step1", root / "backup")
-    with Checkpointer(root) as ckpt:
-        ckpt.load({"model": model()})
-    shutil.rmtree(root / "backup")
-    for _ in range(2):
-        with Checkpointer(root) as ckpt:
-            ckpt.load({"model": model()})
-    assert not (root / "backup").exists()

@@ -41,8 +41,7 @@ def test_every_command_names_it(root: Path, capsys: pytest.CaptureFixture[str]) 
     rows = {row["tag"]: row["state"] for row in answer(capsys, "list", root)["rows"]}
     assert rows == {"two": "removed", "one": "committed"}
     status = answer(capsys, "status", root)
-    assert (status["checkpoints"], [one["tag"] for one in status["incomplete"]]) == (1, ["two"])
-    assert [lost["removed"] for lost in status["incomplete"][0]["lost"]] == ["two"]
+    assert (status["checkpoints"], [one["things"] for one in status["missing"].values()]) == (1, [["two"]])
     [explained] = answer(capsys, "explain", root, "two")["attempts"]
     assert explained["state"] == "removed"
     assert "somebody removed its directory two" in explained["why"]

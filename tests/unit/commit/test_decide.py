@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.commit import decide as decisions
-from checkpointd.commit.decide import deadline, decide, recover, unshared, vote_fault
+from checkpointd.commit.decide import deadline, decide, recover, unshared
 from checkpointd.layout.keys import index_name
 from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, IndexRef, Vote, WriterIdentity, digest
 
@@ -59,18 +59,6 @@ FAULTY: dict[str, Vote | None] = {
 }
 
 
-def test_decide_1_a_yes_of_every_rank_commits() -> None:
-    decision = of({rank: yes(rank) for rank in range(3)})
-    assert decision is not None
-    assert decision.commit
-    assert (decision.error, decision.ranks) == (None, ())
-
-
-def test_decide_2_votes_that_are_missing_decide_nothing() -> None:
-    assert of({}) is None
-    assert of({0: yes(0), 2: yes(2)}) is None
-
-
 @given(st.integers(1, 6), st.data())
 def test_decide_1_and_2_for_any_votes(world_size: int, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(["yes", "no", "bad", "missing"]), min_size=world_size, max_size=world_size))
@@ -102,11 +90,6 @@ def test_decide_1_a_vote_that_is_not_valid_aborts_at_once_and_is_named(name: str
 def test_decide_1_votes_of_ranks_that_do_not_exist_never_fill_the_number() -> None:
     assert words(of({0: yes(0), 1: yes(1), 7: yes(7)})) == "the vote of rank 7 is that of a rank that 3 ranks do not have"
     assert words(of({0: yes(0), 1: yes(1), -1: yes(-1)})) == "the vote of rank -1 is that of a rank that 3 ranks do not have"
-
-
-def test_a_valid_vote_has_no_fault() -> None:
-    assert vote_fault(yes(1), 1, TAG, ATTEMPT, 3) is None
-    assert vote_fault(no(1), 1, TAG, ATTEMPT, 3) is None
 
 
 def test_a_no_carries_its_error_and_rank() -> None:
@@ -154,30 +137,7 @@ def recovered(votes: Votes) -> decisions.Decision:
     return recover(votes, tag=TAG, attempt=ATTEMPT)
 
 
-def test_recovery_commits_where_every_rank_voted_yes() -> None:
-    assert recovered({rank: yes(rank) for rank in range(3)}).commit
-
-
 def test_recovery_aborts_where_votes_are_missing_since_nobody_will_vote_any_more() -> None:
     decision = recovered({1: yes(1)})
     assert words(decision) == "the job ended before the attempt was decided: ranks 0, 2 had not voted"
     assert decision.ranks == (0, 2)
-
-
-def test_recovery_aborts_an_attempt_without_any_vote() -> None:
-    assert words(recovered({})) == "the job ended before the attempt was decided: no rank had voted"
-
-
-def test_recovery_of_a_large_job_names_eight_and_counts_the_rest() -> None:
-    assert words(recovered({0: yes(0, 1000)})).endswith("ranks 1-999 had not voted")
-
-
-@pytest.mark.parametrize("name", FAULTY)
-def test_recovery_aborts_on_a_vote_that_is_not_valid(name: str) -> None:
-    assert not recovered({0: yes(0), 1: FAULTY[name], 2: yes(2)}).commit
-
-
-def test_recovery_aborts_where_votes_speak_of_different_worlds() -> None:
-    assert not recovered({0: yes(0, 2), 1: yes(1, 3)}).commit
-    assert not recovered({0: yes(0, 1), 1: yes(1, 2)}).commit
-    assert not recovered({0: None}).commit

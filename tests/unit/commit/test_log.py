@@ -114,18 +114,6 @@ def test_log_7_what_a_start_does_not_spare_is_aborted_and_the_words_name_who_did
     assert check(state, commit(B)) == f"{B} was aborted"
 
 
-def test_log_7_an_attempt_is_spared_again_until_a_start_does_not() -> None:
-    waiting = "step90/00000001-9"
-    state = after(BEGUN, announce(A), begin(2, A, waiting))
-    assert check(state, begin(3, A, waiting)) == ""
-    state = after(state, begin(3, A, waiting))
-    assert check(state, announce(waiting)) == ""
-    state = after(state, begin(4))
-    assert check(state, begin(5, A)) == f"{A} cannot be spared: it was aborted"
-    assert check(state, begin(5, waiting)) == f"{waiting} cannot be spared: it is not in the log"
-    assert check(state, announce(waiting)) == f"{waiting} is neither of start 4, the newest, nor spared by it"
-
-
 def test_the_nonces_of_the_newest_starts_are_kept() -> None:
     state = after(EMPTY, *(begin(start) for start in range(1, BEGINS_MAX + 3)))
     assert len(state.begins) == BEGINS_MAX
@@ -151,19 +139,6 @@ def test_an_attempt_of_another_start_is_not_announced(attempt: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempt", "fate_of_it"), [(A, "is undecided"), (B, "is a checkpoint"), (C, "was aborted"), (D, "was removed")]
-)
-def test_log_8_what_was_announced_is_not_announced_again(attempt: str, fate_of_it: str) -> None:
-    assert check(EACH_FATE, announce(attempt)) == f"{attempt} {fate_of_it}"
-    assert fate(EACH_FATE, attempt) == fate_of_it
-
-
-def test_log_8_the_number_of_a_save_is_not_used_again_by_another_tag() -> None:
-    assert check(CHECKPOINT, announce("other/00000001-0")) == "save 0 of its start was announced before other/00000001-0"
-    assert check(CHECKPOINT, announce("other/00000001-1")) == ""
-
-
-@pytest.mark.parametrize(
     ("base", "why"),
     [
         ("", ""),
@@ -176,12 +151,6 @@ def test_log_8_the_number_of_a_save_is_not_used_again_by_another_tag() -> None:
 )
 def test_the_base_of_an_attempt_is_a_checkpoint(base: str, why: str) -> None:
     assert check(EACH_FATE, announce("step60/00000001-5", base=base)) == why
-
-
-def test_an_announced_attempt_is_undecided() -> None:
-    one = after(EACH_FATE, announce("step60/00000001-5", base=B, step=60)).attempts["step60/00000001-5"]
-    assert (one.status, one.step, one.base, one.tag, one.id.k) == ("undecided", 60, B, "step60", 5)
-    assert one.committed is None
 
 
 def test_a_mirror_announces_what_its_origin_saved_in_older_starts() -> None:
@@ -248,13 +217,6 @@ def test_what_is_undecided_is_decided_once(decide: Callable[[str], Record]) -> N
     assert check(EACH_FATE, decide("x/00000001-8")) == "x/00000001-8 is not in the log"
 
 
-def test_a_commit_makes_a_checkpoint_and_an_abort_none() -> None:
-    one = after(EACH_FATE, commit(A, step=77)).attempts[A]
-    assert (one.status, one.step, one.commit) == ("checkpoint", 77, commit(A, step=77))
-    one = after(EACH_FATE, abort(A)).attempts[A]
-    assert (one.status, one.abort, one.committed) == ("aborted", abort(A), None)
-
-
 def test_log_10_a_commit_refers_to_its_base_and_to_what_that_refers_to() -> None:
     state = after(BEGUN, saved(A), saved(B, base=A, holders=(A,)), saved(C), announce(D, base=B))
     assert check(state, commit(D, holders=(A, B))) == ""
@@ -264,19 +226,6 @@ def test_log_10_a_commit_refers_to_its_base_and_to_what_that_refers_to() -> None
     free = after(state, remove(A), announce("x/00000001-8"))
     refused = check(free, commit("x/00000001-8", holders=(A,)))
     assert refused == f"x/00000001-8 refers to objects that may be gone: {A} was removed"
-
-
-def test_log_10_a_base_that_was_removed_meanwhile_still_gives_its_holders() -> None:
-    state = after(BEGUN, saved(A), saved(B, base=A, holders=(A,)), announce(D, base=B), remove(A, B))
-    assert check(state, commit(D, holders=(A, B))) == ""
-
-
-def test_a_base_of_which_nothing_could_be_read_holds_nothing() -> None:
-    entries = [entry(BEGUN, announce(D, base=B))]
-    state = following(BEGUN, entries)
-    assert check(state, commit(D)) == ""
-    refused = f"{D} refers to objects that may be gone: {A} is not in the log"
-    assert check(state, commit(D, holders=(A,))) == refused
 
 
 # --- remove -----------------------------------------------------------------------------------------------------------
@@ -327,24 +276,6 @@ def test_what_is_no_checkpoint_is_swept_once() -> None:
     assert check_all(EMPTY, first_entry) == f"{A} was aborted, and nothing is left of it"
 
 
-def test_log_10_what_a_checkpoint_refers_to_is_not_swept() -> None:
-    state = after(BEGUN, saved(A), saved(B, base=A, holders=(A,)), remove(A))
-    assert needed_by_others(state) == {A}
-    assert check(state, swept(A)) == f"others need objects of {A}"
-    assert check(after(state, remove(B)), swept(A, B)) == ""
-
-
-def test_log_10_what_the_base_of_an_undecided_attempt_refers_to_is_not_swept() -> None:
-    state = after(BEGUN, saved(A), saved(B, base=A, holders=(A,)), announce(C, base=B), remove(A, B))
-    assert needed_by_others(state) == {A, B}
-    assert check(state, swept(A)) == f"others need objects of {A}"
-    assert check(state, swept(B)) == f"others need objects of {B}"
-    committed = after(state, commit(C, holders=(B,)))
-    assert check(committed, swept(A)) == ""
-    assert check(committed, swept(B)) == f"others need objects of {B}"
-    assert check(after(state, abort(C)), swept(A, B)) == ""
-
-
 def test_what_was_swept_is_forgotten_some_entries_later() -> None:
     state = after(BEGUN, saved(B), [announce(A), abort(A)])
     state = after(notes_until(state, FORGET_EVERY - 1), swept(A))  # entry 64
@@ -383,11 +314,6 @@ def test_the_later_of_verified_and_damaged_counts() -> None:
     assert after(CHECKPOINT, damaged(A, "")).attempts[A].damaged == "damaged"
 
 
-def test_what_was_passed_over_stays_so() -> None:
-    one = after(CHECKPOINT, passed_over(A, "chunk 3"), verified(A)).attempts[A]
-    assert (one.verified, one.passed_over) == (True, "chunk 3")
-
-
 # --- rollback and heads -----------------------------------------------------------------------------------------------
 
 
@@ -415,30 +341,6 @@ def test_there_is_no_rollback_while_something_newer_may_commit() -> None:
     assert check_all(state, [begin(2, waiting), announce(waiting), abort(waiting), rollback(B)]) == ""
 
 
-def test_the_commit_of_a_save_after_an_older_one_leaves_the_branch() -> None:
-    E = "step20/00000002-0"
-    state = after(BEGUN, saved(A), saved(B), saved(C), begin(2), announce(E))
-    assert left_behind(state) == set()  # the attempt may still abort
-    state = after(state, commit(E, left=(((1, 0), (2, 0)),)))
-    assert left_behind(state) == {B, C}
-    assert dict(state.heads) == {"": E}
-
-
-def test_a_late_commit_of_a_branch_that_was_left_is_left_behind() -> None:
-    E = "step20/00000002-0"
-    state = after(BEGUN, saved(A), announce(B), begin(2, B), saved(E, left=(((1, 0), (2, 0)),)))
-    assert left_behind(state) == set()
-    state = after(state, commit(B))
-    assert left_behind(state) == {B}
-    assert dict(state.heads) == {"": E}
-
-
-def test_a_late_commit_before_the_head_is_of_the_current_branch() -> None:
-    state = after(BEGUN, announce(A), saved(B), commit(A))
-    assert left_behind(state) == set()
-    assert dict(state.heads) == {"": B}
-
-
 def test_each_training_has_a_head() -> None:
     one, other = "runs/a/checkpoint-1", "runs/b/checkpoint-1"
     state = after(BEGUN, saved(A), saved(B, shown_at=one), saved(C, shown_at=other), saved(D, shown_at="runs/a/checkpoint-2"))
@@ -446,13 +348,6 @@ def test_each_training_has_a_head() -> None:
     state = after(state, rollback(B))
     assert left_behind(state) == {D}
     assert dict(state.heads) == {"": A, "runs/a": B, "runs/b": C}
-
-
-def test_when_a_head_is_removed_the_newest_of_its_branch_follows() -> None:
-    state = after(BEGUN, saved(A), saved(B), saved(C), saved(D), rollback(B))
-    assert dict(after(state, remove(B)).heads) == {"": A}  # not C or D, which are left behind
-    assert dict(after(state, remove(A)).heads) == {"": B}
-    assert dict(after(state, remove(A, B)).heads) == {}
 
 
 # --- hold -------------------------------------------------------------------------------------------------------------
@@ -518,16 +413,6 @@ def test_reached_tells_what_has_become_of_an_aim() -> None:
     other = begin(1)
     assert reached(BEGUN, other)
     assert not reached(after(EMPTY, begin(1)), type(other)(start=1, nonce="f" * 32, world_size=2, writer=other.writer))
-
-
-def test_a_rebuilt_state_has_what_could_be_read_and_what_the_objects_show() -> None:
-    old = after(BEGUN, [announce(A), abort(A)], announce(B))
-    state = rebuilt(old, 10**6, nonce(5), [swept(A), commit(B, rebuilt=True), commit(C, rebuilt=True), begin(2)])
-    assert (state.number, state.nonce, state.start) == (10**6, nonce(5), 2)
-    assert state.attempts[A].swept == 10**6
-    assert [state.attempts[name].status for name in (B, C)] == ["checkpoint", "checkpoint"]
-    assert dict(state.heads) == {"": C}
-    assert decode_state(encode_state(state), 10**6) == state
 
 
 def test_a_rebuilt_state_of_which_nothing_could_be_read() -> None:

@@ -65,34 +65,10 @@ def test_phase_1_phases_only_move_forward_and_the_last_ones_are_final() -> None:
         assert LEVEL[after] > LEVEL[phase] or after is phase
 
 
-def test_phase_1_a_pair_that_stays_in_its_phase_is_only_the_deadline() -> None:
-    assert {event for (phase, event), after in TABLE.items() if after is phase} == {Event.DEADLINE}
-
-
-def test_phase_2_yes_is_voted_from_persisting_and_uploading_alone() -> None:
-    voting = {(phase, event) for phase, event in TABLE if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN)}
-    assert voting == {
-        (Phase.PERSISTING, Event.VOTED_YES),
-        (Phase.PERSISTING, Event.VOTE_UNCERTAIN),
-        (Phase.UPLOADING, Event.VOTED_YES),
-    }
-    assert {TABLE[pair] for pair in voting} == {Phase.PREPARED}
-
-
 def votes_no(phase: Phase, event: Event) -> bool:
     """A rank votes no when it enters `failing` or `skipping`."""
     after = TABLE[phase, event]
     return after in (Phase.FAILING, Phase.SKIPPING) and after is not phase
-
-
-def test_phase_2_no_is_voted_on_an_error_or_a_skip_alone() -> None:
-    voting = {event for phase, event in TABLE if votes_no(phase, event)}
-    assert voting == {Event.SNAPSHOT_FAILED, Event.SKIP, Event.SHARD_FAILED}
-
-
-def test_phase_2_an_uncertain_yes_is_never_taken_back() -> None:
-    assert step(Phase.PERSISTING, Event.VOTE_UNCERTAIN) is Phase.PREPARED
-    assert not any(votes_no(phase, event) for phase, event in TABLE if phase is Phase.PREPARED)
 
 
 def test_phase_2_no_run_votes_twice() -> None:
@@ -106,29 +82,12 @@ def test_phase_3_committed_is_entered_on_seeing_a_commit_and_on_nothing_else() -
     assert {pair for pair, after in TABLE.items() if after is Phase.COMMITTED} == {(Phase.PREPARED, Event.SAW_COMMIT)}
 
 
-def test_phase_4_a_rank_that_has_not_voted_yes_never_sees_a_commit() -> None:
-    for phase in set(Phase) - {Phase.PREPARED}:
-        with pytest.raises(ProtocolError):
-            step(phase, Event.SAW_COMMIT)
-
-
 def test_phase_5_another_writers_yes_prepares_every_rank_that_has_not_voted_yes() -> None:
     for phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.FAILING, Phase.SKIPPING):
         assert step(phase, Event.OTHER_WRITER_VOTED) is Phase.PREPARED
     for phase in (Phase.PREPARED, *FINAL):
         with pytest.raises(ProtocolError):
             step(phase, Event.OTHER_WRITER_VOTED)
-
-
-def test_every_run_ends_once() -> None:
-    assert len(RUNS) > 20
-    for run in RUNS:
-        assert [pair for pair in run if TABLE[pair] in FINAL] == [run[-1]]
-
-
-def test_every_phase_and_event_is_in_use() -> None:
-    assert {phase for phase, _ in TABLE} | set(TABLE.values()) == set(Phase)
-    assert {event for _, event in TABLE} == set(Event)
 
 
 def test_an_abort_or_a_lost_outcome_ends_an_attempt_in_any_phase() -> None:

@@ -8,23 +8,43 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.commit.retention import CheckpointFacts, RemovalChoice, Retention, choose
+from checkpointd.commit import retention
+from checkpointd.commit.retention import RemovalChoice, Retention
 from checkpointd.errors import UsageError
 from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
+from checkpointd.layout.manifest import BallotRef
+from tests.lease_builders import SINCE
 
 
-def checkpoint(n: int, **options: Any) -> CheckpointFacts:
+def checkpoint(n: int, **options: Any) -> LoggedAttempt:
     """The `n`th checkpoint, of step 10 * n."""
-    return CheckpointFacts(attempt=f"step{10 * n}/{AttemptId(1, n)}", order=(1, n), step=10 * n, **options)
+    return commit(f"step{10 * n}", 1, n, **{"step": 10 * n, **options})
 
 
-def commit(tag: str, start: int, n: int, **options: Any) -> CheckpointFacts:
+def commit(tag: str, start: int, n: int, *, age_s: float | None = None, **options: Any) -> LoggedAttempt:
     """The `n`th save of `start`, of a tag that may have been saved before."""
-    return CheckpointFacts(attempt=f"{tag}/{AttemptId(start, n)}", order=(start, n), **{"step": n, **options})
+    noted = {"verified": False, "damaged": "", "passed_over": "", "left_behind": False}
+    own = {name: options.pop(name, default) for name, default in noted.items()}
+    record = CommitRecord(
+        attempt=f"{tag}/{AttemptId(start, n)}",
+        n=n,
+        **{"step": n, **options},
+        world_size=1,
+        ballot=BallotRef(size=1, digest="0" * 32),
+        decided_by=0,
+        writer=msgspec.structs.replace(SINCE, time=str(age_s or 0.0)),
+    )
+    return msgspec.structs.replace(LoggedAttempt.of(record), **own)
+
+
+def choose(checkpoints: Iterable[LoggedAttempt], rules: Retention, **options: Any) -> RemovalChoice:
+    return retention.choose(checkpoints, rules, age_s=lambda commit: float(commit.writer.time), **options)
 
 
 def gone(choice: RemovalChoice) -> list[tuple[int, int]]:
@@ -37,8 +57,8 @@ def orders(prefixes: Iterable[str]) -> list[tuple[int, int]]:
     return [(attempt.start, attempt.k) for attempt in attempts]
 
 
-def left(checkpoints: list[CheckpointFacts], rules: Retention) -> list[int]:
-    going = gone(choose(checkpoints, rules))
+def left(checkpoints: list[LoggedAttempt], rules: Retention, **options: Any) -> list[int]:
+    going = gone(choose(checkpoints, rules, **options))
     return [c.order[1] for c in checkpoints if c.order not in going]
 
 
@@ -119,18 +139,18 @@ counts = st.none() | st.integers(1, 5)
 def test_retention_2_holds_for_all_rules(
     drawn: list[dict[str, Any]], last: int | None, every: int | None, age: float | None, best: int | None, mode: Any
 ) -> None:
-    known = [CheckpointFacts(attempt=f"t{n}/{AttemptId(1, n)}", order=(1, n), **options) for n, options in enumerate(drawn)]
+    known = [commit(f"t{n}", 1, n, **options) for n, options in enumerate(drawn)]
     metric = None if best is None else "loss"
     rules = Retention(keep_last=last, every_steps=every, younger_than_s=age, best=best, metric=metric, mode=mode)
     stays = left(known, rules)
     if known:
         assert known[-1].order[1] in stays
-    for chosen in ([c for c in known if c.save_latest], [c for c in known if c.verified]):
+    for chosen in ([c for c in known if c.commit.save_latest], [c for c in known if c.verified]):
         assert not chosen or chosen[-1].order[1] in stays
     assert set(range(len(known) - (last or 0), len(known))) & set(range(len(known))) <= set(stays)
-    measured = sorted(c.metrics["loss"] for c in known if c.metrics)
+    measured = sorted(c.commit.metrics["loss"] for c in known if c.commit.metrics)
     if best is not None and measured:
-        assert (measured[0] if mode == "min" else measured[-1]) in [known[n].metrics.get("loss") for n in stays]
+        assert (measured[0] if mode == "min" else measured[-1]) in [known[n].commit.metrics.get("loss") for n in stays]
 
 
 # --- replaced ones ------------------------------------------------------------------------------------------------
@@ -144,7 +164,7 @@ def test_retention_1_what_its_tag_was_saved_again_for_goes_with_and_without_rule
 
 
 def test_retention_1_a_damaged_commit_replaces_nothing() -> None:
-    known = [commit("best", 1, 0), commit("best", 1, 1, damaged=True)]
+    known = [commit("best", 1, 0), commit("best", 1, 1, damaged="bits")]
     assert choose(known, Retention()) == RemovalChoice()
     assert gone(choose(known, Retention(keep_last=1))) == [(1, 1)]
 
@@ -161,27 +181,27 @@ def test_retention_2_what_was_verified_stays_until_something_newer_is() -> None:
 
 
 def test_retention_3_what_is_damaged_is_never_counted() -> None:
-    known = [checkpoint(n, damaged=n in (2, 4), verified=n in (0, 2)) for n in range(5)]
+    known = [checkpoint(n, damaged="bits" if n in (2, 4) else "", verified=n in (0, 2)) for n in range(5)]
     assert left(known, Retention(keep_last=2)) == [0, 1, 3]
 
 
 def test_retention_3_where_all_is_damaged_nothing_goes() -> None:
-    assert choose([checkpoint(n, damaged=True) for n in range(4)], Retention(keep_last=1)) == RemovalChoice()
+    assert choose([checkpoint(n, damaged="bits") for n in range(4)], Retention(keep_last=1)) == RemovalChoice()
 
 
 def test_retention_4_what_a_load_passed_over_stays_until_it_is_recorded_as_damaged() -> None:
-    known = [checkpoint(0, passed_over=True), checkpoint(1, passed_over=True, damaged=True), checkpoint(2), checkpoint(3)]
+    known = [checkpoint(0, passed_over="bits"), checkpoint(1, passed_over="bits", damaged="bits"), checkpoint(2), checkpoint(3)]
     assert left(known, Retention(keep_last=1)) == [0, 3]
-    again = [commit("best", 1, 0, passed_over=True), commit("best", 1, 1)]
+    again = [commit("best", 1, 0, passed_over="bits"), commit("best", 1, 1)]
     assert choose(again, Retention()) == RemovalChoice()
 
 
 def test_retention_4_what_a_load_passed_over_stands_for_nothing_that_goes() -> None:
-    over = checkpoint(3, passed_over=True, verified=True)
+    over = checkpoint(3, passed_over="bits", verified=True)
     assert left([checkpoint(0), checkpoint(1), checkpoint(2, verified=True), over], Retention(keep_last=1)) == [2, 3]
-    again = [commit("best", 1, 0), commit("best", 1, 1, passed_over=True, verified=True)]
+    again = [commit("best", 1, 0), commit("best", 1, 1, passed_over="bits", verified=True)]
     assert choose(again, Retention()) == RemovalChoice()
-    assert choose([checkpoint(0, passed_over=True), checkpoint(1, damaged=True)], Retention(keep_last=1)) == RemovalChoice()
+    assert choose([checkpoint(0, passed_over="bits"), checkpoint(1, damaged="bits")], Retention(keep_last=1)) == RemovalChoice()
 
 
 # --- metrics ------------------------------------------------------------------------------------------------------
@@ -260,21 +280,22 @@ def _mode(fields: dict[str, Any]) -> Retention:
 
 
 def test_retention_7_what_an_export_needs_stays_and_the_rules_count_as_without_it() -> None:
-    choice = choose([*TEN[:4], checkpoint(4, exporting=True), *TEN[5:9], checkpoint(9, exporting=True)], Retention(keep_last=2))
+    choice = choose(TEN, Retention(keep_last=2), exporting={TEN[4].prefix, TEN[9].prefix})
     assert gone(choice) == [(1, n) for n in (0, 1, 2, 3, 5, 6, 7)]
     assert orders(choice.exporting) == [(1, 4)]
 
 
 def test_retention_7_so_does_an_older_commit_of_its_tag() -> None:
-    both = [commit("best", 1, 1, exporting=True), commit("best", 1, 2)]
-    assert gone(choose(both, Retention())) == []
-    assert orders(choose(both, Retention()).exporting) == [(1, 1)]
+    both = [commit("best", 1, 1), commit("best", 1, 2)]
+    choice = choose(both, Retention(), exporting={both[0].prefix})
+    assert gone(choice) == []
+    assert orders(choice.exporting) == [(1, 1)]
 
 
 # --- branches that were left ----------------------------------------------------------------------------------------------
 
 
-def branched(left_from: int, count: int = 3) -> list[CheckpointFacts]:
+def branched(left_from: int, count: int = 3) -> list[LoggedAttempt]:
     """Ten checkpoints, of which those from `left_from` on were left behind, and `count` of a new branch."""
     old = [checkpoint(n, left_behind=n >= left_from) for n in range(10)]
     return [*old, *(commit(f"new{n}", 2, n, step=10 * (left_from + n)) for n in range(count))]
@@ -305,7 +326,7 @@ def test_retention_8_what_was_left_is_no_newest_and_no_proof() -> None:
     choice = choose(old, Retention(keep_last=1))
     assert gone(choice) == []
     assert orders(choice.surplus) == [(1, 0)], "the newest one of the branch that is known to be whole"
-    damaged = [checkpoint(0, damaged=True), checkpoint(1, left_behind=True), checkpoint(2, left_behind=True)]
+    damaged = [checkpoint(0, damaged="bits"), checkpoint(1, left_behind=True), checkpoint(2, left_behind=True)]
     assert gone(choose(damaged, Retention(keep_last=1))) == []
 
 
@@ -317,23 +338,14 @@ def test_retention_8_one_tag_of_two_branches_stays_twice() -> None:
 
 
 def test_retention_8_a_directory_shows_one_commit_of_whatever_branch() -> None:
-    both = [commit("best", 1, 0, left_behind=True, is_shown=True), commit("best", 2, 0, is_shown=True)]
+    both = [commit("best", 1, 0, left_behind=True, shown_at="ds/t"), commit("best", 2, 0, shown_at="ds/t")]
     assert gone(choose(both, Retention())) == [(1, 0)]
-    back = [commit("best", 1, 0, is_shown=True), commit("best", 2, 0, left_behind=True, is_shown=True)]
+    back = [commit("best", 1, 0, shown_at="ds/t"), commit("best", 2, 0, left_behind=True, shown_at="ds/t")]
     assert gone(choose(back, Retention())) == []
 
 
 def test_a_checkpoint_of_which_something_is_missing_counts_for_no_rule_and_stays() -> None:
     """RETENTION-9."""
-    known = [checkpoint(1), checkpoint(2), checkpoint(3, incomplete=True), checkpoint(4, incomplete=True, verified=True)]
-    assert left(known, Retention(keep_last=1)) == [2, 3, 4]
-    assert left([checkpoint(1), checkpoint(2, incomplete=True)], Retention(keep_last=1)) == [1, 2]
-    assert left([checkpoint(1, incomplete=True)], Retention(every_steps=7)) == [1]
-    best = [checkpoint(1, metrics={"loss": 2.0}), checkpoint(2, metrics={"loss": 1.0}, incomplete=True), checkpoint(3)]
-    assert left(best, Retention(best=1, metric="loss", keep_last=1)) == [1, 2, 3]
-
-
-def test_an_incomplete_commit_replaces_no_older_one_of_its_tag() -> None:
-    """RETENTION-9."""
-    again = [commit("same", 1, 0), commit("same", 1, 1, incomplete=True)]
-    assert gone(choose(again, Retention())) == []
+    known = [checkpoint(1), checkpoint(2), checkpoint(3), checkpoint(4, verified=True)]
+    assert left(known, Retention(keep_last=1), incomplete={known[2].prefix, known[3].prefix}) == [2, 3, 4]
+    assert left(known[:2], Retention(keep_last=1), incomplete={known[1].prefix}) == [1, 2]

@@ -34,6 +34,7 @@ from checkpointd.errors import SidecarFullError, StagingError, UsageError, WireE
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias, Index
 from checkpointd.layout.manifest import ErrorReport, Vote, WriterIdentity, encode
+from checkpointd.pipeline.root import root_view
 from checkpointd.store.posix.store import PosixStore
 from tests.unit.daemon.conftest import (
     ADD_SEALS,
@@ -336,11 +337,12 @@ async def test_the_long_reasons_of_other_ranks_do_not_make_the_status_too_long(r
                 error=ErrorReport(code="StoreError", message="\N{LATIN SMALL LETTER U WITH DIAERESIS}" * (1 << 20)),
                 writer=WriterIdentity(host="h", pid=1, time="t"),
             )
-            (root / f"global_step{number}" / "00000001-0").mkdir(parents=True)
-            (root / f"global_step{number}" / "00000001-0" / "00001.vote").write_bytes(encode(vote))
             client = await daemon.client()
             await client.ready(root, SHARD, world_size=2)
             await client.save(number)
+            while vote.prefix not in (await root_view.state_of(store)).attempts:
+                await asyncio.sleep(0.01)
+            await store.put(f"{vote.prefix}/00001.vote", encode(vote))
             ended = await client.outcome(number)
             assert ended.error is not None
             assert len(ended.error.message) < 2 * TOLD_MAX

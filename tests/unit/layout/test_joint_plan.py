@@ -68,20 +68,6 @@ def test_any_tiling_over_any_ranks(shape: tuple[int, ...], data: st.DataObject) 
             assert plan.ranks_of("t", wanted) == tuple(sorted(touching))
 
 
-def test_of_equal_boxes_the_first_rank_counts() -> None:
-    box = whole((8,))
-    plan = joint({rank: [part("w", (8,), box), part("s", (), Box((), ()))] for rank in range(4)})
-    assert plan.ranks_of("w", Box((2,), (3,))) == (0,)
-    assert plan.ranks_of("s", Box((), ())) == (0,)
-
-
-def test_tensors_of_one_rank_alone_and_empty_boxes_name_nobody() -> None:
-    own = PlanTensor("own", "float32", (3,), whole((3,)), "rank")
-    plan = joint({0: [own, part("w", (8,), whole((8,)))], 1: [own, part("w", (8,), Box((0,), (0,)))]})
-    assert list(plan.tensors) == ["w"]
-    assert plan.ranks_of("w", whole((8,))) == (0,)
-
-
 def test_the_bytes_do_not_depend_on_the_order_in_which_plans_are_read() -> None:
     parts = {rank: [*found, *rows(8, "v", 2)[rank]] for rank, found in rows(8).items()}
     assert encoded(parts) == encoded(parts, [5, 0, 7, 1, 2, 6, 3, 4])

@@ -50,8 +50,8 @@ def test_tags_that_are_directory_names(tag: str) -> None:
         ("..", "dot"),
         (".", "dot"),
         (".checkpointd", "dot"),
-        ("a\nb", "control character"),
-        ("a\x7f", "control character"),
+        ("a\nb", "cannot be printed"),
+        ("a\x7f", "cannot be printed"),
         (" a", "white space"),
         ("a\u2003", "white space"),
         ("latest", "pointer"),
@@ -107,12 +107,6 @@ def test_no_other_spelling_names_an_attempt(name: str) -> None:
     assert found is None or str(found) == name
 
 
-@given(st.lists(attempts, min_size=2, max_size=2))
-def test_attempts_are_in_the_order_of_start_then_count(pair: list[AttemptId]) -> None:
-    a, b = pair
-    assert (a < b) == ((a.start, a.k) < (b.start, b.k))
-
-
 @given(ranks, st.integers(0, 9999))
 def test_every_object_of_a_rank_is_known_as_its_own(rank: int, part: int) -> None:
     for name in (keys.chunks_name(rank, part), keys.index_name(rank), keys.vote_name(rank)):
@@ -149,20 +143,6 @@ def test_every_object_of_a_hand_is_known_as_its_own(rank: int, takeover: int, pa
         assert (keys.object_rank(name), keys.object_takeover(name)) == (rank, takeover)
     assert (keys.index_rank(index), keys.index_rank(chunks)) == (rank, None)
     assert keys.check_chunks_ref(chunks, rank) == chunks
-
-
-@given(ranks, st.lists(takeovers, min_size=2, max_size=2, unique=True))
-def test_two_hands_never_write_one_object(rank: int, pair: list[int]) -> None:
-    one, two = ({keys.index_name(rank, h), *(keys.chunks_name(rank, part, h) for part in (0, 1))} for h in pair)
-    assert not one & two
-
-
-def test_the_first_hand_writes_what_was_written_before_there_were_hands() -> None:
-    assert (keys.index_name(3, 0), keys.chunks_name(3, 0, 0), keys.chunks_name(3, 1, 0)) == (
-        "00003.index",
-        "00003-0.chunks",
-        "00003-1.chunks",
-    )
 
 
 @pytest.mark.parametrize("name", ["00000.vote", "ballot-" + "0" * 32, "00000-0.index", "00000-5000.index", "00000-01.index"])
@@ -212,11 +192,6 @@ def test_a_plan_is_named_by_a_digest_and_nothing_else(digest: str) -> None:
         keys.plan_key(1, 0, digest)
     assert keys.plan_key(12, 255, "0123456789abcdef" * 2) == ".checkpointd/plans/00000012/0/" + "0123456789abcdef" * 2
     assert keys.plan_key(12, 256, "0123456789abcdef" * 2) == ".checkpointd/plans/00000012/1/" + "0123456789abcdef" * 2
-
-
-@given(st.integers(0, 10**12 - 1))
-def test_a_start_is_named_and_found_again(start: int) -> None:
-    assert keys.start_of(keys.job_lease_key(start).rpartition("/")[2]) == start
 
 
 @pytest.mark.parametrize("name", ["", "1", "000000001", "0000000\u0661", "00000001.tmp", "00000001\n", "-0000001"])

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from checkpointd.commit.log import following
 from checkpointd.errors import FormatError
 from checkpointd.layout.keys import START_MAX, STEP_MAX, WORLD_SIZE_MAX
 from checkpointd.layout.log_records import (
-    NUMBER_MAX,
-    CommitRecord,
     LogEntry,
-    LoggedAttempt,
     LogListing,
     LogState,
     Record,
@@ -27,7 +24,6 @@ from checkpointd.layout.log_records import (
     encode_entry,
     encode_state,
     entry_key,
-    mark_key,
     state_key,
 )
 from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VERSION, BesideFile, JointPlanRef
@@ -40,7 +36,6 @@ from tests.unit.commit.log_histories import (
     begin,
     commit,
     damaged,
-    entry,
     histories,
     hold,
     nonce,
@@ -123,13 +118,6 @@ def test_a_state_has_a_line_for_each_attempt() -> None:
     assert [line.split(",")[0] for line in lines[1:-2]] == [f'{{"attempt":"{name}"' for name in STATE.attempts]
 
 
-@pytest.mark.parametrize("state", [STATE, LogState(), after(LogState(), begin(1))])
-def test_a_state_is_read_as_it_was_written(state: LogState) -> None:
-    found = decode_state(encode_state(state), state.number)
-    assert found == state
-    assert list(found.attempts) == list(state.attempts)
-
-
 @given(histories)
 def test_any_state_is_read_as_it_was_written_and_any_entry(records: list[Record]) -> None:
     one = LogEntry(number=1, nonce=nonce(1), before="", records=tuple(records))
@@ -150,6 +138,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=30)
 
 @given(attempts, attempts, texts, st.integers(0, STEP_MAX))
 def test_any_legal_text_is_read_as_it_was_written(attempt: str, other: str, text: str, step: int) -> None:
+    assume(attempt != other)
     records = (
         begin(1, attempt, job=text),
         commit(attempt, step=step, holders=(other,), metrics={text: 1e300}),
@@ -159,13 +148,6 @@ def test_any_legal_text_is_read_as_it_was_written(attempt: str, other: str, text
     assert decode_entry(encode_entry(one), 1) == one
     state = following(LogState(), [one])
     assert decode_state(encode_state(state), 1) == state
-
-
-def test_a_state_of_ten_thousand_attempts_is_read_as_it_was_written() -> None:
-    names = [f"global_step{k}/00000001-{k}" for k in range(10_000)]
-    attempts = {name: LoggedAttempt.of(commit(name, holders=(names[k - 1],))) for k, name in enumerate(names)}
-    state = LogState(64, nonce(64), (begin(1),), {1: ((0, 9_999),)}, {"": names[-1]}, attempts)
-    assert decode_state(encode_state(state), 64) == state
 
 
 def test_keys_that_this_release_does_not_know_are_left_alone() -> None:
@@ -202,53 +184,11 @@ def refused(kind: str, data: bytes) -> str:
     return words.removeprefix(f"{KEYS[kind]} ")
 
 
-def flipped(data: bytes, masks: Iterator[int] | tuple[int, ...]) -> Iterator[bytes]:
-    for mask in masks:
-        for at, byte in enumerate(data):
-            yield data[:at] + bytes([byte ^ mask]) + data[at + 1 :]
-
-
-@both
-def test_every_flipped_byte_is_noticed(kind: str) -> None:
-    for data in flipped(DATA[kind], (1, 0x80)):
-        refused(kind, data)
-
-
-@pytest.mark.nightly
-@both
-def test_every_value_of_every_byte_is_noticed(kind: str) -> None:
-    for data in flipped(DATA[kind], tuple(range(1, 256))):
-        refused(kind, data)
-
-
-@both
-def test_every_cut_is_noticed_at_either_end(kind: str) -> None:
-    data = DATA[kind]
-    for at in range(len(data)):
-        refused(kind, data[:at])
-        if at:
-            refused(kind, data[at:])
-
-
-@both
-@pytest.mark.parametrize("more", [b"\n", b" ", b"\0", b"}", b"{}", "itself"])
-def test_what_is_longer_is_noticed(kind: str, more: bytes | str) -> None:
-    data = DATA[kind]
-    extra = data if isinstance(more, str) else more
-    refused(kind, data + extra)
-    refused(kind, extra + data)
-
-
 @both
 def test_what_somebody_moved_is_noticed(kind: str) -> None:
     read = {"entry": decode_entry, "state": decode_state}[kind]
     with pytest.raises(FormatError, match=r"has the number \d+; somebody moved it"):
         read(DATA[kind], 8_000)
-
-
-def test_what_lies_in_the_place_of_another_kind_is_noticed() -> None:
-    assert refused("entry", DATA["state"]) == "is not a checkpointd.entry object (it says 'checkpointd.state')"
-    assert refused("state", DATA["entry"]) == "is not a checkpointd.state object (it says 'checkpointd.entry')"
 
 
 # --- what cannot be is refused ----------------------------------------------------------------------------------------
@@ -415,6 +355,7 @@ def twice(fields: dict[str, Any]) -> None:
         (at("attempts.1.commit.attempt", A), f"lists {B!r} with the commit of {A!r}"),
         (at("attempts.1.status", "lost"), "is damaged: Invalid enum value 'lost' - at `$.attempts[1].status`"),
         (at("heads.", "../../x"), "names '../../x', which is no attempt"),
+        (at("heads.", A), f"names {A!r} as a training's newest, which is no checkpoint"),
         (at("begins.0.spared", ["../x/00000001-0"]), "names '../x/00000001-0', which is no attempt"),
         (at("attempts.2.abort.attempt", "../x"), "names '../x', which is no attempt"),
         (at("attempts.0.removal.attempts", ["../x"]), "names '../x', which is no attempt"),
@@ -426,11 +367,6 @@ def twice(fields: dict[str, Any]) -> None:
 )
 def test_a_state_that_contradicts_itself_is_refused(change: Callable[[dict[str, Any]], None], words: str) -> None:
     assert refused("state", edited(DATA["state"], change)) == words
-
-
-@pytest.mark.parametrize("path", ["format", "nonce", "records.1.kind", "records.0.attempt", "records.0.step"])
-def test_a_text_of_megabytes_is_not_repeated(path: str) -> None:
-    assert len(refused("entry", edited(DATA["entry"], at(path, "x" * 10_000_000)))) < 600
 
 
 def test_a_name_of_megabytes_is_not_repeated() -> None:
@@ -450,17 +386,3 @@ def test_a_listing_tells_what_lies_in_a_log() -> None:
     assert (finished.covered, finished.last, finished.is_being_rebuilt) == (10**6, 10**6 + 1, False)
     assert (LogListing().covered, LogListing().last, LogListing().is_being_rebuilt) == (0, 0, False)
     assert LogListing((5, 7), (4,)).covered == 4
-
-
-@given(st.integers(1, NUMBER_MAX))
-def test_each_number_has_one_name(number: int) -> None:
-    names = [key(number).removeprefix("log/") for key in (entry_key, state_key, mark_key)]
-    assert LogListing.of(names) == LogListing((number,), (number,), (number,))
-
-
-def test_an_attempt_knows_its_tag_and_number() -> None:
-    one = STATE.attempts[C]
-    assert (one.tag, one.id.start, one.id.k, one.holders) == ("schritt ü 🚀", 1, 2, ())
-    assert STATE.attempts[B].holders == (A,)
-    assert isinstance(FULL, CommitRecord)
-    assert entry(STATE).number == NUMBER + 1

@@ -163,11 +163,6 @@ def test_keys_of_a_newer_release_are_ignored() -> None:
     assert decode(edited(encode(VOTE), compressed_with=["love", {"x": None}]), Vote, KEY) == VOTE
 
 
-def test_a_sealed_object_of_wrong_types_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"Expected `int`.*rank"):
-        decode(edited(encode(VOTE), rank="one"), Vote, KEY)
-
-
 @pytest.mark.parametrize("length_s", [0.0, -1.0, LEASE_S_MAX + 1])
 def test_a_lease_that_nobody_could_wait_for_is_refused(length_s: float) -> None:
     lease = Lease(process="p", count=1, length_s=length_s, writer=WRITER)
@@ -201,14 +196,6 @@ def test_a_vote_names_the_index_of_its_rank_and_nothing_else(name: str, size: in
     ref = {"name": name, "size": size, "digest": digest(b"")}
     with pytest.raises(FormatError, match=f"names an index '{re.escape(name)}' of {size} bytes"):
         decode(edited(encode(VOTE), index=ref), Vote, KEY)
-
-
-@pytest.mark.parametrize("name", ["00001.index", "00001-1.index", "00001-4999.index"])
-def test_a_vote_may_name_the_index_of_any_hand_of_its_rank(name: str) -> None:
-    ref = {"name": name, "size": 100, "digest": digest(b"")}
-    found = decode(edited(encode(VOTE), index=ref), Vote, KEY)
-    assert found.index is not None
-    assert found.index.name == name
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000])

@@ -10,12 +10,11 @@ from typing import NoReturn
 
 import pytest
 
-from checkpointd.commit.log_access import STATE_EVERY
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
-from checkpointd.errors import FencedError, LinkError, SkippedError, StagingError, StoreFullError
+from checkpointd.errors import LinkError, StagingError, StoreFullError
 from checkpointd.layout.keys import AttemptId
-from checkpointd.pipeline import announcement, attempt
+from checkpointd.pipeline import attempt
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
@@ -24,6 +23,8 @@ from checkpointd.testing import simloop
 from tests.builders import make_shard, rank_arrays
 
 DEADLINE_S = 600.0
+
+
 PREFIX = "global_step1/00000001-0"
 
 
@@ -67,18 +68,6 @@ def test_a_rank_that_failed_ends_the_attempt_where_the_coordinator_is_silent() -
     assert isinstance(other.error, StagingError)
     assert other.error.ranks == (1,)
     assert "rank 1 failed while staging: the copy was torn" in str(other.error)
-
-
-def test_a_rank_that_skips_ends_it_too() -> None:
-    (skipped,), seconds = saved_by({1: SkippedError("no room")}, world_size=2)
-    assert (skipped.phase, seconds < attempt.NO_S + 2.0) == (Phase.SKIPPED, True)
-
-
-def test_a_coordinator_that_is_there_decides_at_once() -> None:
-    ended, seconds = saved_by({0: None, 1: StagingError("torn"), 2: None}, world_size=3)
-    assert seconds < attempt.NO_S
-    assert [a.phase for a in ended] == [Phase.ABORTED, Phase.FAILED, Phase.ABORTED]
-    assert all(a.outcome is not None and a.outcome.abort is not None and a.outcome.abort.decided_by == 0 for a in ended)
 
 
 class HasNoRoom(MemoryStore):
@@ -179,61 +168,6 @@ def test_a_link_in_the_way_ends_a_save_that_another_hand_may_write(rank: int, ca
     assert all("the other ranks" not in line for line in said)
 
 
-async def begun(store: MemoryStore, rank: int) -> tuple[Attempt, asyncio.Event, asyncio.Task[None]]:
-    """The attempt of one of two ranks, whose snapshot is whole when the event is set."""
-    info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=rank, world_size=2, step=1, n=0)
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    saved = Attempt(WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S)), info, deadline=deadline)
-    is_whole = asyncio.Event()
-
-    async def staged() -> Shard:
-        await is_whole.wait()
-        return make_shard(rank_arrays(rank))
-
-    return saved, is_whole, asyncio.ensure_future(saved.run(staged()))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("is_whole", [True, False], ids=["with its snapshot", "in its snapshot"])
-def test_attempt_6_an_attempt_that_nobody_announced_before_a_newer_start_ends_soon(rank: int, is_whole: bool) -> None:
-    async def main() -> tuple[Attempt, list[str]]:
-        store = MemoryStore()
-        await starts.take(store, 2)
-        await starts.take(store, 2)
-        saved, whole, running = await begun(store, rank)
-        if is_whole:
-            whole.set()
-        async with asyncio.timeout(DEADLINE_S / 10):
-            await asyncio.wait({running}, timeout=announcement.ANNOUNCED_S * 2)
-            whole.set()
-            await running
-        return saved, [entry.name for entry in await store.list(PREFIX)]
-
-    saved, left = simloop.run(1, main())
-    assert (saved.phase, type(saved.error), left) == (Phase.FAILED, FencedError, [])
-    assert "another job has taken over" in str(saved.error)
-
-
-def test_attempt_6_a_rank_that_waits_for_the_announcement_writes_nothing_for_an_older_start() -> None:
-    async def main() -> tuple[Attempt, list[str]]:
-        store = MemoryStore()
-        await starts.take(store, 2)
-        saved, whole, running = await begun(store, 1)
-        room_for = saved._state.tidier.room_for
-
-        async def slow_room_for(info: AttemptInfo, deadline: float, nbytes: int) -> None:
-            await room_for(info, deadline, nbytes)
-            await starts.take(store, 2)  # after the look for newer starts
-
-        saved._state.tidier.room_for = slow_room_for  # type: ignore[method-assign]
-        whole.set()
-        await running
-        return saved, [entry.name for entry in await store.list(PREFIX)]
-
-    saved, left = simloop.run(1, main())
-    assert (saved.phase, type(saved.error), left) == (Phase.FAILED, FencedError, [])
-
-
 def test_a_rank_that_fails_before_anybody_has_announced_the_attempt_aborts_it() -> None:
     """The coordinator has died: nobody else says a word."""
     (failed,), seconds = saved_by({2: StagingError("the copy was torn")}, world_size=3)
@@ -241,24 +175,3 @@ def test_a_rank_that_fails_before_anybody_has_announced_the_attempt_aborts_it() 
     assert failed.outcome is not None
     assert failed.outcome.abort is not None
     assert failed.outcome.abort.decided_by == 2
-
-
-def test_log_6_saves_without_rules_put_states_too() -> None:
-    """Each commits alone at its tag, so nothing is removed after it."""
-
-    async def main() -> list[str]:
-        store = MemoryStore()
-        await starts.take(store, 1)
-        state = WriterState(store=store, commit=CommitConfig(timeout_s=DEADLINE_S, read_back=False))
-        for n in range(STATE_EVERY):
-            info = AttemptInfo(tag=f"t{n}", attempt=AttemptId(1, 0), rank=0, world_size=1, step=n, n=n)
-            saved = Attempt(state, info, deadline=asyncio.get_running_loop().time() + DEADLINE_S)
-            await saved.run(_whole())
-            assert saved.phase is Phase.COMMITTED
-        await state.tidier.rest()
-        return [entry.name for entry in await store.list("log") if entry.name.endswith(".state")]
-
-    async def _whole() -> Shard:
-        return make_shard(rank_arrays(0))
-
-    assert simloop.run(1, main()) == [f"{number:012d}.state" for number in (STATE_EVERY, 2 * STATE_EVERY)]

@@ -1,10 +1,8 @@
-"""The order in which a save makes its objects durable and visible."""
+"""What a save and a removal make durable, and how often. `tests/simulation/test_job_mutations.py` guards the order."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
 
 from checkpointd.commit.machine import Phase
 from checkpointd.pipeline.gc.collect import remove, sweep
@@ -55,61 +53,8 @@ class RecordingDisk(OsDisk):
         self.log.append(("rename", target))
 
 
-@pytest.fixture
-def recording(tmp_path: Path) -> tuple[PosixStore, RecordingDisk]:
-    disk = RecordingDisk()
-    return PosixStore(tmp_path / "root", disk), disk
-
-
 def _at(log: list[tuple[str, str]], what: str, end: str) -> int:
     return next(i for i, (kind, path) in enumerate(log) if kind == what and path.endswith(end))
-
-
-async def test_files_and_directories_are_synced_before_anything_refers_to_them(
-    recording: tuple[PosixStore, RecordingDisk],
-) -> None:
-    store, disk = recording
-    await save_checkpoint(store, tag="global_step1", world_size=1)
-    log = disk.log
-    chunks_synced, index, vote = (
-        _at(log, "sync", "00000-0.chunks"),
-        _at(log, "link", "00000.index"),
-        _at(log, "link", "00000.vote"),
-    )
-    ballot = next(i for i, (kind, path) in enumerate(log) if kind == "link" and "/ballot-" in path)
-    commit = next(i for i, (kind, path) in enumerate(log) if i > ballot and kind == "link" and path.endswith(".json"))
-    attempt = log[vote][1].rsplit("/", 1)[0]
-    synced = [i for i, (kind, path) in enumerate(log) if kind == "sync directory" and path == attempt]
-    assert chunks_synced < index < vote < ballot < commit
-    for before, after in ((chunks_synced, index), (index, vote), (ballot, commit)):
-        assert any(before < i < after for i in synced), log[before : after + 1]
-    for parent in (attempt.rsplit("/", 1)[0], attempt.rsplit("/", 2)[0]):
-        assert any(i < vote for i, entry in enumerate(log) if entry == ("sync directory", parent)), parent
-
-
-async def test_latest_moves_after_the_commit_is_durable_and_in_one_piece(
-    recording: tuple[PosixStore, RecordingDisk],
-) -> None:
-    store, disk = recording
-    await save_checkpoint(store, tag="global_step1", world_size=1)
-    log = disk.log
-    commit = next(i for i, (kind, path) in reversed([*enumerate(log)]) if kind == "link" and path.endswith(".json"))
-    latest = next(i for i, (kind, path) in enumerate(log) if kind in {"link", "rename"} and path.endswith("/latest"))
-    entries = log[commit][1].rsplit("/", 1)[0]
-    assert any(commit < i < latest for i, entry in enumerate(log) if entry == ("sync directory", entries))
-    assert ("create", log[latest][1]) not in log  # never written in place
-
-
-async def test_attempt_8_nothing_is_put_before_the_announcement_is_durable(recording: tuple[PosixStore, RecordingDisk]) -> None:
-    store, disk = recording
-    await save_checkpoint(store, tag="global_step1", world_size=1)
-    paths = [path for _, path in disk.log]
-    entries = [i for i, (kind, path) in enumerate(disk.log) if kind == "link" and path.endswith(".json")]
-    first = next(i for i, path in enumerate(paths) if "/global_step1/" in path)
-    begun, announced, committed = entries
-    synced = [i for i, (kind, path) in enumerate(disk.log) if kind == "sync directory" and path.endswith("/log")]
-    assert begun < announced < first < committed
-    assert any(announced < i < first for i in synced)
 
 
 async def test_log_9_what_the_coordinator_syncs_does_not_grow_with_the_ranks(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from checkpointd.errors import (
     UsageError,
 )
 from checkpointd.pipeline.root import reserve, root_view
-from checkpointd.store.base import SMALL_BYTES_MAX
+from checkpointd.store.base import SMALL_BYTES_MAX, Store
 from checkpointd.store.posix.failures import store_error
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import plan_save, save_checkpoint
@@ -58,6 +58,9 @@ class Refusing(PosixStore):
             self.refused += 1
             raise self._error(key, reads=True)
         return await super().get(key, size_max=size_max)
+
+    async def get_each(self, keys: Sequence[str], *, size_max: int = SMALL_BYTES_MAX) -> list[bytes | CheckpointdError]:
+        return await Store.get_each(self, keys, size_max=size_max)  # by `get`
 
     def _error(self, key: str, *, reads: bool = False) -> StoreError:
         cause = OSError(self.number, os.strerror(self.number))
@@ -178,3 +181,21 @@ async def test_every_rank_raises_the_class_that_the_failed_rank_had(
         assert abort.__context__ is (raised if rank == 1 else None)
         assert error.__suppress_context__  # a traceback shows one message
         assert error.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("method", "failing", "phases"),
+    [
+        pytest.param("put_if_match", {}, [Phase.COMMITTED, Phase.COMMITTED], id="while `latest` moves"),
+        pytest.param("delete", {1: StoreError("I/O error")}, [Phase.ABORTED, Phase.FAILED], id="while leftovers go"),
+    ],
+)
+async def test_attempt_1_an_unforeseen_error_of_the_store_ends_no_attempt_in_another_phase(
+    store: Refusing, method: str, failing: dict[int, Exception], phases: list[Phase], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def defective(*_: object) -> None:
+        raise RuntimeError("a defect of the store")
+
+    monkeypatch.setattr(store, method, defective)
+    attempts = await save_checkpoint(store, world_size=2, timeout_s=LONG_S, failing=failing)
+    assert [attempt.phase for attempt in attempts] == phases

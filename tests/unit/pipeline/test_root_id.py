@@ -267,7 +267,7 @@ async def test_an_error_of_the_storage_is_no_absence(number: int, tmp_path: Path
 
     async with PosixStore(tmp_path / "root") as store:
         own = await seen(store)
-        for call, checked in (("status", own), ("read", OwnId(store))):
+        for call, checked in (("status_each", own), ("read", OwnId(store))):
             with monkeypatch.context() as patch:
                 patch.setattr(OsDisk, call, failing)
                 with pytest.raises(UnreadableError, match=errno.errorcode[number]):

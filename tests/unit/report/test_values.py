@@ -33,6 +33,13 @@ TIME = "2026-01-01T12:00:00"
         (tree.LibraryValue("slice", (None, 3, 1)), "slice", "(None, 3, 1)"),
         (tree.LibraryValue("bytearray", (tree.Bytes(b"ab"),)), "bytearray", "6162"),
         (tree.TorchName("memory_format", "channels_last"), "memory_format", "channels_last"),
+        (True, "bool", "True"),
+        (None, "None", "None"),
+        (tree.BigInt("-0xffffffffffffffffffff"), "int", "-0xffffffffffffffffffff"),
+        (tree.Complex(1.0, -2.0), "complex", "(1-2j)"),
+        (tree.NumpyScalar("<f4", b"\x00\x00\x80\x3f"), "<f4", "0000803f"),
+        (tree.Dict("OrderedDict", ()), "OrderedDict", "{}"),
+        (tree.Sequence("list", ()), "list", "[]"),
     ],
 )
 def test_a_value_is_one_line(node: Node, kind: str, text: str) -> None:
@@ -50,3 +57,11 @@ def test_names_that_are_too_long_together_are_refused_before_they_are_made() -> 
     root = tree.Dict("dict", (("k" * 100_000, tree.Sequence("list", (child,) * 2_000)),))
     with pytest.raises(FormatError, match="without --values"):
         list(values_of(root))
+
+
+def test_a_very_deep_tree_needs_no_recursion() -> None:
+    node: Node = 1
+    for _ in range(5000):
+        node = tree.Dict("dict", (("a", node),))
+    [value] = values_of(node)
+    assert value.path == ".".join("a" * 5000)

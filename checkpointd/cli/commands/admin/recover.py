@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import click
 
-from checkpointd.admin.recovery import Decided, RecoveryReport, preview, recovery
+from checkpointd.admin.recovery import RecoveryReport, preview, recovery
 from checkpointd.cli.arguments import as_json, only_root, places
 from checkpointd.cli.asking import ask
-from checkpointd.cli.attempts import job_text
+from checkpointd.cli.attempts import STATE_MOODS, job_text
 from checkpointd.cli.formatting import count
 from checkpointd.cli.render import Block, Cell, Facts, Heading, Table, show_answer, warn
 from checkpointd.phrases import listed
+from checkpointd.report.listing import AttemptRow
 
 
 @click.command("recover", short_help="Decide the saves that a dead job left in doubt.")
@@ -57,7 +58,7 @@ def page(found: RecoveryReport) -> Iterator[Block]:
     yield Facts(facts)
     if found.decided:
         yield Heading("would be decided" if found.dry_run else "decided")
-        yield Table(("tag", "attempt", "decision", "why"), [_cells(d) for d in found.decided], prose=frozenset({"why"}))
+        yield Table(("tag", "attempt", "decision", "why"), [_cells(row) for row in found.decided], prose=frozenset({"why"}))
 
 
 def _latest(found: RecoveryReport) -> str:
@@ -68,6 +69,6 @@ def _latest(found: RecoveryReport) -> str:
     return "stays"
 
 
-def _cells(decided: Decided) -> tuple[str | Cell, ...]:
-    decision = Cell(decided.decision, "good" if decided.decision == "commit" else "bad")
-    return decided.tag, decided.attempt, decision, decided.why
+def _cells(row: AttemptRow) -> tuple[str | Cell, ...]:
+    why = row.why or "every rank had voted yes, and all objects that the votes name are there"
+    return row.tag, row.attempt, Cell(row.state, STATE_MOODS[row.state]), why

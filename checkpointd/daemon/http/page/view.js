@@ -134,11 +134,10 @@ function refused(status) {
   return `${status.refused.toLocaleString("en")}${reasons.length ? ` (${reasons.join(", ")})` : ""}`;
 }
 
-/** What waits in the spool, when uploads run, and what did not go through it. */
+/** What waits in the spool, and what did not go through it. */
 function spool(found) {
   const facts = [printable(found.directory), `${found.waiting.toLocaleString("en")} shards wait (${size(found.waiting_bytes)})`];
   if (found.used_bytes !== null) facts.push(`${size(found.used_bytes)} used, ${size(found.free_bytes)} free`);
-  if (found.opens_in_s) facts.push(`uploads begin in ${duration(found.opens_in_s)}`);
   if (found.superseded) facts.push(`${found.superseded.toLocaleString("en")} superseded`);
   if (found.direct_full) facts.push(`${found.direct_full.toLocaleString("en")} straight to the root, since it was full`);
   if (found.direct_failed) facts.push(`${found.direct_failed.toLocaleString("en")} straight to the root, since its disk failed`);

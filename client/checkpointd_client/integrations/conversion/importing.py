@@ -14,6 +14,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from checkpointd import arguments
@@ -26,6 +27,7 @@ from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.indexes import Alias
 from checkpointd.layout.keys import STEP_MAX, AttemptId
 from checkpointd.other_formats import recognised
+from checkpointd.pipeline.announcement import Announcement
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Beginner
@@ -126,6 +128,8 @@ class _Import:
 
     async def run(self) -> None:
         try:
+            check_root = partial(self._state.own_root.check, self._attempt.start)
+            await Announcement(self._info(0), self._state.log, self._state.commit, check_root).make()
             for rank in range(1, len(self._shares)):
                 await self._persist(rank)
             first = await self._shard(0)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ def test_committed(root: Path, at: With, cli: Cli) -> None:
     assert "why: every rank voted yes, and the coordinator (rank 0) committed it" in answer.lines
     attempt = only_attempt(cli, root, "global_step1")
     assert attempt["state"] == "committed"
-    assert attempt["decided_by"] == 0
-    assert [(r["rank"], r["vote"], r["tensors"]) for r in attempt["ranks"]] == [(0, "yes", 6), (1, "yes", 6)]
+    assert [(r["rank"], r["vote"]) for r in attempt["ranks"]] == [(0, "yes"), (1, "yes")]
     assert all(r["writer"]["pid"] and r["writer"]["host"] and r["writer"]["time"] for r in attempt["ranks"])
 
 
@@ -92,7 +90,7 @@ def test_an_abort_names_the_rank_the_error_and_what_to_do(root: Path, at: With, 
     assert attempt["state"] == "aborted"
     assert "rank 1 failed while staging: no space left on device" in attempt["why"]
     assert "(at fault: rank 1)" in attempt["why"]
-    assert (attempt["error"]["code"], attempt["decided_by"]) == ("StoreFullError", 0)
+    assert attempt["brief"] == "StoreFullError, rank 1"
     assert attempt["ranks"] == [], "the votes went with the objects"
 
 
@@ -102,7 +100,7 @@ def test_a_deadline_names_the_rank_that_never_saved(root: Path, at: With, cli: C
 
     at(alone)
     attempt = only_attempt(cli, root, "global_step1")
-    assert attempt["error"]["code"] == "DeadlineError"
+    assert attempt["brief"] == "DeadlineError, ranks 1-2"
     assert "Look at the log of ranks 1-2: it did not call save()" in attempt["next"]
     assert "(at fault: ranks 1-2)" in attempt["why"]
 
@@ -213,21 +211,12 @@ def test_no_such_tag_names_what_is_like_it(root: Path, at: With, cli: Cli) -> No
     answer = cli("explain", root, "global_step10")
     assert (answer.code, answer.out) == (4, "")
     assert "did you mean global_step100?" in answer.err
-    assert f"`checkpointd list --all {root}` shows what is there" in cli("explain", root, "zzz").err
-
-
-def test_a_tag_that_somebody_removed_is_not_called_one_that_never_was(root: Path, at: With, cli: Cli) -> None:
-    at(save_checkpoint)
-    shutil.rmtree(root / "global_step1")
-    answer = cli("explain", root, "global_step1")
-    assert answer.code == 0
-    assert "global_step1 was committed, and is not whole any more" in answer.out
-    assert "somebody removed global_step1" in answer.out
+    assert "checkpoints are: global_step100, best" in cli("explain", root, "zzz").err
 
 
 def test_no_tag_at_all(root: Path, at: With, cli: Cli) -> None:
     at(begin_start)
-    assert "nothing is there at all" in cli("explain", root, "global_step1").err
+    assert "checkpoints are: none" in cli("explain", root, "global_step1").err
     answer = cli("explain", root, "latest")
     assert answer.code == 4
     assert "there is no latest" in answer.err

@@ -130,7 +130,7 @@ def test_delete_refuses_the_newest_without_force(cli: Cli, three: Path) -> None:
 
 def test_inspect_shows_written_and_referred_bytes(cli: Cli, three: Path) -> None:
     found = cli("inspect", three, "global_step3", "--json").json
-    assert (found["written_bytes"], found["referred_bytes"], found["stored_bytes"]) == (8000, 12000, 20000)
+    assert (found["contents"]["referred_bytes"], found["contents"]["stored_bytes"]) == (12000, 20000)
     assert found["metrics"] == {"loss": 3.0}
     assert "7.8KiB written, 11.7KiB referred to" in cli("inspect", three, "global_step3").out
 

@@ -28,8 +28,6 @@ def test_a_user_is_a_number(cli: Cli) -> None:
 
 def test_the_options_of_a_spool_are_checked_by_name(tmp_path: Path, cli: Cli) -> None:
     serve = ("serve", "--socket", tmp_path / "socket", "--root", tmp_path, "--uid", "0", "--spool", tmp_path / "spool")
-    answer = cli(*serve, "--spool-windows", "night")
-    assert (answer.code, "'night' is no window of a day: write HH:MM-HH:MM" in answer.err) == (2, True)
     answer = cli(*serve, "--spool-keep", "some")
     assert (answer.code, "'some' is not one of 'all', 'newest'" in answer.err) == (2, True)
     (tmp_path / "file").write_text("")

@@ -36,8 +36,8 @@ def test_who_runs_it_what_is_latest_in_flight_and_failed(root: Path, at: With, c
     assert (flight["tag"], flight["orphaned"], flight["world_size"]) == ("global_step3", False, 2)
     assert [(r["rank"], r["vote"], r["object_bytes"] > 0) for r in flight["ranks"]] == [(0, "missing", False), (1, "yes", True)]
     [failure] = found["failures"]
-    assert (failure["tag"], failure["ranks"]) == ("global_step2", [1])
-    assert "rank 1 failed while staging: boom" in failure["message"]
+    assert (failure["tag"], failure["brief"]) == ("global_step2", "StagingError, rank 1")
+    assert "rank 1 failed while staging: boom" in failure["why"]
     text = cli("status", root).out
     assert "start 1, 2 ranks: process" in text
     assert "which still runs" in text
@@ -53,7 +53,7 @@ def test_a_save_that_a_newer_job_fenced_is_called_so(root: Path, at: With, cli: 
 
     at(overtaken)
     [failure] = cli("status", root, "--json").json["failures"]
-    assert failure["code"] == "FencedError"
+    assert failure["brief"] == "fenced"
     assert "global_step1: fenced, 20" in cli("status", root).out
     advice = cli("explain", root, "global_step1").out
     assert "this save and all later ones of its job cannot commit" in advice
@@ -138,7 +138,7 @@ def test_changes_are_told_once_and_in_order(at: With) -> None:
     assert second[0].startswith("job: start 1, 2 ranks, process ")
     assert second[1].startswith("in flight: global_step1 (00000001-0): 1 of 2 voted, waiting for rank 0, ")
     assert third == []
-    assert fourth[0].startswith("aborted: global_step3 (00000001-0): StagingError: rank 0 failed")
+    assert fourth[0].startswith("aborted: global_step3 (00000001-0): StagingError, rank 0: rank 0 failed")
     assert fourth[1:] == ["committed: global_step2 (00000001-0), step 2", "latest: global_step2"]
 
 

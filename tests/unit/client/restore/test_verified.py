@@ -1,5 +1,5 @@
-"""Stored files that are verified while torch.load reads them. Invariants: STOREDFILE-1, STOREDFILE-2,
-VERIFIEDFILE-1, VERIFIEDFILE-2, FILE-6.
+"""Stored files that are verified while torch.load reads them. Invariants: STOREDFILE-1, VERIFIEDFILE-1,
+VERIFIEDFILE-2, FILE-6.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from checkpointd.codec.checksum import xxh3_128
 from checkpointd.errors import DamagedError, UnreadableError
-from checkpointd.layout.indexes import Chunk
-from checkpointd.pipeline.read.stored_files import FileChunk, FileChunkRun, StoredFile
+from checkpointd.layout.boxes import Box
+from checkpointd.layout.indexes import Chunk, TensorEntry
+from checkpointd.pipeline.read.plan import ChunkRead
+from checkpointd.pipeline.read.stored_files import StoredFile
 from checkpointd_client.capture.torch_files import placeholders_of
 from checkpointd_client.restore.verified import VerifiedFile
 
@@ -49,29 +52,32 @@ class Stored:
             for start, stop, fqn in pieces
             for low in range(start, stop, chunk_bytes)
         ]
-        self.file = StoredFile("states.pt", "key", 0, len(self.data), "around", tuple(parts))
+        self.file = StoredFile("states.pt", len(self.data), "around", tuple(parts))
 
-    def _part(self, start: int, stop: int, fqn: str) -> FileChunk:
+    def _part(self, start: int, stop: int, fqn: str) -> ChunkRead:
         data = self.data[start:stop]
-        return FileChunk(start, stop, fqn, Chunk(0, start, len(data), len(data), "raw", None, xxh3_128(data)))
+        chunk = Chunk(0, start, len(data), len(data), "raw", None, xxh3_128(data))
+        box = Box((0,), (len(data),))
+        return ChunkRead("key", 0, TensorEntry(fqn, "uint8", box.sizes, box, "rank", (chunk,)), chunk, 0)
 
-    def read(self, file: StoredFile, runs: Sequence[FileChunkRun]) -> list[DamagedError]:
+    def read(self, wanted: Sequence[ChunkRead]) -> list[DamagedError]:
         if self.fails:
             raise UnreadableError("the storage does not answer")
         damage = []
-        for run in runs:
-            run.into[:] = self.data[run.parts[0].start : run.parts[-1].stop]
-            for part in run.parts:
-                self.reads[part.start] += 1
-                if xxh3_128(self.data[part.start : part.stop]) != part.chunk.digest:
-                    damage.append(DamagedError(f"damaged at byte {part.start}"))
+        for part in wanted:
+            data = self.data[part.chunk.offset : part.chunk.end]
+            self.reads[part.chunk.offset] += 1
+            if part.place is not None:
+                part.place.data[:] = np.frombuffer(data, dtype=np.uint8)
+            if xxh3_128(data) != part.chunk.digest:
+                damage.append(DamagedError(f"damaged at byte {part.chunk.offset}"))
         return damage
 
     def opened(self) -> VerifiedFile:
         return VerifiedFile(self.file, self.read)
 
     def each_once(self) -> bool:
-        return self.reads == Counter(part.start for part in self.file.parts)
+        return self.reads == Counter(part.chunk.offset for part in self.file.parts)
 
 
 def load(file: VerifiedFile) -> dict[str, object]:
@@ -112,14 +118,14 @@ def test_what_is_not_asked_for_is_verified_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["around", "room", "unread"])
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, where: str) -> None:
     stored = Stored(tmp_path, 1 << 20)
-    part = [part for part in stored.file.parts if part.fqn.startswith("around" if where == "around" else "room")][-1]
-    stored.data[part.stop - 1] ^= 1
+    part = [part for part in stored.file.parts if part.entry.fqn.startswith("around" if where == "around" else "room")][-1]
+    stored.data[part.chunk.end - 1] ^= 1
     file = stored.opened()
     if where == "around":
         assert file.damage, "before anything is unpickled"
     elif where == "room":
         load(file)
-    assert [str(error) for error in file.finish()] == [f"damaged at byte {part.start}"]
+    assert [str(error) for error in file.finish()] == [f"damaged at byte {part.chunk.offset}"]
 
 
 def test_a_storage_that_fails_ends_the_load_and_is_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
-from checkpointd.errors import NotFoundError, RootGoneError, StagingError, StoreError, StoreFullError, UnreadableError
+from checkpointd.errors import RootGoneError, StagingError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout import keys
 from checkpointd.layout.keys import chunks_name
 from checkpointd.layout.log_records import entry_key
@@ -95,26 +95,6 @@ async def test_what_a_newer_checkpoint_refers_to_stays_and_goes_with_it() -> Non
     assert (await names(store, FIRST), await names(store, "global_step2/00000001-0")) == ([], [])
     assert (await root_view.state_of(store)).attempts[FIRST].swept
     await loads(store, 3, frozen=9)
-
-
-async def test_new_saves_go_on_to_refer_to_what_a_removed_checkpoint_keeps() -> None:
-    store = MemoryStore()
-    for step in range(1, 6):
-        await saved(store, step)
-        await collected(store)
-    assert await needed_of(store, FIRST) == {FIRST: {f"{FIRST}/00000-0.chunks"}}
-    await loads(store, 5)
-
-
-async def test_a_tag_that_is_saved_again_refers_to_its_own_older_attempt() -> None:
-    store = MemoryStore()
-    for step in (1, 2, 3):
-        await saved(store, step, tag="best", k=step - 1)
-    await read_back(store, await root_view.find(store, "best"))  # else the one before it stays, which was
-    await retire_tag(store, "best", 1)
-    assert await needed_of(store, "best/00000001-0") == {"best/00000001-0": {"best/00000001-0/00000-0.chunks"}}
-    assert (await verify(store, await root_view.find(store, "best"), LoadConfig())).whole
-    assert await names(store, "best/00000001-1") == []
 
 
 @pytest.mark.parametrize("removed", [1, 2])
@@ -256,58 +236,12 @@ async def test_the_objects_of_each_group_of_ranks_lie_in_a_directory_of_their_ow
 # --- retention ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_coordinator_applies_retention_after_a_commit() -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2, 3, 4, world_size=2, retention=Retention(keep_last=2))
-    assert await tags(store) == ["global_step4", "global_step3"]
-    await loads(store, 4)
-
-
-async def test_retention_without_reading_back_verifies_what_stays_before_anything_goes() -> None:
-    """A job with `read_back=False`: the log takes the removals of a start only beside a verified checkpoint."""
-    store = MemoryStore()
-    await saved(store, 1, 2, 3, retention=Retention(keep_last=1))
-    attempts = await attempts_at(store)
-    assert any(one.status == "removed" for one in attempts)
-    assert any(one.verified for one in attempts if one.status == "checkpoint")
-
-
 async def test_where_nothing_that_stays_is_whole_nothing_goes(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     await saved(store, 1, 2, dedup=False)
     await store.delete("global_step2/00000001-0/00000.index")
     assert await collected(store) == []
     assert await tags(store) == ["global_step2", "global_step1"]
-
-
-async def test_the_best_by_a_metric_stays() -> None:
-    store, rules = MemoryStore(), Retention(keep_last=1, best=1, metric="loss")
-    for step, loss in enumerate((3.0, 1.0, 2.0, 4.0), 1):
-        await saved(store, step, metrics={"loss": loss}, retention=rules)
-    assert await tags(store) == ["global_step4", "global_step2"]
-    assert (await root_view.find(store, "global_step2")).commit.metrics == {"loss": 1.0}
-
-
-async def test_the_last_verified_one_stays() -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2, 3)
-    found = await root_view.find(store, "global_step2")
-    await record_verdict(store, found, await verify(store, found, LoadConfig()))
-    await collected(store)
-    assert await tags(store) == ["global_step3", "global_step2"]
-
-
-async def test_one_that_was_verified_and_is_damaged_now_is_not_kept_for_it() -> None:
-    """Else retention would keep it instead of the last one that is whole."""
-    store = MemoryStore()
-    await saved(store, 1, 2, 3, frozen=9, dedup=False)
-    first, found = [await root_view.find(store, f"global_step{step}") for step in (1, 2)]
-    for one in (first, found):
-        await record_verdict(store, one, await verify(store, one, LoadConfig()))
-    await store.delete(f"{found.prefix}/00000.index")
-    await record_verdict(store, found, await verify(store, found, LoadConfig()))
-    await collected(store)
-    assert await tags(store) == ["global_step3", "global_step1"]
 
 
 async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> None:
@@ -351,14 +285,6 @@ async def test_tidy_5_nothing_is_removed_from_a_copy_in_the_roots_place(tmp_path
         away.rename(root)
         await tidier.tidy(save.info(0))
         assert await tags(store) == ["global_step2"]
-
-
-async def test_what_is_gone_does_not_pile_up() -> None:
-    store = MemoryStore()
-    for step in range(1, 8):
-        await saved(store, step, frozen=step, retention=Retention(keep_last=1))
-    left = [view for view in await attempts_at(store) if await store.list(view.prefix)]
-    assert [one.status for one in left] == ["checkpoint"] * len(left)
 
 
 async def test_a_full_disk_removes_in_place_of_the_ballast() -> None:
@@ -445,25 +371,3 @@ async def test_an_attempt_that_cannot_be_removed_keeps_no_other_from_it(stays: s
     left, store.stays = store.stays, None
     await sweep(store)
     assert not await store.list(left)
-
-
-# --- deletion -----------------------------------------------------------------------------------------------------
-
-
-async def test_a_deleted_checkpoint_is_gone_and_the_others_load() -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2, 3)
-    await delete(store, "global_step1")
-    assert await tags(store) == ["global_step3", "global_step2"]
-    for step in (2, 3):
-        await loads(store, step)
-    with pytest.raises(NotFoundError, match="00000001-0 is deleted"):
-        await root_view.find(store, "global_step1")
-    assert "was removed" in await remove(store, {"again": [FIRST, "global_step2/00000001-0"]})
-
-
-async def test_sweeping_twice_removes_nothing_more() -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2, 3)
-    await collected(store)
-    assert await sweep(store) == []

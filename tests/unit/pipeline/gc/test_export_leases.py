@@ -84,20 +84,6 @@ def test_exportlease_1_what_is_exported_and_what_is_next_stay_while_the_exporter
     simulated(main)
 
 
-def test_exportlease_1_the_newest_one_that_the_exporter_has_not_seen_takes_the_place_of_the_next() -> None:
-    async def main() -> None:
-        root = await root_of(1, 2, 4)
-        lease, leases = own(root, every_steps=2), watching(root)
-        await lease.keep(await prefixes(root, 4, 2), await newest(root))
-        await save(root, 5)
-        assert await kept(leases, root) == [2, 4]
-        await save(root, 6, 7, 8, 9)
-        assert await kept(leases, root) == [4, 8]
-        await kill(lease)
-
-    simulated(main)
-
-
 @given(
     steps=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=12),
     named=st.lists(st.integers(0, 12), max_size=4),
@@ -254,26 +240,6 @@ async def test_exportlease_3_a_lease_that_cannot_be_read_keeps_nothing_and_is_na
         "what an export of memory://root still needs is not known, so nothing stays for it: permission denied"
     ]
     await lease.release()
-
-
-def test_exportlease_3_a_lease_that_cannot_be_read_hides_no_other() -> None:
-    class OneUnreadable(MemoryStore):
-        async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
-            if key == f"{LEASES_OF_EXPORTS}/0":
-                raise StoreError("permission denied")
-            return await super().get(key, size_max=size_max)
-
-    async def main() -> None:
-        root = OneUnreadable("root")
-        await save(root, 1, 2)
-        await root.put(f"{LEASES_OF_EXPORTS}/0", b"of another user")  # the first one in the listing
-        lease, leases = own(root), watching(root)
-        await lease.keep(await prefixes(root, 1), await newest(root))
-        for _ in range(3):
-            assert await kept(leases, root) == [1]
-        await lease.release()
-
-    simulated(main)
 
 
 def test_exportlease_2_the_time_that_a_read_takes_is_not_idle_time() -> None:

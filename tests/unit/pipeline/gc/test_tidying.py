@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import cast
 
 import pytest
 
@@ -27,15 +26,12 @@ from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.gc import room, tidying
 from checkpointd.pipeline.gc.collect import sweep
 from checkpointd.pipeline.gc.export_leases import OwnExportLease
-from checkpointd.pipeline.gc.retire import retire
-from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
-from checkpointd.testing import simloop
 from tests.builders import attempts_at, restart
 from tests.lease_builders import SINCE
 from tests.saving_jobs import PERSIST, TIMEOUT_S, Disk, Job, run
@@ -124,42 +120,6 @@ def test_tidy_2_aborted_saves_count_too(seed: int) -> None:
     run(seed, main)
 
 
-def test_tidy_2_a_verified_checkpoint_that_is_older_than_the_rules_keep_counts(seed: int) -> None:
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        rules = Retention(keep_last=2)
-        job = Job(disk, rng, (await starts.take(disk, 2)).start, world_size=2, rules=rules, read_back=False)
-        await job.run(3)
-        [verified] = [view.tag for view in await attempts_at(disk) if view.verified]
-        await job.run(30, first=3)
-        assert disk.most <= 2 + SPARE
-        assert [c.tag for c in await root_view.checkpoints(disk)] == [default_tag(32), default_tag(31), verified]
-
-    run(seed, main)
-
-
-@pytest.mark.nightly
-def test_tidy_2_what_kills_leave_goes_before_the_next_job_writes(seed: int) -> None:
-    """Each job is cut off anywhere, and the next one recovers, loads, and goes on."""
-
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        for _ in range(12):
-            await restart(disk)
-            start = await starts.newest(disk)
-            job = Job(disk, rng, start, world_size=2, rules=Retention(keep_last=2), slowness={rng.randrange(2): 3.0})
-            processes = cast(simloop.SimLoop, asyncio.get_running_loop())
-            trainers = processes.process("trainers")
-            trainers.spawn(job.run(100))
-            await asyncio.sleep(rng.random() * 60)
-            trainers.kill()
-            disk._open_writers.clear()  # what is sweept from the temporary directory
-            assert disk.most <= 2 + SPARE
-        assert len(await root_view.checkpoints(disk)) >= 2
-
-    run(seed, main)
-
-
 @pytest.mark.parametrize("outliving", [2, 6])
 @pytest.mark.parametrize("tag", [None, "best"])
 def test_tidy_2_saves_that_outlive_their_trainer_and_those_of_the_next_one_do_not_wait_for_each_other(
@@ -243,79 +203,6 @@ def test_tidy_4_attempts_of_an_older_start_at_which_nobody_works_any_more_are_de
 
     run(seed, main)
     assert "take more room than they should" not in caplog.text
-
-
-def test_tidy_4_attempts_of_dead_daemons_are_decided_although_no_save_has_time_to_wait_for_it() -> None:
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        prefixes = [attempt_prefix(default_tag(n), AttemptId(1, 0)) for n in (3, 4)]
-        await starts.take(disk, 2)
-        await announce(disk, *prefixes)
-        start = (await starts.take(disk, 2, prefixes)).start
-        job = Job(disk, rng, start, world_size=2, rules=Retention(keep_last=1), timeout_s=60.0)
-        for n in range(10, 14):
-            await job.run(1, first=n)
-        assert job.phases() == {Phase.COMMITTED: 8}
-        assert [await state_of(disk, attempt_prefix(default_tag(n), AttemptId(1, 0))) for n in (3, 4)] == ["aborted"] * 2
-
-    run(0, main)
-
-
-def test_tidy_4_on_a_full_disk_what_outlives_its_trainer_waits_for_the_newer_coordinators_removal() -> None:
-    async def main(rng: random.Random) -> None:
-        disk, rules = Disk(rng, room=2), Retention(keep_last=1)
-        old = Job(disk, rng, (await starts.take(disk, 1)).start, rules=rules, read_back=False)
-        await old.run(3)
-        assert len(disk.occupied) == 2  # one stays only because the newer one was not verified
-        await starts.take(disk, 1, [attempt_prefix(default_tag(3), AttemptId(1, 0))])
-        save = asyncio.create_task(old.run(1, first=3))
-        while not disk.refused:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(4)
-        await read_back(disk, (await root_view.checkpoints(disk))[0])
-        await retire(disk, await attempts_at(disk), rules)
-        await save
-        assert old.phases() == {Phase.COMMITTED: 4}
-
-    run(0, main)
-
-
-@pytest.mark.nightly
-def test_tidy_4_a_rank_that_misses_one_save_keeps_no_other_from_its_commit() -> None:
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(
-            disk,
-            rng,
-            (await starts.take(disk, 2)).start,
-            world_size=2,
-            rules=Retention(keep_last=2),
-            timeout_s=3000.0,
-            absent=lambda rank, n: (rank, n) == (1, 5),
-        )
-        task = asyncio.create_task(job.run(20))
-        while job.phases()[Phase.COMMITTED] < 38:
-            await asyncio.sleep(1.0)
-            assert asyncio.get_running_loop().time() < 1000, job.phases()
-        assert disk.most <= 2 + SPARE + 1  # and the checkpoint to which the save may refer
-        await task
-        assert job.phases() == {Phase.COMMITTED: 38, Phase.ABORTED: 1}
-
-    run(0, main)
-
-
-def test_without_rules_a_tag_of_which_nothing_could_be_removed_is_due_again_with_the_next_save() -> None:
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(disk, rng, (await starts.take(disk, 1)).start)
-        disk.fails = True
-        await job.run(2, tag="best")
-        assert len(disk.occupied) == 2
-        disk.fails = False
-        await job.run(2, tag="last", first=2)
-        assert len(disk.occupied) == 2
-
-    run(0, main)
 
 
 def test_without_rules_a_tag_of_which_something_stays_for_an_export_is_due_again_with_the_next_save() -> None:

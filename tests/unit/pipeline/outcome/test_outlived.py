@@ -17,8 +17,6 @@ from checkpointd.pipeline.outcome import outlived as outlived_module
 from checkpointd.pipeline.outcome.outlived import outlived
 from checkpointd.pipeline.outcome.publish import Draft
 from checkpointd.pipeline.root import root_view, starts
-from checkpointd.pipeline.root.latest import move_latest
-from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
 from tests.builders import attempts_at, leave_in_doubt, save_checkpoint
@@ -211,26 +209,6 @@ def test_outlived_2_latest_never_ends_at_a_checkpoint_that_was_removed_meanwhile
         free.set()
         assert await waiting == ()
         assert await root_view.latest(store) == ("global_step2" if removed_by == "retention" else "global_step0")
-
-    simulated(work)
-
-
-def test_pointer_1_a_checkpoint_that_goes_while_latest_moves_to_it_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        for n in range(2):
-            await save_checkpoint(store, tag=f"tag{n}", step=n, n=n, start=1, world_size=1)
-        await store.put("latest", b"tag0\n")
-        put = store.put_if_match
-
-        async def too_late(key: str, expected: bytes | None, data: bytes) -> bool:
-            monkeypatch.setattr(store, "put_if_match", put)
-            assert await remove(store, {"the test": ["tag1/00000001-0"]}) == ""
-            return await put(key, expected, data)
-
-        monkeypatch.setattr(store, "put_if_match", too_late)
-        assert await move_latest(RootLog.of(store)) == "tag0"
-        assert await root_view.latest(store) == "tag0"
 
     simulated(work)
 

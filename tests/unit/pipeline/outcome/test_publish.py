@@ -10,10 +10,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from checkpointd.commit.decide import Decision, unshared
+from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import Phase
-from checkpointd.config import CommitConfig, LoadConfig
-from checkpointd.errors import AbortedError, FencedError, ProtocolError, StoreError
+from checkpointd.config import CommitConfig
+from checkpointd.errors import AbortedError, FencedError, StoreError
 from checkpointd.layout import keys
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.keys import AttemptId, plan_key
@@ -21,7 +21,6 @@ from checkpointd.layout.manifest import Vote, digest
 from checkpointd.pipeline.announcement import Announcement
 from checkpointd.pipeline.outcome.outlived import anyhow
 from checkpointd.pipeline.outcome.publish import Ballot, PlanCheck, append, draft_of, missing_ranks
-from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.plans import encode_plan, key_named_by, read_plan, remove_plans
@@ -31,7 +30,6 @@ from tests.builders import begin_start, leave_in_doubt, phases, plan_save, save_
 
 TAG, ATTEMPT = "global_step1", AttemptId(1, 0)
 PREFIX = f"{TAG}/{ATTEMPT}"
-ABORT = unshared("for the test")
 
 
 async def voted(store: MemoryStore, *, world_size: int = 2) -> Ballot:
@@ -68,20 +66,6 @@ def words(decision: Decision | None) -> str:
 # --- the outcome -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", ["commit", "abort"])
-async def test_a_decision_that_stands_is_returned_to_who_wanted_another(first: str) -> None:
-    store = MemoryStore()
-    info = (await leave_in_doubt(store)).info(0)
-    ballot = Ballot(store, TAG, ATTEMPT)
-    await ballot.gather(await store.list(PREFIX))
-    commit = draft_of(info, Decision(), ballot, decided_by=0)
-    abort = draft_of(info, ABORT, ballot, decided_by=1)
-    early, late = (commit, abort) if first == "commit" else (abort, commit)
-    for draft in (early, late):
-        decided = await append(RootLog.of(store), draft)
-        assert decided.decision == early.record
-
-
 async def test_log_9_a_commit_whose_ballot_cannot_be_put_is_not_appended() -> None:
     class Refusing(MemoryStore):
         async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
@@ -97,14 +81,6 @@ async def test_log_9_a_commit_whose_ballot_cannot_be_put_is_not_appended() -> No
     assert (await root_view.state_of(store)).attempts[PREFIX].status == "undecided"
 
 
-async def test_a_rank_that_runs_twice_takes_nothing_of_the_other_away() -> None:
-    store = MemoryStore()
-    save = await leave_in_doubt(store, voting=(0, 1))
-    with pytest.raises(ProtocolError, match="commit seen while"):
-        await save.run(0)
-    assert (await verify(store, await root_view.find(store, TAG), LoadConfig())).whole
-
-
 async def test_log_7_a_newer_start_fences_a_save_that_was_not_announced() -> None:
     store = MemoryStore()
     old = await begin_start(store)
@@ -118,22 +94,6 @@ async def test_log_7_a_newer_start_fences_a_save_that_was_not_announced() -> Non
         for words in ("its further saves fail, too", "give each its own root", "open_checkpoint()"):
             assert words in str(attempt.error)
     assert await store.list(PREFIX) == []
-
-
-@pytest.mark.parametrize("spares", [False, True])
-async def test_log_7_a_start_that_begins_after_the_ranks_have_looked_aborts_what_it_does_not_spare(spares: bool) -> None:
-    class Overtaken(MemoryStore):
-        """Another job begins when rank 0 votes."""
-
-        async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-            if key == f"{PREFIX}/00000.vote":
-                await starts.take(self, 2, [PREFIX] if spares else ())
-            return await super().put_if_absent(key, data, durable=durable)
-
-    store = Overtaken()
-    attempts = await save_checkpoint(store, start=await begin_start(store))
-    assert phases(attempts) == [Phase.COMMITTED if spares else Phase.ABORTED] * 2
-    assert spares or all(isinstance(attempt.error, FencedError) for attempt in attempts)
 
 
 async def test_attempt_6_a_log_that_cannot_be_read_for_a_moment_stops_no_save_that_nobody_fenced() -> None:
@@ -206,20 +166,6 @@ async def test_a_look_lists_only_the_groups_of_ranks_that_miss_votes_and_reads_e
     calls.clear()
     await ballot.look(6)
     assert (calls, ballot.decide(6)) == ([], Decision())
-
-
-async def test_a_vote_too_large_to_be_one_aborts_instead_of_stopping_the_coordinator() -> None:
-    class Store(MemoryStore):
-        async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
-            return await super().get(key, size_max=1 << 12)
-
-    store = Store()
-    await leave_in_doubt(store, voting=(0,))
-    await store.put(f"{PREFIX}/00001.vote", bytes(2 << 12))
-    ballot = Ballot(store, TAG, ATTEMPT)
-    await ballot.gather(await store.list(PREFIX))
-    assert ballot.votes[1] is None
-    assert words(ballot.decide(2)) == "the vote of rank 1 cannot be read"
 
 
 async def test_a_scribbled_vote_aborts_the_attempt_on_every_rank_at_once() -> None:
@@ -311,13 +257,3 @@ async def test_commit_2_plans_that_are_not_whole_abort_with_the_tensor_and_ranks
     ballot = await voted(store)
     await put_plan(store, ballot, 1, **changes)
     assert fault in words(await PlanCheck(store).fault(ballot.votes))
-
-
-async def test_commit_2_a_fault_is_not_remembered_as_whole() -> None:
-    store = MemoryStore()
-    ballot = await voted(store)
-    check = PlanCheck(store)
-    assert await check.fault(ballot.votes) is None
-    await put_plan(store, ballot, 1, box=Box((0, 0), (64, 47)))
-    assert await check.fault(ballot.votes) is not None
-    assert await check.fault(ballot.votes) is not None

@@ -67,6 +67,7 @@ async def test_recover_1_a_missing_vote_aborts_and_nothing_stays(voting: tuple[i
     assert await root_view.latest(store) is None
 
 
+@pytest.mark.usefixtures("short_looks")
 @pytest.mark.parametrize("name", ["00001.index", "00001-0.chunks", "00001.vote"])
 @pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])
 async def test_recover_1_a_yes_whose_word_does_not_hold_aborts(name: str, fault: str) -> None:
@@ -82,13 +83,6 @@ async def test_recover_1_a_yes_whose_word_does_not_hold_aborts(name: str, fault:
     assert isinstance(decided, AbortRecord)
 
 
-async def test_recover_1_a_no_aborts() -> None:
-    store = MemoryStore()
-    await leave_in_doubt(store, failing={1: RuntimeError("out of luck")})
-    [decided] = (await restart(store)).decided
-    assert isinstance(decided, AbortRecord)
-
-
 async def test_recover_1_a_vote_too_large_to_be_read_aborts_instead_of_stopping_every_start() -> None:
     class Store(MemoryStore):
         async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
@@ -101,39 +95,7 @@ async def test_recover_1_a_vote_too_large_to_be_read_aborts_instead_of_stopping_
     assert isinstance(decided, AbortRecord)
 
 
-async def test_judging_says_what_would_be_and_writes_nothing() -> None:
-    store = MemoryStore()
-    await leave_in_doubt(store)
-    [view] = await attempts_at(store, TAG)
-    assert isinstance((await judge(store, TAG, view.id)).record, CommitRecord)
-    assert (await attempts_at(store, TAG))[0] == view
-
-
 # --- afterwards -------------------------------------------------------------------------------------------------------
-
-
-async def test_several_attempts_are_all_decided() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store, tag="global_step1")
-    await leave_in_doubt(store, tag="global_step2", voting=(0,))
-    await leave_in_doubt(store, tag="global_step3")
-    await leave_in_doubt(store, tag="global_step4", voting=(1,))
-    done = await restart(store)
-    assert {o.attempt.partition("/")[0]: type(o) for o in done.decided} == {
-        "global_step2": AbortRecord,
-        "global_step3": CommitRecord,
-        "global_step4": AbortRecord,
-    }
-    assert "undecided" not in {one.status for one in await attempts_at(store)}
-    assert await root_view.latest(store) == "global_step3"
-
-
-async def test_recovering_again_finds_nothing_to_do() -> None:
-    store = MemoryStore()
-    await leave_in_doubt(store)
-    await restart(store)
-    again = await restart(store)
-    assert (again.decided, again.latest_moved_to, again.swept) == ([], None, 0)
 
 
 async def test_what_a_rank_that_died_has_put_after_the_sweep_of_an_aborted_attempt_goes_with_the_next_start() -> None:
@@ -143,14 +105,6 @@ async def test_what_a_rank_that_died_has_put_after_the_sweep_of_an_aborted_attem
     await store.put(f"{PREFIX}/00001-0.chunks", b"put late")
     await restart(store)
     assert await root_view.objects_of(store, PREFIX) == []
-
-
-async def test_a_directory_that_a_person_has_brought_there_stays() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store)
-    await store.put("other/00000001-0/00000-0.chunks", b"a person's")
-    await restart(store)
-    assert await store.stat("other/00000001-0/00000-0.chunks") == 10
 
 
 # --- latest ------------------------------------------------------------------------------------------------------------
@@ -186,22 +140,6 @@ async def test_latest_names_the_newest_commit_whatever_it_was(pointer: str) -> N
     done = await restart(store)
     assert done.latest_moved_to == "global_step2"
     assert await store.get("latest") == b"global_step2\n"
-
-
-async def test_latest_that_is_right_is_not_touched() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store)
-    assert (await restart(store)).latest_moved_to is None
-    assert await root_view.latest(store) == TAG
-
-
-async def test_latest_never_names_what_did_not_ask_for_it() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store, tag="global_step1")
-    await leave_in_doubt(store, tag="global_step2", save_latest=False)
-    done = await restart(store)
-    assert [type(o) for o in done.decided] == [CommitRecord]
-    assert await root_view.latest(store) == "global_step1"
 
 
 async def test_a_name_that_only_looks_like_an_attempt_is_no_second_one() -> None:

@@ -17,7 +17,7 @@ from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
-from tests.builders import begin_start, break_file, delete_checkpoint, objects, plan_save
+from tests.builders import begin_start, delete_checkpoint, plan_save
 
 TORN = DamagedError("the bytes are not those that were written")
 
@@ -32,42 +32,6 @@ async def committed(root: Path, *steps: int) -> PosixStore:
 
 async def delete(store: Store, tag: str) -> None:
     await delete_checkpoint(store, tag)
-
-
-async def test_what_was_removed_is_no_damage_and_the_newest_is_taken(tmp_path: Path) -> None:
-    store = await committed(tmp_path, 1, 2)
-    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
-    first = (await reader.begin()).checkpoint
-    assert first.tag == "global_step2"
-    await delete(store, "global_step2")
-    assert isinstance(await reader.verdict(first, TORN), NotFoundError)
-    assert (await reader.instead(first, TORN)).checkpoint.tag == "global_step1"
-    assert reader.passed_over == []
-
-
-async def test_what_is_damaged_is_passed_over_for_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    await committed(tmp_path, 1, 2)
-    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
-    first = (await reader.begin()).checkpoint
-    assert await reader.verdict(first, TORN) is TORN
-    assert (await reader.instead(first, TORN)).checkpoint.tag == "global_step1"
-    assert (await reader.begin()).checkpoint.tag == "global_step1"
-    assert reader.passed_over == [f"global_step2 cannot be read: {TORN}"]
-    assert caplog.text.count("global_step2 cannot be read") == 1
-
-
-async def test_a_tag_that_is_named_is_read_or_raises(tmp_path: Path) -> None:
-    store = await committed(tmp_path, 1, 2)
-    for tag in ("global_step2", "latest"):
-        reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), tag)
-        first = (await reader.begin()).checkpoint
-        with pytest.raises(DamagedError):
-            await reader.instead(first, TORN)
-    named = CheckpointFinder(PosixStore(tmp_path, read_only=True), "global_step1")
-    first = (await named.begin()).checkpoint
-    await delete(store, "global_step1")
-    with pytest.raises(NotFoundError, match="global_step1"):
-        await named.instead(first, TORN)
 
 
 async def test_one_that_goes_between_the_listing_and_the_look_is_not_reported(
@@ -101,15 +65,6 @@ async def test_where_they_go_faster_than_they_are_read_that_is_said(tmp_path: Pa
     await delete(store, found.tag)
     with pytest.raises(NotFoundError, match="keep_last"):
         await reader.instead(found, TORN)
-
-
-async def test_damage_to_an_index_is_found_at_once(tmp_path: Path) -> None:
-    await committed(tmp_path, 1, 2)
-    for path in objects(tmp_path / "global_step2", "00001.index"):
-        break_file(path, "flip")
-    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
-    assert (await reader.begin()).checkpoint.tag == "global_step1"
-    assert "00001.index" in reader.passed_over[0]
 
 
 @pytest.mark.parametrize("name", ["ballot-", "00001.index"])

@@ -99,27 +99,11 @@ def test_every_chunk_is_read_once_inside_its_group(items: list[ChunkRead], block
 
 
 @given(wanted(), st.sampled_from([1, 100_000, 1 << 20]))
-def test_no_group_is_larger_than_a_block_unless_it_is_one_chunk(items: list[ChunkRead], block_bytes: int) -> None:
-    for group in group_chunks(items, block_bytes, GAP_BYTES):
-        places = {(item.chunk.offset, item.chunk.stored) for item in group.wanted}
-        assert group.stop - group.start <= block_bytes or len(places) == 1
-
-
-@given(wanted(), st.sampled_from([1, 100_000, 1 << 20]))
 def test_no_group_reads_across_a_wide_gap(items: list[ChunkRead], block_bytes: int) -> None:
     for group in group_chunks(items, block_bytes, GAP_BYTES):
         spans = sorted((item.chunk.offset, item.chunk.offset + item.chunk.stored) for item in group.wanted)
         for (_, stop), (start, _) in pairwise(spans):
             assert start - stop <= GAP_BYTES
-
-
-@given(wanted())
-def test_neighbours_share_a_read_as_far_as_a_block_goes(items: list[ChunkRead]) -> None:
-    groups = group_chunks(items, 1 << 20, GAP_BYTES)
-    for one, two in pairwise(groups):
-        near = one.key == two.key and two.start - one.stop <= GAP_BYTES
-        first = min(item.chunk.stored for item in two.wanted if item.chunk.offset == two.start)
-        assert not near or two.start + first - one.start > 1 << 20
 
 
 # --- what is held at once ----------------------------------------------------------------------------------------------
@@ -188,12 +172,6 @@ async def test_as_many_chunks_are_read_at_once_as_the_budget_has_room_to_decode(
 
 
 # --- verified before it is seen ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", ["raw", "zstd", "planes"])
-def test_a_chunk_that_is_whole_comes_back(codec: str) -> None:
-    part, chunk = stored(bytes(1000), codec=codec)
-    assert decoded(chunk, np.frombuffer(part, np.uint8)).tobytes() == bytes(1000)
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "planes"])
@@ -279,19 +257,6 @@ async def test_read_3_a_store_gets_larger_reads_and_more_of_them_as_far_as_the_b
     assert set(store.reads) == {read_kib << 10}
     assert store.most == at_once
     assert store.most * 2 * max(store.reads) <= config.budget_bytes
-
-
-async def test_only_what_is_wanted_is_read() -> None:
-    (a, one), (b, two) = stored(b"a" * 10), stored(b"b" * 10, 10)
-    store = await store_of(a + b)
-    read = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal read
-        read += nbytes
-
-    await read_tensors(store, PREFIX, index(20, entry("a", one), entry("b", two)), {"b": None}, LoadConfig(), count)
-    assert read == 10
 
 
 def test_tensors_in_parts_are_refused_by_a_reader_of_whole_ones() -> None:

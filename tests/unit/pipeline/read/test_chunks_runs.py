@@ -105,12 +105,6 @@ async def test_a_run_is_cut_where_the_parts_of_its_object_begin() -> None:
     assert sorted(loaded.server.requests) == [(at, at + PIECE) for at in range(0, 14_000, PIECE)]
 
 
-async def test_a_run_that_fits_into_one_request_is_one() -> None:
-    loaded = Loaded([300, 600], gaps=[900, 0])
-    assert await loaded.load() == []
-    assert loaded.server.requests == [(900, 1800)]
-
-
 def test_chunks_without_a_place_of_their_own_make_no_run() -> None:
     """Of the sixth chunk, two copies are wanted. It is read once, into a buffer."""
     loaded = Loaded([400] * 12, copies=[1] * 5 + [2] + [1] * 6)

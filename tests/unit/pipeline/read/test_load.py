@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import DamagedError, FormatError, NotFoundError
+from checkpointd.errors import FormatError, NotFoundError
 from checkpointd.layout.boxes import Box, intersect, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.regions import slices, sub_boxes
@@ -195,62 +195,6 @@ async def test_view_1_a_chunk_that_many_want_is_read_once() -> None:
         assert same(found.array, tensor[found.box.offsets[0] :][:32])
 
 
-async def test_neighbours_of_several_tensors_share_a_read() -> None:
-    tensors = {f"t{n}": (noise((8,), "float32"), "float32", [whole((8,))]) for n in range(10)}
-    store = await saved(tensors, 1)
-    world = await world_of(store)
-    assert await read_boxes(store, world, [BoxRequest(fqn, whole((8,)), None) for fqn in tensors], CONFIG) == []
-    assert len(store.reads) == 1
-
-
-class SlowStore(CountingStore):
-    """Takes some turns of the loop for every read, and counts how many are under way at once."""
-
-    at_once = most = 0
-
-    async def get(self, key: str, *, size_max: int = 1 << 26) -> bytes:
-        await self._turns()
-        return await super().get(key, size_max=size_max)
-
-    async def get_range(self, key: str, offset: int, out: memoryview) -> None:
-        await self._turns()
-        await super().get_range(key, offset, out)
-
-    async def _turns(self) -> None:
-        self.at_once += 1
-        self.most = max(self.most, self.at_once)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        self.at_once -= 1
-
-
-@pytest.mark.parametrize(("budget_kib", "at_once"), [(4, 1), (20, 2), (1024, 6)])
-async def test_read_3_as_many_chunks_are_read_at_once_as_the_budget_has_room_for(budget_kib: int, at_once: int) -> None:
-    """Each of six chunks is 4 KiB of zeros, stored in a few bytes, and needs a bit more than 8 KiB to be decoded."""
-    tensor = np.zeros((6, 1024), np.uint32)
-    stored = await saved({"t": (tensor, "float32", [whole((6, 1024))])}, 1, compression="zstd")
-    store = SlowStore()
-    store._objects = stored._objects
-    world = await world_of(store)
-    store.most = 0
-    config = LoadConfig(reads=6, block_bytes=1, budget_bytes=budget_kib << 10)
-    found = Filled(whole((6, 1024)), "float32")
-    assert await read_boxes(store, world, [BoxRequest("t", found.box, found.sink)], config) == []
-    assert (store.most, len(store.reads)) == (at_once, 6)
-    assert bool((found.times == 1).all())
-
-
-async def test_indexes_are_read_in_parallel_and_no_more_at_once_than_allowed() -> None:
-    stored = await saved({"t": (noise((7,), "uint8"), "uint8", [whole((7,))])}, 4)
-    store = SlowStore()
-    store._objects = stored._objects
-    checkpoint = await root_view.find(store, "global_step1")
-    for reads in (1, 3):
-        store.most = 0
-        world = await read_view(store, checkpoint, LoadConfig(reads=reads))
-        assert (list(world.indexes), store.most) == ([0, 1, 2, 3], reads)
-
-
 # --- whose tensor ------------------------------------------------------------------------------------------------------
 
 
@@ -341,15 +285,6 @@ async def test_read_1_the_damage_of_a_failed_read_names_every_tensor_that_it_may
     touched = {fqn for fqn, data in filled.items() if data.any()}
     assert len(touched) > 1
     assert "(rank 0, a, b, c)" in str(damage)
-
-
-async def test_an_index_that_is_damaged_is_named_with_its_rank() -> None:
-    store = await saved({"t": (noise((8,), "uint8"), "uint8", [whole((8,))])}, 3)
-    checkpoint = await root_view.find(store, "global_step1")
-    await store.put(f"{checkpoint.prefix}/00001.index", b"nonsense")
-    with pytest.raises(DamagedError, match="rank 1 of global_step1") as caught:
-        await read_view(store, checkpoint, CONFIG)
-    assert (caught.value.key, caught.value.rank) == (f"{checkpoint.prefix}/00001.index", 1)
 
 
 async def test_view_2_a_box_that_nobody_stored_whole_is_named_and_not_read() -> None:

@@ -9,7 +9,7 @@ from checkpointd.layout.keys import ballot_name, vote_name
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import Vote, decode
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.ballots import ballot_key, put_for_commit, vote_of, votes_of
+from checkpointd.pipeline.root.ballots import ballot_key, put_named, vote_of, votes_of
 from checkpointd.store.memory import MemoryStore
 from tests.builders import save_checkpoint
 
@@ -68,9 +68,9 @@ async def test_damage_to_one_vote_leaves_the_others_readable() -> None:
 async def test_a_damaged_ballot_is_written_again(caplog: pytest.LogCaptureFixture) -> None:
     store, key = MemoryStore(), f"{PREFIX}/{ballot_name('0' * 64)}"
     await store.put(key, b"torn")
-    await put_for_commit(store, key, b"whole")
+    await put_named(store, key, b"whole")
     assert await store.get(key) == b"whole"
     assert f"{key} is damaged" in caplog.text
     caplog.clear()
-    await put_for_commit(store, key, b"whole")
+    await put_named(store, key, b"whole")
     assert caplog.text == ""

@@ -31,7 +31,7 @@ async def saves(*save_latest: bool) -> Store:
 
 
 async def tried(store: Store) -> list[str]:
-    return [c.tag for c in await candidates(store, now())]
+    return [c.tag for c in candidates(await root_view.state_of(store))]
 
 
 async def test_candidate_1_the_newest_comes_first_whatever_latest_says() -> None:

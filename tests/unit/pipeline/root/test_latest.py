@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointd.errors import DamagedError, StoreError, UnreadableError
+from checkpointd.errors import DamagedError, StoreError
 from checkpointd.layout.keys import LATEST
 from checkpointd.layout.log_records import entry_key
 from checkpointd.pipeline.gc.collect import remove
@@ -15,36 +15,10 @@ from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.candidates import candidates
 from checkpointd.pipeline.root.latest import move_latest
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
-from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.testing import simloop
 from tests.builders import begin_start, save_checkpoint
-
-
-async def test_a_first_commit_between_reading_latest_and_listing_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    listing = store.list
-
-    async def commits_first(prefix: str) -> list[Entry]:
-        monkeypatch.setattr(store, "list", listing)
-        await save_checkpoint(store, tag="first", start=await begin_start(store))
-        return await listing(prefix)
-
-    monkeypatch.setattr(store, "list", commits_first)
-    assert await root_view.latest(store) == "first"
-
-
-async def test_a_pointer_that_is_listed_and_cannot_be_opened_is_not_taken_for_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-
-    async def lags(prefix: str) -> list[Entry]:
-        return [Entry(LATEST, 8, False)]
-
-    monkeypatch.setattr(store, "list", lags)
-    with pytest.raises(UnreadableError, match="although it is listed"):
-        await root_view.latest(store)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +56,7 @@ async def test_pointer_1_a_link_at_latest_is_replaced_and_never_followed(tmp_pat
         (root / LATEST).symlink_to({"to the tag": "one", "to a file outside": str(outside), "to nothing": "gone"}[link])
         with pytest.raises(DamagedError, match="names nothing"):
             await root_view.latest(store)
-        found = await candidates(store, Patience(0.0, 0.0))
+        found = candidates(await root_view.state_of(store))
         assert [checkpoint.tag for checkpoint in found] == ["one"]
         await save_checkpoint(store, tag="two", start=await begin_start(store))
         assert await root_view.latest(store) == "two"
@@ -133,14 +107,6 @@ async def test_a_removed_checkpoint_is_not_named_any_more() -> None:
         assert await remove(store, {"the test": [f"tag{removed}/00000001-0"]}) == ""
         assert await move_latest(RootLog.of(store)) == left
         assert await root_view.latest(store) == left
-
-
-async def test_a_latest_that_is_too_long_to_be_a_tag_is_written_anew() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store, tag="one", start=await begin_start(store))
-    await store.put(LATEST, b"x" * (root_view.LATEST_BYTES_MAX + 1))
-    assert await move_latest(RootLog.of(store)) == "one"
-    assert await root_view.latest(store) == "one"
 
 
 async def test_a_damaged_log_moves_no_latest() -> None:

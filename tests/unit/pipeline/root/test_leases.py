@@ -253,6 +253,28 @@ def test_a_storage_that_fails_while_a_lease_is_watched_is_asked_again() -> None:
     simulated(work)
 
 
+def test_lease_4_a_holder_that_nobody_could_hear_is_given_its_time_again() -> None:
+    class Failing(MemoryStore):
+        fails = False
+
+        async def get(self, key: str, **options: Any) -> bytes:
+            if self.fails and key == job_lease_key(1):
+                raise StoreError("stale file handle")
+            return await super().get(key, **options)
+
+    async def work() -> None:
+        store = Failing()
+        await put_lease(store, job_lease_key(1))
+        beginning = asyncio.create_task(begin(store, beginner("b", "other")))
+        for store.fails, seconds in ((False, 5), (True, LENGTH_S - 6), (False, 6)):
+            await asyncio.sleep(seconds)
+        await put_lease(store, job_lease_key(1), 2)
+        with pytest.raises(RootInUseError):
+            await beginning
+
+    simulated(work)
+
+
 # --- renewing -----------------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +329,39 @@ def test_a_root_that_was_removed_is_not_made_again() -> None:
         await asyncio.sleep(LENGTH_S)
         assert await store.list("") == []
         await held.release()
+
+    simulated(work)
+
+
+def test_lease_7_the_lease_of_another_root_in_its_place_stays() -> None:
+    async def work() -> None:
+        store, other = MemoryStore(), MemoryStore()
+        _, held = await begin(store, beginner("a", "train"))
+        await begin(other, beginner("b", "other"))
+        for key in (LOG_ROOT, entry_key(1), job_lease_key(1)):
+            await store.put(key, await other.get(key))
+        theirs = await store.get(held.key)
+        await asyncio.sleep(LENGTH_S)
+        assert await store.get(held.key) == theirs
+        await held.release()
+        assert await store.get(held.key) == theirs
+
+    simulated(work)
+
+
+def test_lease_7_who_has_taken_an_attempt_over_keeps_its_lease() -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        await leave_in_doubt(store, voting=(0,))
+        first, second = (leases.of_attempt(store, PREFIX, sight(name)) for name in ("a", "b"))
+        for held in (first, second):
+            held.keep()
+            await asyncio.sleep(1.0)
+            first.lapse()
+        await first.release()
+        assert await store.stat(second.key) is not None
+        await second.release()
+        assert await store.stat(second.key) is None
 
     simulated(work)
 

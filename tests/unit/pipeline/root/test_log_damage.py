@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from checkpointd.commit.log_access import STATE_EVERY
-from checkpointd.errors import CheckpointdError, DamagedError, FormatError, UnreadableError
+from checkpointd.errors import DamagedError, FormatError, UnreadableError
 from checkpointd.layout import log_records
 from checkpointd.layout.keys import LOG, LOG_ROOT
 from checkpointd.layout.log_records import (
@@ -223,14 +223,6 @@ async def test_names_that_no_writer_gives() -> None:
     assert await seen({**objects, entry_key(0): b"x"}, states) == (5, "")
 
 
-async def test_the_id_of_the_root_does_not_matter_to_a_look() -> None:
-    objects, states = await log_of(5)
-    others, _ = await log_of(5, 1)
-    for data in (others[LOG_ROOT], flipped(objects[LOG_ROOT]), b""):
-        assert await seen({**objects, LOG_ROOT: data}, states) == (5, "")
-    assert await seen({key: data for key, data in objects.items() if key != LOG_ROOT}, states) == (5, "")
-
-
 @pytest.mark.parametrize("kind", ["entry", "state"])
 async def test_what_another_release_has_written_is_refused_and_no_damage(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rebuild would leave it out."""
@@ -300,21 +292,3 @@ async def test_a_process_that_knew_the_entry_goes_on_and_its_next_state_covers_i
     await log.compact()
     assert (await reader.look(), reader.fault) == (log.state, "")
     assert (await RootLog(store).look()).number == 322
-
-
-async def test_an_object_that_cannot_be_read_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    objects, states = await log_of(300)
-    store = await store_of(objects)
-    log = RootLog(store)
-    errors: list[CheckpointdError] = [UnreadableError("the server does not answer")]
-
-    async def failing(*_: object, **__: object) -> bytes:
-        raise errors[0]
-
-    for key in ("get", "list"):
-        with monkeypatch.context() as patch:
-            patch.setattr(MemoryStore, key, failing)
-            with pytest.raises(UnreadableError, match="does not answer"):
-                await log.look()
-            assert (log.fault, log.state.number) == ("", 0)
-    assert await log.look() == states[-1]

@@ -9,7 +9,6 @@ import pytest
 from checkpointd.commit.log_access import REBUILD_GAP, STATE_EVERY
 from checkpointd.errors import FormatError, UnreadableError
 from checkpointd.layout.log_records import (
-    CommitRecord,
     LogState,
     Record,
     entry_key,
@@ -19,7 +18,7 @@ from checkpointd.layout.log_records import (
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Entry, Store
 from checkpointd.store.memory import MemoryStore
-from tests.logs import announce, begin, commit, committed, made, name, names_in, objects_of
+from tests.logs import announce, begin, committed, made, name, names_in, objects_of
 
 ENTRIES = 300
 
@@ -78,32 +77,6 @@ async def test_log_11_a_log_that_was_made_again_is_whole(damage: str, *, exchang
     assert reader.state.number == REBUILD_GAP + 1
     if damage == "one entry":
         assert state.attempts.keys() == truth.attempts.keys()
-
-
-async def test_a_log_that_was_made_again_is_compacted_and_can_be_made_again_again() -> None:
-    store = MemoryStore()
-    truth, objects = await broken(store, entry_key(280))
-    log = RootLog(store)
-    await log.rebuild(objects.decide)
-    for number in range(1, 1 + 5 * STATE_EVERY):
-        await log.add(announce(number, start=2))
-        await log.compact()
-    assert await names_in(store, ".state") == [f"{REBUILD_GAP + at * STATE_EVERY:012d}.state" for at in (2, 3, 4, 5)]
-    assert await names_in(store, ".json") == [f"{REBUILD_GAP + at:012d}.json" for at in range(129, 321)]
-    await store.put(entry_key(REBUILD_GAP + 321), b"x")
-    again = RootLog(store)
-    state = await again.rebuild(objects.decide)
-    assert (state.number, state.start, again.fault) == (2 * REBUILD_GAP, 3, "")
-    assert committed(state) == committed(truth)
-    assert name(320, start=2) in state.attempts
-
-
-async def test_a_log_that_is_whole_is_not_made_again() -> None:
-    store = MemoryStore()
-    truth, objects = await broken(store)
-    before = await objects_of(store)
-    assert await RootLog(store).rebuild(objects.decide) == truth
-    assert await objects_of(store) == before
 
 
 @pytest.mark.parametrize("appends", [True, False])
@@ -188,25 +161,3 @@ async def test_a_name_that_leaves_no_number_is_said() -> None:
     assert await objects_of(store) == before
     await store.delete(entry_key(999_999_999_999))
     assert await log.look() == truth
-
-
-async def test_a_state_of_a_rebuild_that_is_damaged_is_named() -> None:
-    store = MemoryStore()
-    _, objects = await broken(store, entry_key(280))
-    log = RootLog(store)
-    state = await log.rebuild(objects.decide)
-    for appends in (False, True):
-        if appends:
-            await log.add(announce(1, start=2))
-        data = await store.get(state_key(REBUILD_GAP))
-        await store.put(state_key(REBUILD_GAP), b"x")
-        reader = RootLog(store)
-        await reader.look()
-        assert reader.fault.startswith(state_key(REBUILD_GAP))
-        await store.put(state_key(REBUILD_GAP), data)
-    await store.put(state_key(REBUILD_GAP), b"x")
-    again = await RootLog(store).rebuild(objects.decide)
-    assert (again.number, again.start) == (2 * REBUILD_GAP, 2)
-    assert committed(again) == committed(state)
-    assert commit(1).attempt in committed(again)
-    assert isinstance(objects.commits[0], CommitRecord)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from checkpointd.commit.branches import commits_of
 from checkpointd.errors import NotFoundError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.root import root_view
@@ -37,7 +38,7 @@ async def test_of_a_tag_that_was_saved_again_the_newest_commit_is_found() -> Non
     assert (await root_view.find(store, "best")).id == AttemptId(1, 2)
     attempts = await attempts_at(store, "best")
     assert [one.status for one in attempts] == ["removed", "checkpoint", "checkpoint", "aborted"]
-    assert [c.id.k for c in root_view.commits_of(attempts)] == [2, 1]
+    assert [c.id.k for c in commits_of(attempts)] == [2, 1]
 
 
 async def test_a_tag_that_is_no_checkpoint_says_what_is_there() -> None:

@@ -19,9 +19,9 @@ async def test_a_start_that_was_stopped_does_not_begin_a_start_again() -> None:
     store = MemoryStore()
     for _ in range(3):
         await starts.take(store, 1)
-    assert await starts.begin(store, 3, 1) is None
+    assert await starts.begin(store, starts.new(store, 3)) is None
     assert (await starts.take(store, 1)).start == 4
-    assert await starts.begin(store, 6, 1) is not None  # one beyond the next is as good
+    assert await starts.begin(store, starts.new(store, 6)) is not None  # one beyond the next is as good
     assert await starts.newest(store) == 6
 
 

@@ -19,7 +19,7 @@ from tests.builders import save_checkpoint
     ("names", "rank", "words"),
     [
         (("00002.index",), 2, "(rank 2 wrote it)"),
-        (("00001.index", "00002.index"), 1, "(ranks 1, 2 wrote them)"),
+        (("00001.index", "00002.index"), 1, "(ranks 1-2 wrote them)"),
         (("ballot",), 0, "(rank 0 wrote it)"),
     ],
 )

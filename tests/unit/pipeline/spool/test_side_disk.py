@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from checkpointd.commit.machine import IN_SPOOL, Phase
-from checkpointd.errors import NotFoundError, StoreError, StoreFullError, UnreadableError
-from checkpointd.pipeline.spool.side import UNREAD_S
+from checkpointd.errors import StoreError, StoreFullError, UnreadableError
 from checkpointd.store.base import ObjectWriter
 from checkpointd.store.memory import MemoryStore
 from tests.spooled_saves import (
@@ -94,103 +93,6 @@ def test_spool_8_a_record_whose_put_failed_is_not_left_behind() -> None:
         assert node.directory.counts.direct_failed == 1
         assert await committed(root) == ["global_step1"]
         assert not [key for key in node.place.keys if "/spooled/" in key or key.startswith("global_step1/")]
-
-    run(main())
-
-
-def test_spool_9_a_disk_that_gives_a_shard_no_more_keeps_no_other_one_from_its_turn() -> None:
-    class Dying(MemoryStore):
-        lost = "?"
-
-        async def get_range(self, key: str, offset: int, out: memoryview) -> None:
-            if key.startswith(self.lost):
-                raise UnreadableError("input/output error")
-            await super().get_range(key, offset, out)
-
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        node = await Node(root, spool(), nonce=await begun_root(root), place=MemoryPlace(made=Dying)).begin()
-        root.away = True
-        for step in (1, 2, 3):
-            node.save(step)
-            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
-        (store,) = node.place.stores.values()
-        assert isinstance(store, Dying)
-        store.lost = "global_step3/"
-        root.away = False
-        await until(lambda: {attempt.phase for attempt in node.attempts[:2]} == {Phase.COMMITTED})
-        assert node.attempts[2].phase is Phase.UPLOADING
-        assert asyncio.get_running_loop().time() < UNREAD_S / 4
-        await node.over()
-        assert [attempt.phase for attempt in node.attempts] == [Phase.COMMITTED, Phase.COMMITTED, Phase.FAILED]
-        assert "the spool's disk fails: input/output error" in str(node.attempts[2].error)
-        assert asyncio.get_running_loop().time() < HOUR_S
-        assert await committed(root) == ["global_step2", "global_step1"]
-
-    run(main())
-
-
-@pytest.mark.parametrize("error", [UnreadableError("input/output error"), NotFoundError("there is no such object")])
-def test_spool_9_a_disk_that_is_away_for_minutes_loses_no_shard(error: Exception) -> None:
-    """It fails, or is not mounted, so that another directory lies at its path."""
-
-    class Away(MemoryStore):
-        away = False
-
-        async def get(self, key: str, *, size_max: int = 1 << 30) -> bytes:
-            if self.away:
-                raise error
-            return await super().get(key, size_max=size_max)
-
-        async def stat(self, key: str) -> int | None:
-            return None if self.away else await super().stat(key)
-
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        node = await Node(root, spool(), nonce=await begun_root(root), place=MemoryPlace(made=Away)).begin()
-        root.away = True
-        for step in (1, 2):
-            node.save(step)
-            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
-        (store,) = node.place.stores.values()
-        assert isinstance(store, Away)
-        store.away, root.away = True, False
-        await asyncio.sleep(UNREAD_S / 2)
-        store.away = False
-        await node.over()
-        assert await committed(root) == ["global_step2", "global_step1"]
-
-    run(main())
-
-
-@pytest.mark.nightly
-def test_spool_9_the_time_between_two_windows_does_not_count_against_a_disk() -> None:
-    """It is away for minutes until a window closes, is there again, and fails once at the beginning of the next window."""
-
-    class Away(MemoryStore):
-        away = False
-
-        async def get(self, key: str, *, size_max: int = 1 << 30) -> bytes:
-            if self.away:
-                raise UnreadableError("input/output error")
-            return await super().get(key, size_max=size_max)
-
-    async def main() -> None:
-        root, config = AwayStore(MemoryStore()), spool(windows="01:00-01:05", timeout_s=72 * HOUR_S)
-        node = await Node(root, config, nonce=await begun_root(root), place=MemoryPlace(made=Away)).begin()
-        attempt = node.save(1)
-        await until(lambda: attempt.phase is Phase.SPOOLED)
-        (store,) = node.place.stores.values()
-        assert isinstance(store, Away)
-        for day in (0, 1):
-            store.away = True
-            await asyncio.sleep((24 * day + 1) * HOUR_S + 1 - asyncio.get_running_loop().time())
-            if day == 0:
-                await asyncio.sleep(HOUR_S)
-            assert attempt.phase is Phase.UPLOADING
-            store.away = False
-        await node.over()
-        assert await committed(root) == ["global_step1"]
 
     run(main())
 

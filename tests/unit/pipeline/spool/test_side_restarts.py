@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
-from checkpointd.errors import FencedError, SupersededError, UnreadableError
+from checkpointd.commit.machine import IN_SPOOL, Phase
+from checkpointd.errors import FencedError, UnreadableError
+from checkpointd.layout.log_records import AnnounceRecord
 from checkpointd.pipeline.outcome.outlived import anyhow
-from checkpointd.pipeline.root import starts
-from checkpointd.pipeline.spool.turns import HOLD_S
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from tests.spooled_saves import (
@@ -27,24 +25,6 @@ from tests.spooled_saves import (
     spool,
     until,
 )
-
-
-def test_spool_4_the_next_process_uploads_what_was_left() -> None:
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        node = await node_at(root)
-        root.away = True
-        waiting = [node.save(step) for step in (1, 2)]
-        await until(lambda: all(attempt.phase in IN_SPOOL for attempt in waiting))
-        await node.dies()
-        node = await node.restarts()
-        assert len(node.attempts) == 2
-        await asyncio.sleep(HOUR_S)
-        root.away = False
-        await node.over()
-        assert await committed(root) == ["global_step2", "global_step1"], [(a.phase, a.error) for a in node.attempts]
-
-    run(main())
 
 
 @pytest.mark.parametrize("after", range(1, 40, 2))
@@ -110,6 +90,7 @@ def test_a_vote_that_stands_is_left_to_the_start_that_has_fenced_it() -> None:
         nonce = await begun_root(root, 2)
         node = await Node(root, spool(), rank=1, world_size=2, nonce=nonce).begin()
         attempt = node.save(1)
+        await RootLog.of(root).add(AnnounceRecord(attempt=attempt.info.prefix, n=0, step=1))
         await until(lambda: attempt.phase is Phase.PREPARED)
         await node.dies()
         await begun_root(root, 2)
@@ -125,106 +106,15 @@ def test_a_vote_that_stands_is_left_to_the_start_that_has_fenced_it() -> None:
     run(main())
 
 
-def test_turn_1_what_was_decided_before_a_restart_keeps_nobody_waiting() -> None:
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        node = await node_at(root)
-        root.away = True
-        for step in (1, 2):
-            node.save(step)
-            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
-        await node.dies()
-        root.away = False
-        decided = await Node(root, spool(), nonce=node.nonce, place=MemoryPlace(), saves=1).begin()
-        decided.save(2)  # another node has taken it over, and committed it
-        await decided.over()
-        node = await node.restarts()
-        await node.over()
-        assert await committed(root) == ["global_step2", "global_step1"]
-
-    run(main())
-
-
-def test_turn_2_the_last_save_that_all_ranks_have_is_not_dropped_for_one_that_only_some_have() -> None:
-    """The job dies when one rank has the newer save in its spool."""
-
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        first = await node_at(root, 2, keep="newest", timeout_s=HOUR_S)
-        second = await Node(root, first.config, rank=1, world_size=2, nonce=first.nonce).begin()
-        root.away = True
-        whole = [first.save(1), second.save(1)]
-        await until(lambda: all(attempt.phase in IN_SPOOL for attempt in whole))
-        newer = first.save(2)
-        await until(lambda: newer.phase in IN_SPOOL)
-        await asyncio.sleep(60)
-        await first.dies()
-        root.away = False
-        first, second = await first.restarts(), await second.restarts()
-        await asyncio.gather(first.over(), second.over())
-        assert await committed(root) == ["global_step1"]
-
-    run(main())
-
-
-def test_a_superseded_save_stays_superseded_after_a_restart() -> None:
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        node = await node_at(root, keep="newest")
-        root.away = True
-        for step in (1, 2):
-            node.save(step)
-            await until(lambda: node.attempts[-1].phase in IN_SPOOL)
-        await until(lambda: any(key.endswith(".superseded") for key in node.place.keys))
-        await node.dies()
-        node = await node.restarts()
-        root.away = False
-        await node.over()
-        assert await committed(root) == ["global_step2"]
-        assert [type(a.error) for a in node.attempts] == [SupersededError, type(None)]
-
-    run(main())
-
-
-def test_turn_3_a_save_of_this_start_waits_for_none_that_another_node_has_lost() -> None:
-    """The second node was replaced: it has no shard of the attempt that the first one still uploads, and votes for."""
-
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        first = await node_at(root, 2)
-        second = await Node(root, spool(), rank=1, world_size=2, nonce=first.nonce).begin()
-        root.away = True
-        first.save(1)
-        second.save(1)
-        await until(lambda: first.attempts[0].phase in IN_SPOOL and second.attempts[0].phase in IN_SPOOL)
-        await first.dies()
-        root.away = False
-        start = await starts.take(root, 2, [first.attempts[0].info.prefix])
-        first = await first.restarts()
-        await until(lambda: first.attempts[0].phase is Phase.PREPARED)
-        began = asyncio.get_running_loop().time()
-        second = await Node(root, spool(), rank=1, world_size=2, nonce=start.nonce, start=start.start).begin()
-        assert first.state.spool is not None
-        first.state.spool.nonce = start.nonce
-        first.start = start.start
-        new = [first.save(2), second.save(2)]
-        await until(lambda: all(attempt.phase in FINAL for attempt in new))
-        assert [attempt.phase for attempt in new] == [Phase.COMMITTED] * 2
-        assert asyncio.get_running_loop().time() < began + HOLD_S / 4
-        first.attempts[0].give_up("it cannot be whole")
-        await first.over()
-
-    run(main())
-
-
 def test_outlived_1_who_makes_room_decides_nothing_that_waits_in_its_own_spool() -> None:
     async def main() -> None:
         root = AwayStore(MemoryStore())
-        node = await node_at(root, windows="12:00-13:00")
-        attempt = node.save(1)
-        await until(lambda: attempt.phase is Phase.SPOOLED)
+        node = await node_at(root, bandwidth_bps=1.0)
+        attempt = node.save(1, nbytes=1 << 20)
+        await until(lambda: attempt.phase is Phase.UPLOADING)
         await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
-        assert attempt.phase is Phase.SPOOLED
+        assert attempt.phase is Phase.UPLOADING
+        node.directory.hurry()
         await node.over()
         assert await committed(root) == ["global_step1"]
 
@@ -236,14 +126,15 @@ def test_outlived_1_who_makes_room_decides_nothing_that_another_process_uploads_
 
     async def main() -> None:
         root = AwayStore(MemoryStore())
-        left = await node_at(root, windows="12:00-13:00")
-        attempt = left.save(1)
-        await until(lambda: attempt.phase is Phase.SPOOLED)
+        left = await node_at(root, bandwidth_bps=1.0)
+        attempt = left.save(1, nbytes=1 << 20)
+        await until(lambda: attempt.phase is Phase.UPLOADING)
         await left.dies()
         other = await left.restarts()
         node = await Node(root, left.config, nonce=left.nonce, place=left.place).begin()
         await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
-        assert other.attempts[0].phase is Phase.SPOOLED
+        assert other.attempts[0].phase in IN_SPOOL
+        other.directory.hurry()
         await other.over()
         assert await committed(root) == ["global_step1"]
 
@@ -267,9 +158,9 @@ def test_outlived_1_who_makes_room_decides_nothing_while_the_disk_of_the_spool_i
 
     async def main() -> None:
         root = AwayStore(MemoryStore())
-        left = Node(root, spool(windows="12:00-13:00"), nonce=await begun_root(root), place=MemoryPlace(made=Away))
-        attempt = (await left.begin()).save(1)
-        await until(lambda: attempt.phase is Phase.SPOOLED)
+        left = Node(root, spool(bandwidth_bps=1.0), nonce=await begun_root(root), place=MemoryPlace(made=Away))
+        attempt = (await left.begin()).save(1, nbytes=1 << 20)
+        await until(lambda: attempt.phase is Phase.UPLOADING)
         await left.dies()
         other = await left.restarts()
         node = await Node(root, left.config, nonce=left.nonce, place=left.place).begin()
@@ -278,6 +169,7 @@ def test_outlived_1_who_makes_room_decides_nothing_while_the_disk_of_the_spool_i
         store.away = True
         await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
         store.away = False
+        other.directory.hurry()
         await other.over()
         assert await committed(root) == ["global_step1"]
 
@@ -316,25 +208,6 @@ def test_a_start_of_one_root_leaves_the_other_roots_in_the_spool_alone() -> None
         assert left.prefix == "global_step1/00000001-0"
         assert await node.directory.sweep(one.url, before_start=9) == 0
         assert await writing.store.stat("global_step8/00000001-0/00000-0.chunks") is not None
-
-    run(main())
-
-
-def test_spool_2_objects_without_a_record_go_and_those_with_one_stay() -> None:
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        node = await node_at(root)
-        root.away = True
-        node.save(1)
-        await until(lambda: node.attempts[0].phase in IN_SPOOL)
-        await node.dies()
-        (store,) = node.place.stores.values()
-        await store.put_if_absent("global_step9/00000001-0/00000-0.chunks", b"cut off")
-        node = await node.restarts()
-        assert await node.directory.sweep() == 1
-        root.away = False
-        await node.over()
-        assert await committed(root) == ["global_step1"]
 
     run(main())
 

@@ -152,17 +152,6 @@ async def test_a_damaged_base_makes_its_deltas_damaged_and_is_named() -> None:
         assert not (await read_back(store, await root_view.find(store, f"global_step{step}"))).whole
 
 
-async def test_a_base_that_is_gone_makes_its_deltas_damaged_and_a_listing_shows_it() -> None:
-    store = MemoryStore()
-    for step in (1, 2):
-        await saved(store, step)
-    key, _ = await base_of(store, 2)
-    await store.delete(key)
-    verdict = await verify(store, await root_view.find(store, "global_step2"), LoadConfig(absence_s=0))
-    assert {damage.key for damage in verdict.damage} == {key}
-    assert "is a delta of it" in " ".join(damage.message for damage in verdict.damage)
-
-
 async def test_delta_2_a_chunk_whose_base_is_damaged_is_stored_in_full(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     await saved(store, 1, dedup=False)
@@ -180,7 +169,7 @@ async def test_delta_3_a_delta_of_what_does_not_stay_is_written_in_full(
     """As when the attempt is announced, with another base, after the shard was written."""
     store = MemoryStore()
     await saved(store, 1, dedup=False)
-    monkeypatch.setattr("checkpointd.pipeline.attempt._base", lambda *_: "")
+    monkeypatch.setattr("checkpointd.pipeline.attempt.base_of", lambda *_: "")
     monkeypatch.setattr(Base, "within", lambda base, _: base)
     await saved(store, 2, dedup=False)
     assert "writes everything anew" in caplog.text

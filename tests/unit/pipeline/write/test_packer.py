@@ -122,19 +122,6 @@ async def test_a_store_gets_as_many_blocks_at_once_as_it_asks_for_if_they_take_a
     await packer.drain()
 
 
-async def test_a_small_budget_makes_fewer_blocks() -> None:
-    target = Target()
-    target.gate.clear()
-    packer = Packer(target, config(writes=8, budget_bytes=6 * BLOCK), PAGE, Meter())
-    adding = asyncio.ensure_future(packer.add(memoryview(bytes(20 * BLOCK)), 0))
-    for _ in range(100):
-        await asyncio.sleep(0)
-    assert target.at_once == 3
-    target.gate.set()
-    await adding
-    await packer.drain()
-
-
 async def test_a_failed_write_is_raised_to_the_next_who_add_and_to_flush() -> None:
     target = Target(fail_at=BLOCK)
     packer = Packer(target, config(), PAGE, Meter())
@@ -170,10 +157,3 @@ async def test_drain_waits_for_every_write_and_raises_nothing() -> None:
     target.gate.set()
     await draining
     assert target.at_once == 0
-
-
-async def test_nothing_added_is_nothing_written() -> None:
-    target = Target()
-    packer = Packer(target, config(), PAGE, Meter())
-    assert await packer.flush() == 0
-    assert target.writes == []

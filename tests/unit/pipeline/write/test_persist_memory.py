@@ -55,6 +55,7 @@ def test_persist_3_memory_beside_the_snapshot_stays_below_the_budget(compression
     assert growth(mib=256, compression=compression, **small) < 32 * MIB + SLACK
 
 
+@pytest.mark.nightly
 def test_persist_3_the_measure_sees_memory_where_it_is_taken() -> None:
     large = {"chunk_bytes": 16 * MIB, "block_bytes": 16 * MIB, "encoders": 4, "budget_bytes": 512 * MIB}
     assert growth(mib=256, compression="planes", **large) > 32 * MIB + SLACK

@@ -13,14 +13,13 @@ from checkpointd.errors import StagingError, StoreError, UsageError
 from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, chunks_name, index_name
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
-from checkpointd.pipeline.gc.retire import retire_tag
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import persist
 from checkpointd.pipeline.write.rates import Rates
-from checkpointd.pipeline.write.vote import drop_shard, is_own, vote_no
+from checkpointd.pipeline.write.vote import is_own, vote_no
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from tests.builders import Save, load_arrays, phases, plan_save, rank_arrays
@@ -138,47 +137,10 @@ async def test_persist_6_another_hands_no_is_this_ranks_failure_with_its_error(t
         await persist(job_of(save, takeover_of(save, 1, takeover)))
 
 
-async def test_persist_6_a_no_after_another_hands_yes_takes_nothing_of_it_away() -> None:
-    store = MemoryStore()
-    save = await plan_save(store)
-    await persist(job_of(save, takeover_of(save, 1, 0)))
-    before = await names(store)
-    await store.put(f"{PREFIX}/{chunks_name(1, 0, 1)}", b"begun")
-    assert not await vote_no(store, takeover_of(save, 1, 1), NO)
-    assert await names(store) == before
-
-
-async def test_persist_6_dropping_a_shard_drops_one_hands_objects() -> None:
-    store = MemoryStore()
-    save = await plan_save(store)
-    await persist(job_of(save, takeover_of(save, 1, 0)))
-    for name in (index_name(1, 1), chunks_name(1, 0, 1), chunks_name(1, 1, 1), index_name(1, 2)):
-        await store.put(f"{PREFIX}/{name}", b"another's")
-    await drop_shard(store, takeover_of(save, 1, 1))
-    assert await names(store) == ["00001-0.chunks", index_name(1, 2), "00001.index", "00001.vote"]
-
-
 def test_a_hand_that_has_no_names_is_refused() -> None:
     for takeover in (-1, TAKEOVERS_MAX):
         with pytest.raises(UsageError, match=f"takeover {takeover} cannot be"):
             AttemptInfo(tag=TAG, attempt=AttemptId(1, 0), rank=0, world_size=1, step=0, n=0, takeover=takeover)
-
-
-# --- the attempt -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("takeovers", [(0, 1), (1, 0), (1, 2)])
-async def test_attempt_5_two_hands_at_once_end_as_one_commit(takeovers: tuple[int, int]) -> None:
-    """Both of rank 0, so that there are two coordinators as well."""
-    save = await plan_save(MemoryStore())
-    racing = [Hand(save, 0, takeovers[0]), Hand(save, 0, takeovers[1]), Hand(save, 1, 0)]
-    for takeover in racing:
-        takeover.staged.set()
-    attempts = await asyncio.gather(*(takeover.run() for takeover in racing))
-    assert phases(list(attempts)) == [Phase.COMMITTED] * 3
-    assert [takeover.freed for takeover in racing] == [1, 1, 1]
-    await retire_tag(save.store, TAG, 1)
-    await check_whole(save)
 
 
 async def _committed_by_others(save: Save, late: Hand) -> asyncio.Future[Attempt]:
@@ -205,17 +167,9 @@ async def test_attempt_5_a_commit_seen_while_the_snapshot_is_still_taken_ends_as
     await check_whole(save)
 
 
-async def test_attempt_5_a_snapshot_that_fails_after_the_commit_changes_nothing() -> None:
-    save = await plan_save(MemoryStore())
-    late = Hand(save, 1, 1, error=StagingError("torn"))
-    running = await _committed_by_others(save, late)
-    late.staged.set()
-    assert (await running).phase is Phase.COMMITTED
-    await check_whole(save)
-
-
 async def test_attempt_5_a_failure_after_another_hands_yes_waits_for_the_outcome_and_commits() -> None:
     save = await plan_save(MemoryStore())
+    await save.announce()
     await persist(job_of(save, takeover_of(save, 1, 0)))
     failing, coordinator = Hand(save, 1, 1, error=StagingError("torn")), Hand(save, 0, 0)
     failing.staged.set()
@@ -229,9 +183,13 @@ async def test_attempt_5_a_failure_after_another_hands_yes_waits_for_the_outcome
     await check_whole(save)
 
 
+# --- the attempt -------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("error", [StagingError("torn"), None])
 async def test_attempt_5_another_hands_no_fails_this_one_with_its_error(error: Exception | None) -> None:
     save = await plan_save(MemoryStore())
+    await save.announce()
     await vote_no(save.store, takeover_of(save, 1, 0), NO)
     takeovers = [Hand(save, 0, 0), Hand(save, 1, 1, error=error)]
     for takeover in takeovers:
@@ -245,6 +203,7 @@ async def test_attempt_5_another_hands_no_fails_this_one_with_its_error(error: E
 async def test_attempt_5_a_hand_that_was_asleep_wakes_after_the_abort_and_drops_its_own_objects_alone() -> None:
     store = MemoryStore()
     save = await plan_save(store)
+    await save.announce()
     await vote_no(store, takeover_of(save, 0, 0), NO)
     coordinator = Hand(save, 0, 1)
     coordinator.staged.set()

@@ -227,8 +227,14 @@ async def test_many_files_by_one_call_and_what_is_no_file_is_left_out(disk: OsDi
     os.mkfifo(tmp_path / "pipe")
     names = ["below/file", "file", "below", "link", "linked/file", "pipe", "missing", "missing/too", "file/below"]
     paths = [str(tmp_path / name) for name in names]
-    assert await disk.read_each(paths, 4) == [None, b"123", *[None] * 7]
-    assert await disk.read_each(paths, 5) == [b"12345", b"123", *[None] * 7]
+    large, file, *others = await disk.read_each(paths, 4)
+    assert (file, getattr(large, "errno", None)) == (b"123", errno.EFBIG)
+    assert [(await disk.read_each(paths, 5))[0], file] == [b"12345", b"123"]
+    for path, found in zip(paths[2:], others, strict=True):
+        with pytest.raises(OSError) as caught:  # noqa: PT011  # the same as `read_each` gives
+            await disk.read(path, 4)
+        assert isinstance(found, OSError)
+        assert found.errno == caught.value.errno
     left = await disk.unlink_each([path for path in paths if not path.endswith("file") or "linked" in path])
     assert left == [str(tmp_path / name) for name in ("below", "linked/file", "file/below")]
     assert sorted(child.name for child in await disk.children(str(tmp_path), links=True)) == ["below", "file", "linked"]

@@ -32,7 +32,7 @@ def test_decides_what_was_left_in_doubt_and_moves_latest(root: Path, at: With, c
     assert answer.code == 0
     found = answer.json
     assert (found["dry_run"], found["start"], found["holder"]["start"]) == (False, 2, 1)
-    assert {d["tag"]: d["decision"] for d in found["decided"]} == {"global_step2": "commit", "global_step3": "abort"}
+    assert {d["tag"]: d["state"] for d in found["decided"]} == {"global_step2": "committed", "global_step3": "aborted"}
     assert (found["latest_moved_to"], found["swept"]) == ("global_step2", 1)
     assert (root / "latest").read_text() == "global_step2\n"
     assert not list((root / "global_step3").rglob("*.chunks"))
@@ -49,7 +49,7 @@ def test_a_dry_run_says_the_same_and_writes_nothing(root: Path, at: With, cli: C
     assert contents(root) == before
     assert (planned["dry_run"], planned["start"], planned["strays"], planned["refused"]) == (True, None, None, "")
     done = cli("recover", root, "--json").json
-    decided = [[(d["tag"], d["decision"]) for d in report["decided"]] for report in (planned, done)]
+    decided = [[(d["tag"], d["state"]) for d in report["decided"]] for report in (planned, done)]
     assert decided[0] == decided[1]
     assert [planned[f] for f in ("latest_moved_to", "swept")] == [done[f] for f in ("latest_moved_to", "swept")]
 
@@ -63,7 +63,7 @@ def test_the_text_tells_each_decision(root: Path, at: With, cli: Cli) -> None:
     assert "taken: start 2" in answer.lines
     assert "latest: moved to global_step2" in answer.lines
     rows = {line.split()[0]: line.split()[1:3] for line in answer.lines if line.startswith("global_step")}
-    assert rows == {"global_step2": ["00000001-0", "commit"], "global_step3": ["00000001-0", "abort"]}
+    assert rows == {"global_step2": ["00000001-0", "committed"], "global_step3": ["00000001-0", "aborted"]}
 
 
 @pytest.mark.usefixtures("job_ended")

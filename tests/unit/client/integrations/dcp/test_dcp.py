@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -302,7 +303,8 @@ def _begin_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch, job: str = "")
 
     async def begin() -> None:
         async with PosixStore(root) as store:
-            assert await starts.begin(store, await starts.newest(store) + 1, 1, job=job)
+            begun = starts.new(store, await starts.newest(store) + 1, 1)
+            assert await starts.begin(store, msgspec.structs.replace(begun, job=job))
 
     with monkeypatch.context() as patch:
         patch.setattr(starts, "new_writer", lambda: ELSEWHERE)

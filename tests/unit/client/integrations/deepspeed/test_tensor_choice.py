@@ -103,8 +103,8 @@ def test_a_tag_that_deepspeed_has_saved_over_is_refused_and_no_older_one_is_take
 def test_a_checkpoint_whose_record_is_damaged_is_not_loaded_unverified(tmp_path: Path, tag: str | None) -> None:
     save(tmp_path, "only")
     root = tmp_path / ".checkpointd"
-    [vote] = root.glob("only/*/*.vote")
-    for record in (vote, entry_of(root, CommitRecord)):
+    [vote], [ballot] = root.glob("only/*/*.vote"), root.glob("only/*/ballot-*")
+    for record in (vote, ballot, entry_of(root, CommitRecord)):
         record.write_bytes(b"no record")
     with pytest.raises(DamagedError, match=r"the record of .*only is damaged"):
         loaded(tmp_path, tag)
