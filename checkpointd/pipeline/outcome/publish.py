@@ -103,6 +103,9 @@ class Ballot:
         votes need not be durable, and a ballot is (LOG-9).
         """
         await self.gather(entries)
+        cast = [vote for vote in self.votes.values() if vote is not None]
+        if cast and len(cast) == cast[0].world_size:
+            return
         for name in (entry.name for entry in entries if is_ballot(entry.name)):
             key = object_key(self.prefix, name)
             try:
