@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from checkpointd.config import LoadConfig
+from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId, shown_key
 from checkpointd.layout.log_records import AbortRecord, CommitRecord
 from checkpointd.layout.manifest import BesideFile, Shown, encode
@@ -49,6 +50,23 @@ async def test_recover_1_votes_of_all_ranks_are_rolled_forward_to_a_whole_checkp
     checkpoint = await root_view.find(store, TAG)
     assert (checkpoint.commit.step, checkpoint.commit.order, checkpoint.commit.world_size) == (1, (1, 1), 3)
     assert (await verify(store, checkpoint, LoadConfig())).whole
+
+
+class WithoutBallots(MemoryStore):
+    """Ballots cannot be read."""
+
+    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        if "/ballot-" in key:
+            raise StoreError(f"reading {key} failed: Input/output error")
+        return await super().get(key, size_max=size_max)
+
+
+async def test_recover_1_a_ballot_that_cannot_be_read_aborts_nothing_if_all_votes_are_there() -> None:
+    store = WithoutBallots()
+    await leave_in_doubt(store)
+    await store.put(f"{PREFIX}/ballot-{'0' * 32}", b"of a coordinator that died")
+    done = await restart(store)
+    assert [type(o) for o in done.decided] == [CommitRecord]
 
 
 @pytest.mark.parametrize("voting", [(), (0,), (1,), (0, 2), (1, 2)])
