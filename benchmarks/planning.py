@@ -25,11 +25,10 @@ import msgspec
 from benchmarks import document, report
 from benchmarks.amplification import Ranks, Tensor, model
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.indexes import Plan, PlanTensor
-from checkpointd.layout.keys import plan_key
-from checkpointd.layout.manifest import Vote, WriterIdentity, digest
+from checkpointd.layout.indexes import Plan, PlanTensor, encode_plan
+from checkpointd.layout.keys import index_name, object_key
+from checkpointd.layout.manifest import IndexRef, PlanRef, Vote, WriterIdentity
 from checkpointd.pipeline.outcome.publish import PlanCheck
-from checkpointd.pipeline.root.plans import encode_plan
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client.sharding.write_split import written_parts
 
@@ -67,7 +66,7 @@ def plan_of(tensors: Iterable[Tensor], ranks: Ranks, rank: int) -> Plan:
         for tensor in tensors
         for part in written_parts(tensor.fqn, ranks.held(tensor, rank), ITEM_BYTES[tensor.dtype])
     ]
-    return Plan(tag="t", attempt="00000001-0", rank=rank, takeover=0, world_size=ranks.count, tensors=tuple(parts))
+    return Plan(rank=rank, world_size=ranks.count, tensors=tuple(parts))
 
 
 async def measure(tensors: list[Tensor], count: int) -> Cost:
@@ -75,11 +74,9 @@ async def measure(tensors: list[Tensor], count: int) -> Cost:
     ranks, store, votes, times, nbytes = Ranks("tp", count, TP), MemoryStore(), {}, [], 0
     for rank in range(count):
         began = time.process_time()
-        data = encode_plan(plan_of(tensors, ranks, rank))
-        name = digest(data)
+        ref, data = encode_plan(plan_of(tensors, ranks, rank))
         times.append(time.process_time() - began)
-        await store.put(plan_key(1, rank, name), data)
-        votes[rank], nbytes = _vote(rank, count, name), nbytes + len(data)
+        votes[rank], nbytes = await _voted(store, rank, count, ref, data), nbytes + len(data)
     check = PlanCheck(store)
     read_s = await _seconds(check, votes)
     known_s = await _seconds(check, votes)
@@ -99,12 +96,14 @@ async def _seconds(check: PlanCheck, votes: dict[int, Vote]) -> float:
 async def _changed(store: MemoryStore, tensors: list[Tensor], ranks: Ranks) -> Vote:
     """Rank 1 lists its tensors in another order."""
     plan = plan_of(tensors, ranks, 1)
-    data = encode_plan(msgspec.structs.replace(plan, tensors=plan.tensors[::-1]))
-    await store.put(plan_key(1, 1, digest(data)), data)
-    return _vote(1, ranks.count, digest(data))
+    ref, data = encode_plan(msgspec.structs.replace(plan, tensors=plan.tensors[::-1]))
+    return await _voted(store, 1, ranks.count, ref, data)
 
 
-def _vote(rank: int, count: int, plan: str) -> Vote:
+async def _voted(store: MemoryStore, rank: int, count: int, plan: PlanRef, data: bytes) -> Vote:
+    """The vote of `rank`, whose index has a plan and nothing else."""
+    index = IndexRef(name=index_name(rank), size=len(data), digest=plan.digest, plan=plan)
+    await store.put(object_key("t/00000001-0", index.name), data)
     writer = WriterIdentity(host="", pid=0, time="")
     return Vote(
         tag="t",
@@ -115,7 +114,7 @@ def _vote(rank: int, count: int, plan: str) -> Vote:
         n=0,
         save_latest=True,
         vote="yes",
-        plan=plan,
+        index=index,
         writer=writer,
     )
 

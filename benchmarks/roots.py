@@ -24,11 +24,12 @@ from checkpointd.errors import NotFoundError
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import Box, whole
 from checkpointd.layout.keys import AttemptId, default_tag
+from checkpointd.layout.log_records import AnnounceRecord
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.pages import page_buffer, page_up
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.root import root_view, starts
-from checkpointd.pipeline.root.plans import OwnPlans
+from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress, ShardTensor, aligned
 from checkpointd.pipeline.write.dedup import Bases
 from checkpointd.pipeline.write.job import PersistJob
@@ -163,7 +164,7 @@ class Saver:
     dedup: bool = False
     poll_s: tuple[float, float] = (0.001, 0.01)
     """How long the coordinator pauses between its looks, first and later: much shorter than in a job, to build quickly."""
-    layouts: dict[int, tuple[tuple[ShardTensor, ...], OwnPlans]] = field(default_factory=dict)
+    layouts: dict[int, tuple[ShardTensor, ...]] = field(default_factory=dict)
     """The tensors and the plans of each rank, which its saves share."""
 
     def as_job(self, store: Store) -> Saver:
@@ -216,18 +217,17 @@ class Saver:
         model = tree.Dict("dict", tuple((name, tree.Tensor(f"model.{name}")) for name in self.names))
         seed = tree.Bytes(random.Random(rank).randbytes(32))  # as each rank has its own random-number generators
         root = tree.Dict("dict", (("state", tree.Dict("dict", (("model", model), ("seed", seed)))), ("client_state", None)))
-        return Shard(buffer=buffer, tensors=self.layout(rank)[0], tree=tree.encode(root))
+        return Shard(buffer=buffer, tensors=self.layout(rank), tree=tree.encode(root))
 
-    def layout(self, rank: int) -> tuple[tuple[ShardTensor, ...], OwnPlans]:
-        """The same tensors for each save of a rank, so that its plan stays the same, too."""
+    def layout(self, rank: int) -> tuple[ShardTensor, ...]:
+        """The same tensors for each save of a rank."""
         if rank not in self.layouts:
             shape, size = (self.world_size, self.row), aligned(self.row * ITEM)
             scope, box = ("rank", whole(shape)) if self.world_size == 1 else ("global", self.box(rank))
-            tensors = tuple(
+            self.layouts[rank] = tuple(
                 ShardTensor(f"model.{name}", "float32", shape, box, scope, number * size, self.row * ITEM, ITEM)  # type: ignore[arg-type]
                 for number, name in enumerate(self.names)
             )
-            self.layouts[rank] = tensors, OwnPlans()
         return self.layouts[rank]
 
     async def vote(self, number: int, rank: int, value: float) -> None:
@@ -241,13 +241,15 @@ class Saver:
             rates=Rates(),
             progress=ShardProgress(),
             stopped=lambda: False,
-            plans=self.layout(rank)[1],
             base=await Bases(self.store).newest(info) if self.dedup else None,
         )
         await persist(job)
 
     async def votes(self, number: int, value: float) -> None:
-        """The votes of all ranks but the coordinator's."""
+        """The votes of all ranks but the coordinator's, after the announcement. Without it the attempt is a stranger's."""
+        if self.world_size > 1:
+            info = self.info(number, 0)
+            await RootLog.of(self.store).add(AnnounceRecord(attempt=info.prefix, n=info.n, step=info.step))
         for rank in range(1, self.world_size):
             await self.vote(number, rank, value)
 

@@ -61,7 +61,6 @@ KINDS = {
     "record of reading back": rf"{_ATTEMPT}\d{{5}}\.readback",
     "lease of an attempt": rf"\.checkpointd/leases/attempts/{_ATTEMPT.rstrip('/')}",
     "lease of a job": r"\.checkpointd/leases/\d{8}",
-    "plan": r"\.checkpointd/plans/\d{8}/0/[0-9a-f]{32}",
     "id of the root": "log/root",
     "entry": r"log/\d{12}\.json",
     "state": r"log/\d{12}\.state",

@@ -226,7 +226,6 @@ def index_of(root: Path, tag: str, rank: int) -> tuple[Path, dict[str, Any]]:
     folder, commit = checkpoint(root, tag)
     vote = vote_of(folder, commit, rank)
     check((vote["tag"], vote["attempt"], vote["rank"], vote["vote"]) == (tag, folder.name, rank, "yes"), folder)
-    check_plan(root, vote)
     return folder, read_index(folder, vote)
 
 
@@ -248,11 +247,13 @@ def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
     check(re.fullmatch(rf"{vote['rank']:05d}(-[1-9]\d*)?\.index", ref["name"]) is not None, ref["name"])
     data = (folder / group(ref["name"]) / ref["name"]).read_bytes()
     check((digest(data), len(data)) == (ref["digest"], ref["size"]), ref["name"])
-    index: dict[str, Any] = msgspec.msgpack.decode(data)
+    plan = plan_of(data, vote)
+    index: dict[str, Any] = msgspec.msgpack.decode(data[ref["plan"]["size"] :])
     check((index["format"], index["version"]) == ("checkpointd.index", 3), ref["name"])
     for name in ("tag", "attempt", "rank", "world_size", "step"):
         check(index[name] == vote[name], f"{ref['name']}: {name}")
-    check(len(index["tensors"]) == vote["tensors"], "number of tensors")
+    check(len(plan["tensors"]) == len(index["chunks"]) == vote["tensors"], "number of tensors")
+    index["tensors"] = [[*part, chunks] for part, chunks in zip(plan["tensors"], index["chunks"], strict=True)]
     chunks = [chunk for tensor in index["tensors"] for chunk in tensor[5]]
     check(sum(c[3] for c in chunks) == vote["raw_bytes"], "raw bytes")
     check(sum(c[2] for c in chunks) == vote["stored_bytes"], "stored bytes")
@@ -278,19 +279,18 @@ def group(name: str) -> str:
     return str(number) if number else ""
 
 
-def check_plan(root: Path, vote: dict[str, Any]) -> None:
-    """A plan may be gone once the attempt is decided. If it is there, it must be right."""
-    path = root / ".checkpointd" / "plans" / vote["attempt"].split("-")[0] / str(vote["rank"] // 256) / vote["plan"]
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    check(digest(data) == vote["plan"], path)
-    magic, size = struct.unpack_from("<8sQ", data)
-    check(magic == b"ckptpack" and size <= 1 << 28, path)
-    check(zstandard.get_frame_parameters(data[16:]).content_size == size, path)
-    plan = msgspec.msgpack.decode(zstandard.ZstdDecompressor(max_window_size=8 << 20).decompress(data[16:]))
-    check((plan["format"], plan["version"]) == ("checkpointd.plan", 3), path)
-    check((plan["rank"], plan["world_size"], len(plan["tensors"])) == (vote["rank"], vote["world_size"], vote["tensors"]), path)
+def plan_of(data: bytes, vote: dict[str, Any]) -> dict[str, Any]:
+    """The plan with which an index begins."""
+    ref = vote["index"]["plan"]
+    packed = data[: ref["size"]]
+    check(digest(packed) == ref["digest"], "plan")
+    magic, size = struct.unpack_from("<8sQ", packed)
+    check(magic == b"ckptpack" and size <= 1 << 28, "plan")
+    check(zstandard.get_frame_parameters(packed[16:]).content_size == size, "plan")
+    plan: dict[str, Any] = msgspec.msgpack.decode(zstandard.ZstdDecompressor(max_window_size=8 << 20).decompress(packed[16:]))
+    check((plan["format"], plan["version"]) == ("checkpointd.plan", 3), "plan")
+    check((plan["rank"], plan["world_size"]) == (vote["rank"], vote["world_size"]), "plan")
+    return plan
 
 
 # --- the joint plan ----------------------------------------------------------------------------------------------------

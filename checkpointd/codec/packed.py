@@ -29,7 +29,7 @@ def pack(content: bytes) -> bytes:
     return data if len(content) <= _most(data) else head + zstd.uncompressed(array)
 
 
-def unpack(data: bytes, size_max: int) -> memoryview:
+def unpack(data: bytes | bytearray, size_max: int) -> memoryview:
     """The content of a packed object. Raises CodecError if `data` is anything else, or declares more than `size_max` bytes,
     of which nothing is then allocated.
     """
@@ -44,5 +44,5 @@ def unpack(data: bytes, size_max: int) -> memoryview:
     return zstd.decompress(np.frombuffer(data, np.uint8)[_HEAD.size :], size).data
 
 
-def _most(data: bytes) -> int:
+def _most(data: bytes | bytearray) -> int:
     return max(EXPANDED_BYTES_MIN, EXPANSION_MAX * len(data))

@@ -135,8 +135,8 @@ def vote_fault(vote: Vote, rank: int, tag: str, attempt: str, world_size: int) -
         return f"speaks of {vote.world_size} ranks, not {world_size}"
     if not 0 <= rank < world_size:
         return f"is that of a rank that {world_size} ranks do not have"
-    if vote.vote == "yes" and (vote.index is None or vote.plan is None):
-        return "says yes without naming an index and a plan"
+    if vote.vote == "yes" and vote.index is None:
+        return "says yes without naming an index"
     return None
 
 

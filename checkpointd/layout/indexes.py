@@ -1,8 +1,10 @@
-"""The index and the plan of a rank as types; the bytes of an index, and its self-checks: references stay inside its attempt,
-sizes add up, chunks share no byte.
+"""The index of a rank as types; its bytes, and its self-checks: references stay inside its attempt, sizes add up, chunks share
+no byte.
 
-Both are msgpack (measured against JSON in `benchmarks/index.py`). Types with millions of instances opt out of garbage
-collection (`gc=False`). They cannot be part of a cycle, and the search for cycles would take longer than decoding them.
+The bytes of an index begin with its plan: which boxes the rank writes. It is a packed object by itself, so that whoever
+compares the plans of all ranks need not read the chunks, which follow. Both are msgpack (measured against JSON in
+`benchmarks/index.py`). Types with millions of instances opt out of garbage collection (`gc=False`). They cannot be part of a
+cycle, and the search for cycles would take longer than decoding them.
 """
 
 from __future__ import annotations
@@ -12,17 +14,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from checkpointd.errors import FormatError, UsageError
+from checkpointd.codec.packed import pack, unpack
+from checkpointd.errors import CodecError, FormatError, UsageError
 from checkpointd.layout.boxes import Box, PerDimension
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import check_chunks_ref, check_holder
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, VERSION, Header, ObjectRef, check_header
+from checkpointd.layout.manifest import LISTING_BYTES_MAX, VERSION, Header, IndexRef, ObjectRef, PlanRef, check_header, digest
 
 CHUNK_BYTES_MAX = (1 << 30) + (1 << 23)
 """The largest chunk, raw or stored: 1 GiB and the bytes that a codec may add."""
 
 LISTED_MAX = 1 << 20
-"""The most tensors, aliases, excluded names or objects of an index or a plan. A short entry takes ten times its bytes, or more,
+"""The most tensors, aliases, excluded names or objects of an index. A short entry takes ten times its bytes, or more,
 of memory; the decoder refuses a longer list before it takes any."""
 
 CHUNKS_MAX = 1 << 22
@@ -49,15 +52,10 @@ class PlanTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.plan"):
-    """The boxes that one rank writes. `tag`, `attempt` and `takeover` say for what it was put first; later attempts use it,
-    too (PLAN-1).
-    """
+    """The boxes that one rank writes. Attempts with the same boxes have plans with the same bytes."""
 
     version: int = VERSION
-    tag: str
-    attempt: str
     rank: int
-    takeover: int
     world_size: int
     tensors: Annotated[tuple[PlanTensor, ...], msgspec.Meta(max_length=LISTED_MAX)]
 
@@ -133,10 +131,9 @@ class Alias(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
-class Index(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.index"):
+class Index(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that one rank stored in one attempt."""
 
-    version: int = VERSION
     tag: str
     attempt: str
     rank: int
@@ -158,30 +155,106 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="
         return f"{self.tag}/{self.attempt}"
 
 
-def encode_index(index: Index) -> bytes:
-    """The bytes of `index`. Raises UsageError if a reader would refuse them."""
-    for name in ("objects", "tensors", "aliases", "excluded"):
-        count = len(getattr(index, name))
+class Stored(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.index"):
+    """What follows the plan in the bytes of an index, with the chunks of each box in the plan's order. Else as `Index`."""
+
+    version: int = VERSION
+    tag: str
+    attempt: str
+    rank: int
+    world_size: int
+    step: int
+    objects: Annotated[tuple[ObjectRef, ...], msgspec.Meta(max_length=LISTED_MAX)]
+    chunks: Annotated[
+        tuple[Annotated[tuple[Chunk, ...], msgspec.Meta(max_length=CHUNKS_MAX)], ...], msgspec.Meta(max_length=LISTED_MAX)
+    ]
+    aliases: Annotated[tuple[Alias, ...], msgspec.Meta(max_length=LISTED_MAX)]
+    excluded: Annotated[tuple[str, ...], msgspec.Meta(max_length=LISTED_MAX)]
+    since_full: int = 0
+    tree: bytes
+
+
+def encode_index(index: Index, name: str) -> tuple[IndexRef, bytes]:
+    """The bytes of `index`, and the reference by which a vote names them. Raises UsageError if a reader would refuse them."""
+    for listed in ("objects", "tensors", "aliases", "excluded"):
+        count = len(getattr(index, listed))
         if count > LISTED_MAX:
-            raise UsageError(f"the index of {index.tag} lists {count} {name}, more than {LISTED_MAX}: use fewer tensors")
-    data = msgspec.msgpack.encode(index)
+            raise UsageError(f"the index of {index.tag} lists {count} {listed}, more than {LISTED_MAX}: use fewer tensors")
+    parts = tuple(entry.part for entry in index.tensors)
+    plan, packed = encode_plan(Plan(rank=index.rank, world_size=index.world_size, tensors=parts))
+    stored = msgspec.msgpack.encode(
+        Stored(
+            tag=index.tag,
+            attempt=index.attempt,
+            rank=index.rank,
+            world_size=index.world_size,
+            step=index.step,
+            objects=index.objects,
+            chunks=tuple(entry.chunks for entry in index.tensors),
+            aliases=index.aliases,
+            excluded=index.excluded,
+            since_full=index.since_full,
+            tree=index.tree,
+        )
+    )
+    data = packed + stored
     if len(data) > LISTING_BYTES_MAX:
         raise UsageError(
             f"the index of {index.tag} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors"
         )
-    return data
+    return IndexRef(name=name, size=len(data), digest=digest(data), plan=plan), data
 
 
-def decode_index(data: bytes, key: str) -> Index:
-    """The index in `data`. Raises FormatError if a reference leaves its attempt or the sizes do not add up."""
+def decode_index(data: bytes, plan_bytes: int, key: str) -> Index:
+    """The index in `data`, whose plan has the first `plan_bytes`. Raises FormatError if a reference leaves its attempt or the
+    sizes do not add up.
+    """
+    plan = decode_plan(data[:plan_bytes], key)
+    rest = memoryview(data)[plan_bytes:]
     try:
-        header = msgspec.msgpack.decode(data, type=Header)
-        check_header(header, Index, key)
-        index = msgspec.msgpack.decode(data, type=Index)
+        check_header(msgspec.msgpack.decode(rest, type=Header), Stored, key)
+        stored = msgspec.msgpack.decode(rest, type=Stored)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{key} is damaged, or too large to read: {error}", key=key) from error
+    if (stored.rank, stored.world_size, len(stored.chunks)) != (plan.rank, plan.world_size, len(plan.tensors)):
+        raise FormatError(f"{key} is damaged: its plan is another one's", key=key)
+    index = Index(
+        tag=stored.tag,
+        attempt=stored.attempt,
+        rank=stored.rank,
+        world_size=stored.world_size,
+        step=stored.step,
+        objects=stored.objects,
+        tensors=tuple(
+            TensorEntry(part.fqn, part.dtype, part.shape, part.box, part.scope, chunks)
+            for part, chunks in zip(plan.tensors, stored.chunks, strict=True)
+        ),
+        aliases=stored.aliases,
+        excluded=stored.excluded,
+        since_full=stored.since_full,
+        tree=stored.tree,
+    )
     _check_index(index, key)
     return index
+
+
+def encode_plan(plan: Plan) -> tuple[PlanRef, bytes]:
+    """The bytes of `plan`, as an index begins with them. Raises UsageError if a reader would refuse them."""
+    content = msgspec.msgpack.encode(plan)
+    if len(content) > LISTING_BYTES_MAX:
+        raise UsageError(f"the boxes of rank {plan.rank} take {len(content)} bytes, more than {LISTING_BYTES_MAX}")
+    packed = pack(content)
+    return PlanRef(size=len(packed), digest=digest(packed)), packed
+
+
+def decode_plan(data: bytes | bytearray, key: str) -> Plan:
+    """The plan in `data`. Raises FormatError, which names `key` and the fault."""
+    try:
+        content = unpack(data, LISTING_BYTES_MAX)
+        check_header(msgspec.msgpack.decode(content, type=Header), Plan, key)
+        return msgspec.msgpack.decode(content, type=Plan)
+    except (CodecError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FormatError(f"{key} is damaged, or too large to read: {error}", key=key) from error
 
 
 def _check_index(index: Index, key: str) -> None:

@@ -37,7 +37,6 @@ _OBJECT = re.compile(
 )
 _START = re.compile(r"(?:\d{8}|[1-9]\d{8,11})\Z", re.ASCII)
 _GROUP = re.compile(r"[1-9]\d{0,3}\Z", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
 COORDINATOR = 0
 """The rank of the coordinator."""
@@ -286,7 +285,7 @@ def check_chunks_ref(name: str, writer: int) -> str:
 
 
 def start_of(name: str) -> int | None:
-    """The number of the start whose job lease, or whose plans, have this `name`; None if it is another one."""
+    """The number of the start whose job lease has this `name`; None if it is another one."""
     return int(name) if _START.match(name) else None
 
 
@@ -319,14 +318,3 @@ MIRROR = f"{SERVICE}/mirror"
 """The object that says which root a mirror follows."""
 MIRRORS = "mirror of "
 """How the name of whoever holds a mirror begins; the origin follows."""
-
-PLANS = f"{SERVICE}/plans"
-PLAN_RANKS = 256
-"""So many neighbouring ranks keep their plans in one directory."""
-
-
-def plan_key(start: int, rank: int, digest: str) -> str:
-    """The key of a plan of `rank` for attempts of `start`. Raises FormatError if `digest` is not one."""
-    if not _DIGEST.match(digest):
-        raise FormatError(f"{digest!r} is not a plan digest (32 hexadecimal digits)")
-    return f"{PLANS}/{start:08d}/{rank // PLAN_RANKS}/{digest}"

@@ -1,7 +1,7 @@
 """The small objects of a root as types, and their bytes. `docs/FORMAT.md` describes the same for other languages.
 
-The chain of digests: log -> ballot -> votes -> indexes -> chunks, and votes -> plans. Small objects are JSON; an index and
-a plan are msgpack (`indexes.py`). Each of them begins with its format and version; unknown ones are refused.
+The chain of digests: log -> ballot -> votes -> indexes -> chunks. Small objects are JSON; an index is msgpack (`indexes.py`).
+Each of them begins with its format and version; unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEASE_S_MAX = 600.0
 """The longest lease, so nobody waits longer for a job that has died."""
 
 LISTING_BYTES_MAX = 1 << 28
-"""The largest index or plan, since a reader holds it in memory. It has room for about 4 million chunks, or 700,000 tensors."""
+"""The largest index, since a reader holds it in memory. It has room for about 4 million chunks, or 700,000 tensors."""
 
 VOTE_BYTES_MAX = 4 << 20
 """The size limit of a vote, which names objects, files and metrics."""
@@ -126,10 +126,18 @@ class ErrorReport(_Object, frozen=True, kw_only=True):
 NO_REASON = ErrorReport(code=AbortedError.__name__, message="no reason was recorded")
 
 
+class PlanRef(_Object, frozen=True, kw_only=True):
+    """The plan with which an index begins: its size in bytes, and their digest."""
+
+    size: int
+    digest: str
+
+
 class IndexRef(_Object, frozen=True, kw_only=True):
     name: str
     size: int
     digest: str
+    plan: PlanRef
 
 
 class BesideFile(msgspec.Struct, frozen=True, array_like=True):
@@ -181,7 +189,6 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     save_latest: bool
     vote: Literal["yes", "no"]
     index: IndexRef | None = None
-    plan: str | None = None
     raw_bytes: int = 0
     stored_bytes: int = 0
     tensors: int = 0
@@ -384,7 +391,7 @@ def _vote_fault(vote: Vote) -> str | None:
     if not 0 <= vote.rank < vote.world_size <= WORLD_SIZE_MAX:
         return f"is a vote of rank {vote.rank} of {vote.world_size}, which cannot be"
     ref = vote.index
-    if ref is not None and (index_rank(ref.name) != vote.rank or not 0 <= ref.size <= LISTING_BYTES_MAX):
+    if ref is not None and (index_rank(ref.name) != vote.rank or not 0 <= ref.plan.size <= ref.size <= LISTING_BYTES_MAX):
         return f"names an index {ref.name!r} of {ref.size} bytes, which cannot be rank {vote.rank}'s"
     foreign = next((key for key in vote.refers if not refers_to_bytes(key)), None)
     return None if foreign is None else f"refers to {foreign!r}, which cannot hold bytes of a checkpoint"

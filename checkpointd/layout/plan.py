@@ -252,16 +252,6 @@ def _is_grid(shape: tuple[int, ...], places: Numbers) -> bool:
     return len(np.unique(cells)) == len(offsets)
 
 
-def cover_fault(plan: Plan, index: Index) -> str | None:
-    """Why `index` does not have the parts of `plan`: one is missing, extra, or of another size; None if it has them."""
-    missing = dict.fromkeys(plan.tensors)
-    for entry in index.tensors:
-        if entry.part not in missing:
-            return f"{entry.fqn} was written, but is not in the plan"
-        del missing[entry.part]
-    return next((f"{part.fqn} is in the plan, but was not written" for part in missing), None)
-
-
 def raw_bytes(index: Index, fqns: Iterable[str] | None = None) -> int:
     """The bytes of tensors before encoding: of the given FQNs, or of all tensors."""
     wanted = None if fqns is None else set(fqns)

@@ -41,6 +41,7 @@ from checkpointd.mirror.transfer import copied, is_whole
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_named, votes_of
+from checkpointd.pipeline.root.indexes import index_in
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.workers import run_workers, uncollected
 from checkpointd.store.base import SMALL_BYTES_MAX, Store, each
@@ -238,7 +239,7 @@ class CheckpointCopy:
             raise DamagedError(f"{self.prefix}/{vote_name(vote.rank)} names no index")
         key = object_key(self.prefix, ref.name)
         data = await self._source.get(key, size_max=ref.size)
-        index = uncollected(lambda: root_view.index_in(data, self.prefix, vote, ref))
+        index = uncollected(lambda: index_in(data, self.prefix, vote, ref))
         await self._put(key, data)
         proved = _Proved(self, vote.rank)
         for named, pieces in zip(index.objects, pieces_by_object(index), strict=True):

@@ -210,7 +210,6 @@ class Attempt:
             await point_latest(self._log, outcome.commit)
         self._conclude(outcome)
         await work
-        await self._state.own_plans.decided(self._store, self.info.prefix)
         if outcome.committed is None:
             await tried(drop_shard, self._store, self.info)
             if self.info.rank == COORDINATOR:
@@ -323,7 +322,6 @@ class Attempt:
             shard=shard,
             config=state.persist,
             rates=state.rates,
-            plans=state.own_plans,
             progress=self.progress,
             stopped=self._is_decided,
             base=await self._known_base(seconds) if compares else None,

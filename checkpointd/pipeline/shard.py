@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from checkpointd.errors import UsageError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.indexes import Alias, Plan, PlanTensor, Scope
+from checkpointd.layout.indexes import Alias, PlanTensor, Scope
 from checkpointd.layout.keys import COORDINATOR as COORDINATOR
 from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix, object_key
 from checkpointd.layout.manifest import Branches, Inline
@@ -119,17 +119,6 @@ class Shard:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", sum(map(_NBYTES, self.tensors)))  # no line of Python for one
-
-    def plan(self, info: AttemptInfo) -> Plan:
-        """The plan of this shard, put first for the attempt `info`."""
-        return Plan(
-            tag=info.tag,
-            attempt=str(info.attempt),
-            rank=info.rank,
-            takeover=info.takeover,
-            world_size=info.world_size,
-            tensors=tuple(t.part for t in self.tensors),
-        )
 
 
 NEARLY_DONE = 0.99

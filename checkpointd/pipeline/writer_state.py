@@ -13,7 +13,6 @@ from checkpointd.pipeline.read.readback import BackgroundReadBack
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.own_root import OwnRoot
-from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.pipeline.write.dedup import Bases
@@ -40,7 +39,6 @@ class WriterState:
     showing: Queue = field(init=False)
     reader: BackgroundReadBack = field(init=False)
     own_root: OwnRoot = field(init=False)
-    own_plans: OwnPlans = field(default_factory=OwnPlans)
 
     def __post_init__(self) -> None:
         self.log = RootLog.of(self.store)

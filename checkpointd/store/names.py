@@ -12,12 +12,9 @@ LOG = "log"
 TEMPORARY = f"{SERVICE}/tmp"
 UNFINISHED = f"{SERVICE}/unfinished"
 LOCK = f"{SERVICE}/lock"
-PLANS = f"{SERVICE}/plans"
 CONDITIONS = f"{SERVICE}/conditions"
 SHOWN = f"{SERVICE}/shown"
 """Below it lies a directory for each directory of plain files, which goes with its record."""
-PASSING = (PLANS, SHOWN)
-"""Below these, directories come and go with their objects."""
 _OWN: Final = (TEMPORARY, UNFINISHED, LOCK)
 _BELOW_OWN: Final = tuple(f"{name}/" for name in _OWN)
 _PLAIN: Final = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)

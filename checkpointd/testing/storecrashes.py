@@ -20,7 +20,7 @@ from checkpointd.testing.simdisk import ProcessDisk, SimDisk
 
 ROOT = "/root/run"
 KEY = "tag/00000001-0/outcome"
-PLAN = f".checkpointd/plans/{'a' * 32}"
+PASSING = f".checkpointd/shown/{'a' * 32}"
 OLD, NEW = b"old " * 300, b"new " * 500
 
 View: TypeAlias = type[ProcessDisk]
@@ -366,10 +366,10 @@ def put_in_a_root_made_again(view: View = ProcessDisk) -> Scenario:
         before, anew = asyncio.Event(), asyncio.get_running_loop().create_future()
 
         async def outlive(store: PosixStore) -> None:
-            assert await store.put_if_absent(PLAN, OLD)
+            assert await store.put_if_absent(PASSING, OLD)
             before.set()
             await OwnId(store, await anew).check()
-            returned.append(await store.put_if_absent(PLAN, NEW))
+            returned.append(await store.put_if_absent(PASSING, NEW))
 
         task = world.spawn("a", outlive)
         await before.wait()
@@ -378,7 +378,7 @@ def put_in_a_root_made_again(view: View = ProcessDisk) -> Scenario:
         struck = await crash.strikes(world.disk, [task])
         if not struck:
             world.disk.power_cut()
-        assert await world.content(PLAN) in ({NEW} if returned else {NEW, None})
+        assert await world.content(PASSING) in ({NEW} if returned else {NEW, None})
         return struck
 
     return scenario

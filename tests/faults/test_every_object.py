@@ -82,7 +82,7 @@ CHANGING = ("latest", "lease of an attempt", "lease of a job")
 
 
 OF_SAVES = ("index", "vote", "ballot", "joint plan")
-SEVERAL = (*OF_SAVES, *CHUNKS[:2], "plan", "entry", "state")
+SEVERAL = (*OF_SAVES, *CHUNKS[:2], "entry", "state")
 """The kinds of which the root has more than one object."""
 
 

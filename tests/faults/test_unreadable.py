@@ -81,9 +81,9 @@ def must_load(ckpt: Checkpointer, step: int) -> tuple[str, ...]:
 
 
 def objects_of(root: Path) -> set[str]:
-    """But for what comes and goes with jobs: their leases, and the plans of their ranks, which go with the next start."""
+    """But for what comes and goes with jobs: their leases, which go with the next start."""
     found = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
-    return {name for name in found if not name.startswith((".checkpointd/leases/", ".checkpointd/plans/"))}
+    return {name for name in found if not name.startswith(".checkpointd/leases/")}
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.get)

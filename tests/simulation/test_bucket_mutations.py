@@ -150,7 +150,7 @@ MUTATIONS = {
     "the answer believed": Mutation(answer_believed, ("always-commits", "next-save-works")),
     "a failed create taken for done": Mutation(
         failure_taken_for_done,
-        ("named-durable", "announced", "plan-stands", "durable"),
+        ("named-durable", "announced", "durable"),
         lambda seed: ((5 + seed, Fail(ACTOR, "lost", 2, "create")),),
     ),
     "a create without condition": Mutation(

@@ -44,9 +44,9 @@ from checkpointd.pipeline.announcement import Announcement
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.gc import collect, retire
 from checkpointd.pipeline.outcome import publish, recover, starting
-from checkpointd.pipeline.root import latest, leases, log, plans, root_view, starts
+from checkpointd.pipeline.root import latest, leases, log, root_view, starts
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.write import persist, vote, write_objects
 from checkpointd.store.base import Store
 from checkpointd.testing.job import simrank
@@ -472,28 +472,6 @@ def swept_all_the_same(patch: Patch) -> None:
     patch.setattr(simrank, "recover", sweeping)
 
 
-def plan_removed_too_early(patch: Patch) -> None:
-    """A writer removes its older plan as soon as it uses a newer one."""
-    use = plans.OwnPlans.use
-
-    async def hasty(self: plans.OwnPlans, store: Store, info: AttemptInfo, shard: Shard) -> plans.OwnPlan:
-        known = await use(self, store, info, shard)
-        for key in self._undecided.keys() - {known.key}:
-            await store.delete(key)
-        return known
-
-    patch.setattr(plans.OwnPlans, "use", hasty)
-
-
-def plans_of_surviving_removed(patch: Patch) -> None:
-    """A start removes the plans of all older starts."""
-
-    async def all_older(store: Store, start: int, surviving: Sequence[str] = ()) -> int:
-        return await plans.remove_plans(store, start)
-
-    patch.setattr(recover, "remove_plans", all_older)
-
-
 # --- the log ------------------------------------------------------------------------------------------------------
 
 
@@ -656,10 +634,6 @@ MUTATIONS = {
         lambda seed: ((60 + seed, Kill(0)),),
         sidecars=True,
         asks_sidecar=False,
-    ),
-    "a plan removed too early": Mutation(plan_removed_too_early, ("plan-stands",), steps=4, deviations=True),
-    "the plans of surviving attempts removed": Mutation(
-        plans_of_surviving_removed, ("plan-stands",), lambda seed: ((60 + seed, Kill(0)),), sidecars=True
     ),
     "an attempt written before it is announced": Mutation(written_unannounced, ("announced",)),
     "an attempt written though it is fenced": Mutation(

@@ -17,7 +17,7 @@ from checkpointd.layout.ballot import encode_ballot
 from checkpointd.layout.files import WHOLE
 from checkpointd.layout.keys import AttemptId, attempt_prefix, ballot_name, file_name, index_name, vote_name
 from checkpointd.layout.log_records import AnnounceRecord, CommitRecord, RemoveRecord
-from checkpointd.layout.manifest import BesideFile, IndexRef, Shown, Vote, digest, encode
+from checkpointd.layout.manifest import BesideFile, IndexRef, PlanRef, Shown, Vote, digest, encode
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.root import starts, tag_directories
 from checkpointd.pipeline.root.log import RootLog
@@ -208,7 +208,7 @@ async def _commit(
             n=0,
             save_latest=True,
             vote="yes",
-            index=IndexRef(name=index_name(0), size=1, digest=digest(b"")),
+            index=IndexRef(name=index_name(0), size=1, digest=digest(b""), plan=PlanRef(size=0, digest=digest(b""))),
             files=tuple(files),
             shown_at=at or tag,
             unfinished=unfinished,

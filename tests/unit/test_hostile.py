@@ -20,12 +20,11 @@ import torch
 from checkpointd.commit.branches import newest_of
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, FormatError, PartlyLoadedError
-from checkpointd.layout.keys import START_MAX, object_key
+from checkpointd.layout.keys import START_MAX
 from checkpointd.pipeline.outcome import recover as recovering
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.plans import key_named_by, read_plan
 from checkpointd.report.explanation import explanation
 from checkpointd.report.inspection import inspection
 from checkpointd.report.listing import listing
@@ -229,23 +228,6 @@ async def test_an_attempt_that_is_a_link_is_not_followed(root: Path, tmp_path: P
         await restart(store, world_size=1)
         assert [checkpoint.tag for checkpoint in await root_view.checkpoints(store)] == [BAD, GOOD]
     assert sorted(path.name for path in outside.iterdir()) == before
-
-
-@pytest.mark.parametrize("digest", ["../../../../etc/passwd", "/etc/passwd", "", "0" * 31])
-async def test_a_plan_that_is_a_path_is_refused(digest: str, root: Path) -> None:
-    Forger(root, BAD).edit_vote(plan=digest)
-    async with PosixStore(root) as store:
-        vote = await root_view.read_vote(store, object_key(f"{BAD}/00000001-0", "00000.vote"))
-        with pytest.raises(FormatError, match="is not a plan digest"):
-            await read_plan(store, vote)
-
-
-async def test_a_plan_of_1_gib_is_refused(root: Path) -> None:
-    async with PosixStore(root) as store:
-        vote = await root_view.read_vote(store, object_key(f"{BAD}/00000001-0", "00000.vote"))
-        os.truncate(root / key_named_by(vote), GIB)
-        with pytest.raises(DamagedError, match="larger than"):
-            await read_plan(store, vote)
 
 
 # --- in bounded memory -----------------------------------------------------------------------------------------------------

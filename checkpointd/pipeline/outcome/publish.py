@@ -40,8 +40,8 @@ from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.root import reserve, root_view
 from checkpointd.pipeline.root.ballots import ballot_key, joint_plan_key, put_named
+from checkpointd.pipeline.root.indexes import index_named_by, plans_named_by
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.plans import read_plans
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside, uncollected
 from checkpointd.store.base import Entry, Store
@@ -165,12 +165,12 @@ class PlanCheck:
         known = self._known.get(digests)
         if known is None:
             found = dict(self._listings)
-            unknown = {name: vote for vote in cast.values() if (name := vote.plan or "") not in found}
+            unknown = {name: vote for vote in cast.values() if (name := _plan(vote)) not in found}
             try:
                 await self._number(unknown, found)
             except (NotFoundError, DamagedError) as error:
                 return unshared(str(error))
-            listings = {rank: found[vote.plan or ""] for rank, vote in cast.items()}
+            listings = {rank: found[_plan(vote)] for rank, vote in cast.items()}
             checked = await check_together(listings, self._names, sum(vote.tensors for vote in cast.values()))
             if isinstance(checked, Decision):
                 return checked
@@ -189,7 +189,7 @@ class PlanCheck:
         """Add the plans that the votes `unknown` name to `found`, a few at a time, since a plan in memory is large."""
         left = iter(unknown.items())
         while some := dict(islice(left, PLANS_AT_ONCE)):
-            plans = await read_plans(self.store, [*some.values()])
+            plans = await plans_named_by(self.store, [*some.values()])
             async with self._naming:
                 tensors = sum(len(plan.tensors) for plan in plans)
                 numbered = await aside(tensors, _numbered, plans, self._names)
@@ -202,7 +202,12 @@ def _numbered(plans: Iterable[Plan], names: TensorNumbers) -> list[NumberedPlan]
 
 def _digests(votes: Mapping[int, Vote | None]) -> tuple[str, ...]:
     """The digests of the plans, in the order of the ranks."""
-    return tuple((vote.plan or "") if (vote := votes[rank]) else "" for rank in sorted(votes))
+    return tuple(_plan(votes[rank]) for rank in sorted(votes))
+
+
+def _plan(vote: Vote | None) -> str:
+    """The digest of the plan that a vote names."""
+    return "" if vote is None or vote.index is None else vote.index.plan.digest
 
 
 async def check_together(listings: Mapping[int, NumberedPlan], names: TensorNumbers, tensors: int) -> Checked | Decision:
@@ -220,7 +225,7 @@ async def unequal_boxes(store: Store, votes: Mapping[int, Vote], doubled: tuple[
 
     async def read(rank: int) -> Index:
         vote = votes[rank]
-        return await root_view.index_named_by(store, vote.prefix, vote)
+        return await index_named_by(store, vote.prefix, vote)
 
     try:
         fault = await unequal(read, doubled, READS) if doubled else None

@@ -47,9 +47,9 @@ from checkpointd.pipeline.outcome.publish import (
     unequal_boxes,
 )
 from checkpointd.pipeline.root import root_view, starts
+from checkpointd.pipeline.root.indexes import index_named_by
 from checkpointd.pipeline.root.latest import going_back, move_latest
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.plans import remove_plans
 from checkpointd.pipeline.root.tag_directories import mend
 from checkpointd.pipeline.root.wholeness import in_words, missing
 from checkpointd.pipeline.shard import AttemptInfo
@@ -226,7 +226,6 @@ async def recover(store: Store, before: LogState) -> Recovery:
             log.warning("latest named %s; it names %s now%s", named or "nothing", moved, edited)
         await sweep_late(store)
         done.swept = len(await sweep(store))
-        await remove_plans(store, state.start, spared)
         await root_log.compact()
         if not spared:
             done.strays = await store.sweep() + len(await abort_dead_uploads(store))
@@ -287,7 +286,7 @@ def _info(tag: str, attempt: AttemptId, ballot: Ballot) -> AttemptInfo:
 
 async def _checked_storage(store: Store, ballot: Ballot) -> Decision | bytes:
     """The joint plan; the abort if an object that a yes vote names is missing or has another size, or if the ranks' indexes
-    together are not a whole state. The indexes say their boxes themselves, so no plan is needed.
+    together are not a whole state. The indexes have their plans in them.
     """
     votes = {rank: vote for rank, vote in sorted(ballot.votes.items()) if vote is not None}
     names, numbering = TensorNumbers(), asyncio.Lock()
@@ -316,7 +315,7 @@ async def _checked_storage(store: Store, ballot: Ballot) -> Decision | bytes:
 
 async def _checked_index(store: Store, prefix: str, vote: Vote) -> Index:
     """The index that `vote` names, after the checks of a load. Of chunks objects only the sizes are compared."""
-    index = await root_view.index_named_by(store, prefix, vote)
+    index = await index_named_by(store, prefix, vote)
     for named in index.objects:
         key = named.key(prefix)
         size = await store.stat(key)

@@ -11,7 +11,7 @@ from checkpointd.layout.keys import object_key
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.phrases import rank_runs
 from checkpointd.pipeline.root.ballots import CountedVotes, ballot_key
-from checkpointd.pipeline.root.root_view import index_named_by
+from checkpointd.pipeline.root.indexes import index_named_by
 from checkpointd.store.base import Store
 
 

@@ -1,1 +1,1 @@
-"""The small objects at a root: the log, starts, leases, plans, `latest`, tag directories."""
+"""The small objects at a root: the log, starts, leases, indexes, `latest`, tag directories."""

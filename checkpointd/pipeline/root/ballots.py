@@ -19,7 +19,7 @@ log = logging.getLogger("checkpointd")
 
 
 async def put_named(store: Store, key: str, data: bytes) -> None:
-    """Make the object `key` durable: a plan, or what a commit will name. Its name has the digest of its content, so other bytes
+    """Make the object `key` durable: what a commit will name. Its name has the digest of its content, so other bytes
     there are damaged, and are replaced.
     """
     if not await store.put_if_absent(key, data) and not await _holds(store, key, data):

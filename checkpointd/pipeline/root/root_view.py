@@ -14,7 +14,6 @@ from checkpointd.commands import at_tag, command
 from checkpointd.commit.branches import commits_of
 from checkpointd.commit.facts import STATES
 from checkpointd.errors import DamagedError, LinkError, NotFoundError
-from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import (
     LATEST,
     AttemptId,
@@ -23,14 +22,12 @@ from checkpointd.layout.keys import (
     group_prefix,
     is_group,
     is_tag,
-    object_key,
-    vote_name,
 )
 from checkpointd.layout.log_records import LoggedAttempt, LogState
-from checkpointd.layout.manifest import VOTE_BYTES_MAX, IndexRef, Vote, decode, digest
+from checkpointd.layout.manifest import VOTE_BYTES_MAX, Vote, decode
 from checkpointd.phrases import listed
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.workers import run_workers, uncollected
+from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Entry, Store, each
 
 LATEST_BYTES_MAX = 4096
@@ -155,26 +152,6 @@ def _of_group(entries: Iterable[Entry], group: int) -> list[Entry]:
 async def read_vote(store: Store, key: str) -> Vote:
     """The vote at `key`, of an attempt that is not committed. A commit counts the votes in its ballot (`ballots.py`)."""
     return decode(await store.get(key, size_max=VOTE_BYTES_MAX), Vote, key)
-
-
-async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
-    """The index that `vote` names. Raises DamagedError if its bytes, rank, attempt or step are not those of the vote."""
-    ref = vote.index
-    if ref is None:
-        raise DamagedError(f"{prefix}/{vote_name(vote.rank)} names no index")
-    key = object_key(prefix, ref.name)
-    return index_in(await store.get(key, size_max=ref.size), prefix, vote, ref)
-
-
-def index_in(data: bytes, prefix: str, vote: Vote, ref: IndexRef) -> Index:
-    """The index with the bytes `data`, which `vote` names as `ref`. Raises DamagedError as `index_named_by`."""
-    key = object_key(prefix, ref.name)
-    if len(data) != ref.size or digest(data) != ref.digest:
-        raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
-    index = uncollected(lambda: decode_index(data, key))
-    if (index.tag, index.attempt, index.rank, index.step) != (vote.tag, vote.attempt, vote.rank, vote.step):
-        raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}, step {index.step}", key=key)
-    return index
 
 
 # --- latest, which others read ------------------------------------------------------------------------------------------

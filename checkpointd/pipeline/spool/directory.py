@@ -229,7 +229,6 @@ class SpoolDirectory:
                 log.error("%s is not of the root and the user whose directory %s is, and is left alone", key, name)
                 continue
             spool.url = spool.url or record.url
-            spool.plans(record.vote.rank).note(record.plan_key, record.prefix)
             shards.append(SpooledShard(spool, record, notes))
         if spool.url:
             self._roots.setdefault(name, spool)

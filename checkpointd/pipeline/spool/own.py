@@ -141,9 +141,8 @@ class OwnSpool:
         spooling, bps = replace(job, store=store), job.rates.disk_bps
         if job.base is not None and not job.base.is_read:
             spooling = spooling.in_full()  # its chunks would have to be read from the root first (DEDUP-4)
-        plan = await self.root.plans(job.info.rank).use(self.root.store, job.info, job.shard)
         try:
-            stored = await write_shard(spooling, plan)
+            stored = await write_shard(spooling)
         except CheckpointdError as error:
             if not spooling.makes_deltas or isinstance(error, StoreFullError):
                 raise
@@ -153,23 +152,22 @@ class OwnSpool:
             await drop_shard(store, job.info)
             job.progress.begin(job.shard.nbytes)
             spooling = spooling.in_full()
-            stored = await write_shard(spooling, plan)
+            stored = await write_shard(spooling)
         job.rates.disk_bps = bps  # codecs are chosen for the root, which is slower
         spooling.check_stop()
-        vote = await yes_vote(spooling, stored, plan.digest)
-        record = self._record(job.info, vote, plan.key, commit, keeps_before)
+        vote = await yes_vote(spooling, stored)
+        record = self._record(job.info, vote, commit, keeps_before)
         shard = await put_record(self.root, record)
         self.directory.counts.spooled += 1
         return shard
 
-    def _record(self, info: AttemptInfo, vote: Vote, plan_key: str, commit: CommitConfig, keeps_before: Order) -> SpoolRecord:
+    def _record(self, info: AttemptInfo, vote: Vote, commit: CommitConfig, keeps_before: Order) -> SpoolRecord:
         return SpoolRecord(
             url=self.root.url,
             nonce=self.nonce,
             uid=self.uid,
             vote=vote,
             takeover=info.takeover,
-            plan_key=plan_key,
             required=info.required,
             keeps_before=keeps_before,
             commit_timeout_s=commit.timeout_s,
@@ -189,6 +187,5 @@ class OwnSpool:
         try:
             await drop_record(self.root.store, record_key(info.prefix, info.rank, info.takeover))
             await drop_shard(self.root.store, info)
-            await self.root.plans(info.rank).decided(self.root.store, info.prefix)
         except CheckpointdError as error:
             log.warning("%s: leftovers stay in the spool until the next start: %s", info.prefix, error)

@@ -43,8 +43,6 @@ class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format",
     vote: Vote
     """The yes vote, as it is put once all that it names is at the root."""
     takeover: int
-    plan_key: str
-    """The key of the plan that the vote names."""
     required: bool = False
     """Whether it must not be dropped for a newer save."""
     keeps_before: Order = KEEPS_NONE
@@ -107,6 +105,6 @@ def _fault(record: SpoolRecord) -> str | None:
     vote = record.vote
     if not is_tag(vote.tag) or AttemptId.parse(vote.attempt) is None:
         return f"is of {vote.tag!r}, attempt {vote.attempt!r}, which cannot be"
-    if vote.vote != "yes" or vote.index is None or vote.plan is None:
-        return "has a vote that names no index and no plan"
+    if vote.vote != "yes" or vote.index is None:
+        return "has a vote that names no index"
     return None

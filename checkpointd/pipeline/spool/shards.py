@@ -1,8 +1,8 @@
 """A shard in the spool: its record, its notes and its objects.
 
 Invariants
-  SPOOL-1  A record is durable only after all objects that its vote names are durable in the spool, and the plan. So whoever
-      finds a record can upload the shard and vote, without the process that took the snapshot.
+  SPOOL-1  A record is durable only after all objects that its vote names are durable in the spool. So whoever finds
+      a record can upload the shard and vote, without the process that took the snapshot.
   SPOOL-2  A record goes before its objects when a shard is dropped. Objects without a record are leftovers, and a start removes
       them.
   SPOOL-3  One process at a time works at a record: it holds the kernel's lock on the record, or as a daemon on the whole spool,
@@ -23,7 +23,6 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, StoreError
 from checkpointd.layout.keys import object_key
-from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.spool.places import Claim, SpoolPlace
 from checkpointd.pipeline.spool.record import SPOOLED, Note, SpooledRules, SpoolRecord, encode_record, note_key
@@ -40,11 +39,6 @@ class RootSpool:
     name: str
     store: Store
     place: SpoolPlace
-    _plans: dict[int, OwnPlans] = field(default_factory=dict)
-
-    def plans(self, rank: int) -> OwnPlans:
-        """The plans of a rank that lie in it."""
-        return self._plans.setdefault(rank, OwnPlans())
 
 
 @dataclass(eq=False, slots=True)
@@ -159,7 +153,6 @@ class SpooledShard:
         for note in sorted(self.notes):
             await store.delete(note_key(key, note), durable=False)
         await self.drop_bytes()
-        await self.spool.plans(self.record.vote.rank).decided(store, self.prefix)
         self.let_go()
 
     def let_go(self) -> None:

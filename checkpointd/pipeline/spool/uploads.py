@@ -6,7 +6,7 @@ Invariants
   SENDING-2  An object counts as uploaded only once its writer has finished it, and after a crash only if the spool has a
       durable note of that and it still has the right size. Any other object of this writer at the root is torn, and is removed
       and sent again.
-  SENDING-3  The order at the root is that of any save: plan and chunks, then the index, then the look at the references
+  SENDING-3  The order at the root is that of any save: chunks, then the index, then the look at the references
       (DEDUP-3 in `dedup.py`), then the vote.
   SENDING-4  Memory stays below `budget_bytes`, or that of one chunk if it is larger.
 """
@@ -28,7 +28,6 @@ from checkpointd.layout.keys import object_key
 from checkpointd.layout.manifest import LISTING_BYTES_MAX, ObjectRef, digest
 from checkpointd.pipeline.meter import Meter
 from checkpointd.pipeline.pages import page_buffer
-from checkpointd.pipeline.root.ballots import put_named
 from checkpointd.pipeline.shard import Bytes, ShardProgress
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.workers import aside, run_workers
@@ -90,25 +89,17 @@ class Upload:
         data = await self._from_spool(store.get(key, size_max=LISTING_BYTES_MAX))
         if len(data) != vote.index.size or digest(data) != vote.index.digest:
             raise self._damaged(f"{key} has other bytes than were written")
-        index = await aside(vote.tensors, decode_index, data, key)
+        index = await aside(vote.tensors, decode_index, data, vote.index.plan.size, key)
         self.progress.uploaded = 0
         chunks = await aside(vote.tensors, _own_chunks, index)
         for ref in vote.objects:
             await self._send(ref, chunks.get(ref.name, ()))
-        await self._put_plan()
         self.check_stop()
         await self._put_index(key, data)
         self.progress.uploaded = self.progress.upload_total
         if (why := await lost(self.root, index, spooled=True)) is not None:
             raise LostReferenceError(f"the save refers to an older chunk that is gone from the root by now: {why}")
         return index
-
-    async def _put_plan(self) -> None:
-        record = self.shard.record
-        data = await self._from_spool(self.shard.spool.store.get(record.plan_key, size_max=LISTING_BYTES_MAX))
-        if digest(data) != record.vote.plan:
-            raise self._damaged(f"{record.plan_key} has other bytes than were written")
-        await put_named(self.root, record.plan_key, data)
 
     async def _put_index(self, key: str, data: bytes) -> None:
         if not await self.root.put_if_absent(key, data) and await self.root.get(key, size_max=LISTING_BYTES_MAX) != data:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from checkpointd.config import PersistConfig
 from checkpointd.layout.indexes import Index
 from checkpointd.pipeline.meter import SaveMeter
-from checkpointd.pipeline.root.plans import OwnPlans
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
 from checkpointd.pipeline.workers import Stopped
 from checkpointd.pipeline.write.dedup import Base
@@ -31,8 +30,6 @@ class PersistJob:
     rates: Rates
     progress: ShardProgress
     stopped: Callable[[], bool]
-    plans: OwnPlans = field(default_factory=OwnPlans)
-    """The plans that this writer has put. The saves of one rank share them."""
     base: Base | None = None
     """The checkpoint before: to compare with, for references, and for deltas, as `config` says. None if there is none."""
     before_vote: Callable[[], Awaitable[None]] = _nothing

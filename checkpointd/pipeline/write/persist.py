@@ -18,15 +18,13 @@ from msgspec import structs
 
 from checkpointd.commands import command
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, StoreError, StoreFullError
+from checkpointd.errors import StoreError, StoreFullError
 from checkpointd.layout.files import unfinished_folder
 from checkpointd.layout.indexes import Index, encode_index
 from checkpointd.layout.keys import index_name
-from checkpointd.layout.manifest import BesideFile, IndexRef, Vote, digest
-from checkpointd.layout.plan import cover_fault
+from checkpointd.layout.manifest import BesideFile, Vote
 from checkpointd.layout.tree import files_of
 from checkpointd.phrases import byte_size
-from checkpointd.pipeline.root.plans import OwnPlan
 from checkpointd.pipeline.workers import aside
 from checkpointd.pipeline.write.chunks import write_chunks
 from checkpointd.pipeline.write.dedup import damaged, lost
@@ -48,8 +46,7 @@ async def persist(job: PersistJob) -> Vote:
         if standing is not None:
             return as_own(job.info, standing)
     try:
-        plan = await job.plans.use(job.store, job.info, job.shard)
-        stored = await _stored(job, plan)
+        stored = await _stored(job)
     except StoreFullError as error:
         progress, rank = job.progress, job.info.rank
         need = job.shard.nbytes - progress.raw_kept
@@ -58,12 +55,12 @@ async def persist(job: PersistJob) -> Vote:
         ) from error
     job.check_stop()
     job.on_stored(structs.replace(stored.index, tree=b""))
-    return await vote_yes(job, stored, plan.digest)
+    return await vote_yes(job, stored)
 
 
-async def _stored(job: PersistJob, plan: OwnPlan) -> StoredShard:
+async def _stored(job: PersistJob) -> StoredShard:
     """Write the shard, durably, with references that stay valid until the attempt has an outcome (DEDUP-3 in `dedup.py`)."""
-    stored = await write_shard(job, plan)
+    stored = await write_shard(job)
     why = await lost(job.store, stored.index) or await _damaged(job, stored.index)
     if why is None:
         return stored
@@ -77,7 +74,7 @@ async def _stored(job: PersistJob, plan: OwnPlan) -> StoredShard:
     )
     await drop_shard(job.store, job.info)
     job.progress.begin(job.shard.nbytes)
-    return await write_shard(job.in_full(), plan)
+    return await write_shard(job.in_full())
 
 
 async def _damaged(job: PersistJob, index: Index) -> str | None:
@@ -90,7 +87,7 @@ async def _damaged(job: PersistJob, index: Index) -> str | None:
         return f"unchanged chunks cannot be read: {error}"
 
 
-async def write_shard(job: PersistJob, plan: OwnPlan) -> StoredShard:
+async def write_shard(job: PersistJob) -> StoredShard:
     """Write the chunks or files of the shard, then its index. Looks at no reference (DEDUP-3), and puts no vote."""
     info, files = job.info, files_of(job.shard.tree)
     index = await (write_chunks(job) if files is None else write_files(job, files))
@@ -107,16 +104,8 @@ async def write_shard(job: PersistJob, plan: OwnPlan) -> StoredShard:
             beside = tuple(
                 BesideFile(os.path.join(below, path), status.size, status.changed_ns) for path, status in sorted(filled.items())
             )
-    data = await aside(len(index.tensors), _encoded, plan, index)
+    ref, data = await aside(len(index.tensors), encode_index, index, index_name(info.rank, info.takeover))
     job.check_stop()
-    name = index_name(info.rank, info.takeover)
     with job.spent.disk.busy():
-        await put_new(job.store, info.key(name), data)
-    return StoredShard(index, IndexRef(name=name, size=len(data), digest=digest(data)), beside)
-
-
-def _encoded(plan: OwnPlan, index: Index) -> bytes:
-    fault = cover_fault(plan.plan, index)
-    if fault:
-        raise CheckpointdError(f"the index of rank {index.rank} is wrong: {fault}; this is a defect, please report it")
-    return encode_index(index)
+        await put_new(job.store, info.key(ref.name), data)
+    return StoredShard(index, ref, beside)

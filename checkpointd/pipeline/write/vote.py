@@ -51,17 +51,17 @@ class StoredShard:
     """On rank 0, the files that other programs had filled for the directory above its files."""
 
 
-async def vote_yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
+async def vote_yes(job: PersistJob, stored: StoredShard) -> Vote:
     """Vote yes for the `stored` shard. Returns the rank's yes vote, which may be another writer's."""
-    vote = await yes_vote(job, stored, plan_digest)
+    vote = await yes_vote(job, stored)
     await job.before_vote()
     return await put_yes(job.store, job.info, vote)
 
 
-async def yes_vote(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
+async def yes_vote(job: PersistJob, stored: StoredShard) -> Vote:
     """The yes vote for the `stored` shard, which is not put."""
     job.spent.voted()
-    return await aside(len(stored.index.tensors), _yes, job, stored, plan_digest)
+    return await aside(len(stored.index.tensors), _yes, job, stored)
 
 
 async def put_yes(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
@@ -91,13 +91,12 @@ def _vote(info: AttemptInfo, **said: Any) -> Vote:
     )
 
 
-def _yes(job: PersistJob, stored: StoredShard, plan_digest: str) -> Vote:
+def _yes(job: PersistJob, stored: StoredShard) -> Vote:
     info, index, files = job.info, stored.index, files_of(stored.index.tree)
     return _vote(
         info,
         vote="yes",
         index=stored.ref,
-        plan=plan_digest,
         raw_bytes=job.shard.nbytes,
         stored_bytes=sum(c.stored for t in index.tensors for c in t.chunks),
         tensors=len(index.tensors),

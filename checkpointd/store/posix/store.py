@@ -9,7 +9,7 @@ Invariants (beside the contract's, `checkpointd.store.base`)
   POSIX-2  When a call returns, it has synced every name from the root down to its object, after the object got its name.
       Earlier syncs do not count, because another process may have removed and remade an empty directory in between. The
       exception are directories that no store ever removes (the root's own path, `.checkpointd` and below, except below
-      `plans` and `shown` there): they are synced once. A person may still remove them; then `forget_synced`, or `identity` when
+      `shown` there): they are synced once. A person may still remove them; then `forget_synced`, or `identity` when
       it sees another root, makes them count as unsynced again.
   POSIX-3  Directories are removed only by rmdir, which fails unless they are empty. If a writer's directory vanishes before its
       object is in it, the writer makes the directory again.

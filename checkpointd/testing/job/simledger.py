@@ -13,7 +13,6 @@
                        job or reader finds nothing older than the newest commit that was reported before it looked.
   aborted-never-loaded No rank loads an attempt that the log does not have as a checkpoint.
   surviving            A recovery does not decide a spared attempt, and then removes no temporary file of a living process.
-  plan-stands          A vote of an undecided attempt names a plan that is there.
   uploads-stand        Nobody aborts the upload of another process whose attempt is still to be decided. After a start, no
                        older attempt has an unfinished upload.
   outlived             No start aborts an attempt whose lease a living process held when that start began.
@@ -35,10 +34,9 @@ from typing import TypeAlias
 from checkpointd.commit.branches import newest_of
 from checkpointd.commit.facts import Order
 from checkpointd.commit.machine import Phase
-from checkpointd.layout.keys import ATTEMPT_LEASES, LATEST, LOG, PLANS, AttemptId, holder_of, is_attempt
+from checkpointd.layout.keys import ATTEMPT_LEASES, LATEST, LOG, AttemptId, holder_of, is_attempt
 from checkpointd.layout.log_records import AbortRecord, AttemptStatus, BeginRecord, CommitRecord, LoggedAttempt
 from checkpointd.pipeline.outcome.publish import RECOVERY
-from checkpointd.pipeline.root.plans import key_named_by
 from checkpointd.store.names import TEMPORARY
 from checkpointd.testing.job.simlog import InvariantError as InvariantError
 from checkpointd.testing.job.simlog import LogWatch
@@ -196,8 +194,6 @@ class Ledger:
         process, what, key = change
         if what == "given up" and self.log.is_undecided(holder_of(key)):
             raise InvariantError("uploads-stand", f"{process} aborted the upload of {key}, whose attempt may be committed")
-        if what == "removed" and key.startswith(f"{PLANS}/"):
-            self._plan_removed(key, process)
         if key.startswith(f"{LOG}/"):
             self._log_changed(change)
         elif key.startswith(f"{ATTEMPT_LEASES}/"):
@@ -219,8 +215,6 @@ class Ledger:
             raise InvariantError("announced", f"{process}: {key} was {what}, and {attempt} is not announced")
         if what != "removed" and self.log.durable_fate(attempt) is None:
             raise InvariantError("announced", f"{process}: {key} was {what}, and that {attempt} is announced is not durable")
-        if what == "made" and key.endswith(".vote"):
-            self._vote_put(attempt, process)
 
     def _log_changed(self, change: ObjectChange) -> None:
         before = self.log.state
@@ -237,17 +231,6 @@ class Ledger:
             elif isinstance(record, CommitRecord):
                 outlived = record.decided_by != RECOVERY and record.id.start < self.log.state.start
                 self.surviving_commits += outlived
-
-    def _plan_removed(self, key: str, process: str) -> None:
-        for one in self.log.state.attempts.values():
-            votes = self.log.votes(one.prefix) if one.status == "undecided" else ()
-            if any(vote.vote == "yes" and key_named_by(vote) == key for vote, _ in votes):
-                raise InvariantError("plan-stands", f"{process} removed {key}, which a vote of {one.prefix} names")
-
-    def _vote_put(self, attempt: str, process: str) -> None:
-        for vote, _ in self.log.votes(attempt) if self.log.is_undecided(attempt) else ():
-            if vote.vote == "yes" and self.root.visible(key_named_by(vote)) is None:
-                raise InvariantError("plan-stands", f"{process} voted for {attempt}, and the plan of {vote.rank} is gone")
 
     def _lease_touched(self, change: ObjectChange) -> None:
         attempt = change.key.removeprefix(f"{ATTEMPT_LEASES}/")

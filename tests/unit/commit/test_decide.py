@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import deadline, decide, recover, unshared
 from checkpointd.layout.keys import index_name
-from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, IndexRef, Vote, WriterIdentity, digest
+from checkpointd.layout.manifest import RANKS_AT_FAULT_MAX, ErrorReport, IndexRef, PlanRef, Vote, WriterIdentity, digest
 
 TAG, ATTEMPT = "global_step1", "00000003-0"
 WRITER = WriterIdentity(host="node0", pid=1, time="2026-01-01T00:00:00.000+00:00")
@@ -27,15 +27,14 @@ def yes(rank: int, world_size: int = 3) -> Vote:
         n=0,
         save_latest=True,
         vote="yes",
-        index=IndexRef(name=index_name(rank), size=10, digest=digest(b"")),
-        plan=digest(b"plan"),
+        index=IndexRef(name=index_name(rank), size=10, digest=digest(b""), plan=PlanRef(size=5, digest=digest(b"plan"))),
         writer=WRITER,
     )
 
 
 def no(rank: int, message: str = "no space", *, code: str = "StoreFullError", world_size: int = 3) -> Vote:
     report = ErrorReport(code=code, message=message, phase="persisting")
-    return msgspec.structs.replace(yes(rank, world_size), vote="no", index=None, plan=None, error=report)
+    return msgspec.structs.replace(yes(rank, world_size), vote="no", index=None, error=report)
 
 
 def of(votes: Votes, world_size: int = 3) -> decisions.Decision | None:
@@ -55,7 +54,6 @@ FAULTY: dict[str, Vote | None] = {
     "another attempt's": msgspec.structs.replace(yes(1), attempt="00000002-0"),
     "of another world": yes(1, world_size=2),
     "without an index": msgspec.structs.replace(yes(1), index=None),
-    "without a plan": msgspec.structs.replace(yes(1), plan=None),
 }
 
 

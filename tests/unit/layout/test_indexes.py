@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.errors import FormatError
+from checkpointd.codec.packed import pack, unpack
+from checkpointd.errors import FormatError, UsageError
+from checkpointd.layout import indexes as module
 from checkpointd.layout.boxes import NDIM_MAX, Box, whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.indexes import (
@@ -48,8 +50,27 @@ INDEX = Index(
 )
 
 
-def edited_index(**changes: Any) -> bytes:
-    return msgspec.msgpack.encode(msgspec.msgpack.decode(encode_index(INDEX)) | changes)
+def written(index: Index) -> tuple[bytes, int]:
+    """The bytes of `index`, and how many of them are its plan's."""
+    ref, data = encode_index(index, "00003.index")
+    return data, ref.plan.size
+
+
+def read(data: bytes, plan_bytes: int) -> Index:
+    return decode_index(data, plan_bytes, KEY)
+
+
+def edited_plan(**changes: Any) -> tuple[bytes, int]:
+    """INDEX with another plan."""
+    data, size = written(INDEX)
+    plan = pack(msgspec.msgpack.encode(msgspec.msgpack.decode(unpack(data[:size], 1 << 20)) | changes))
+    return plan + data[size:], len(plan)
+
+
+def edited_index(**changes: Any) -> tuple[bytes, int]:
+    """INDEX with other content behind its plan."""
+    data, size = written(INDEX)
+    return data[:size] + msgspec.msgpack.encode(msgspec.msgpack.decode(data[size:]) | changes), size
 
 
 def with_chunks(*chunks: Chunk, size: int = 4096) -> Index:
@@ -95,33 +116,61 @@ def indexes(draw: st.DrawFn) -> Index:
 
 @given(indexes())
 def test_an_index_is_read_as_it_was_written(index: Index) -> None:
-    assert decode_index(encode_index(index), KEY) == index
+    assert read(*written(index)) == index
 
 
 def test_the_index_that_the_others_are_made_from_is_sound() -> None:
-    assert decode_index(edited_index(), KEY) == INDEX
+    assert read(*edited_index()) == INDEX
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 4])
 def test_an_index_of_an_unknown_version_is_refused(version: int) -> None:
     with pytest.raises(FormatError, match=f"has format version {version}"):
-        decode_index(edited_index(version=version), KEY)
+        read(*edited_index(version=version))
 
 
 def test_an_index_of_another_format_is_refused() -> None:
     with pytest.raises(FormatError, match=r"is not a checkpointd\.index object \(it says 'checkpointd\.vote'\)"):
-        decode_index(edited_index(format="checkpointd.vote"), KEY)
+        read(*edited_index(format="checkpointd.vote"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "checkpointd.index"}, r"is not a checkpointd\.plan object"),
+        ({"version": 1}, "has format version 1"),
+        ({"tensors": 7}, "is damaged"),
+        ({"rank": 2}, "its plan is another one's"),
+        ({"world_size": 5}, "its plan is another one's"),
+        ({"tensors": []}, "its plan is another one's"),
+    ],
+)
+def test_an_index_with_another_plan_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(FormatError, match=words):
+        read(*edited_plan(**changes))
+
+
+def test_plans_of_the_same_boxes_have_the_same_bytes() -> None:
+    (data, size), (other, _) = written(INDEX), written(msgspec.structs.replace(INDEX, tag="global_step2", step=2, tree=b"\xc2"))
+    assert data[:size] == other[:size]
+    assert data[size:] != other[size:]
+
+
+def test_an_index_that_a_reader_would_refuse_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LISTING_BYTES_MAX", len(written(INDEX)[0]) - 1)
+    with pytest.raises(UsageError, match="use larger chunks or fewer tensors"):
+        written(INDEX)
 
 
 def test_keys_of_a_newer_release_in_an_index_are_ignored() -> None:
-    assert decode_index(edited_index(novelty=[1, {"x": b"y"}]), KEY) == INDEX
+    assert read(*edited_index(novelty=[1, {"x": b"y"}])) == INDEX
 
 
 def test_what_a_newer_release_adds_to_an_array_is_ignored() -> None:
-    plain = msgspec.msgpack.decode(encode_index(INDEX))
-    *entry, chunks = plain["tensors"][0]
-    longer = [*entry, [[*chunk, "new"] for chunk in chunks], {"new": 1}]
-    assert decode_index(edited_index(tensors=[longer], aliases=[[*plain["aliases"][0], 7]]), KEY) == INDEX
+    part, chunks, aliases = (msgspec.to_builtins(one) for one in (ENTRY.part, ENTRY.chunks, INDEX.aliases))
+    longer = [[[*chunk[:6], bytes(16), None, "new"] for chunk in chunks]]
+    assert read(*edited_plan(tensors=[[*part, {"new": 1}]])) == INDEX
+    assert read(*edited_index(chunks=longer, aliases=[[*aliases[0], 7]])) == INDEX
 
 
 @pytest.mark.parametrize(
@@ -130,17 +179,21 @@ def test_what_a_newer_release_adds_to_an_array_is_ignored() -> None:
     ids=["empty", "nil", "empty map", "deep", "2**32 items", "2**32 keys", "no type"],
 )
 def test_what_is_no_index_at_all_is_refused(data: bytes) -> None:
-    with pytest.raises(FormatError, match=re.escape(KEY)):
-        decode_index(data, KEY)
+    right, size = written(INDEX)
+    plan = pack(data or b"\0")
+    for content, plan_bytes in ((data, len(data)), (data, 0), (right[:size] + data, size), (plan + right[size:], len(plan))):
+        with pytest.raises(FormatError, match=re.escape(KEY)):
+            read(content, plan_bytes)
 
 
 @given(st.data())
 def test_an_index_with_any_bytes_changed_is_read_or_refused(data: st.DataObject) -> None:
-    changed = bytearray(encode_index(INDEX))
+    whole_data, size = written(INDEX)
+    changed = bytearray(whole_data)
     for _ in range(data.draw(st.integers(1, 4))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     try:
-        decode_index(bytes(changed), KEY)
+        read(bytes(changed), size)
     except FormatError:
         return
 
@@ -170,7 +223,7 @@ def test_a_chunk_that_cannot_be_is_refused(fault: str) -> None:
     bad = msgspec.structs.replace(CHUNK, **changes)
     filler = Chunk(0, 96, 50, 52 - bad.raw % 4, "zstd", 7, bytes(16))
     with pytest.raises(FormatError, match=words) as caught:
-        decode_index(encode_index(with_chunks(bad, filler)), KEY)
+        read(*written(with_chunks(bad, filler)))
     assert caught.value.fqn == "model.weight"
     assert caught.value.key == KEY
 
@@ -201,7 +254,7 @@ def with_delta(**changes: Any) -> Index:
 def test_a_delta_that_cannot_be_is_refused(fault: str) -> None:
     changes, words = DELTA_FAULTS[fault]
     with pytest.raises(FormatError, match=words) as caught:
-        decode_index(encode_index(with_delta(**changes)), KEY)
+        read(*written(with_delta(**changes)))
     assert caught.value.fqn == "model.weight"
 
 
@@ -213,14 +266,14 @@ def test_bases_that_overlap_other_chunks_are_refused() -> None:
         tensors=tuple(msgspec.structs.replace(e, chunks=(e.chunks[0], older)) if e is entry else e for e in index.tensors),
     )
     with pytest.raises(FormatError, match=r"chunks overlap at byte 20 of 00003-1.chunks"):
-        decode_index(encode_index(index), KEY)
+        read(*written(index))
 
 
 @pytest.mark.parametrize(("offset", "stored"), [(0, 44), (4, 48), (47, 48), (0, 100)])
 def test_chunks_that_overlap_are_refused(offset: int, stored: int) -> None:
     other = Chunk(0, offset, stored, 48, "zstd", 8, bytes(16))
     with pytest.raises(FormatError, match=r"chunks overlap at byte \d+ of 00003-0.chunks"):
-        decode_index(encode_index(with_chunks(CHUNK, other)), KEY)
+        read(*written(with_chunks(CHUNK, other)))
 
 
 @pytest.mark.parametrize(
@@ -237,31 +290,31 @@ def test_chunks_that_overlap_are_refused(offset: int, stored: int) -> None:
 )
 def test_a_tensor_that_cannot_be_is_refused(entry: TensorEntry, words: str) -> None:
     with pytest.raises(FormatError, match=words):
-        decode_index(encode_index(msgspec.structs.replace(INDEX, tensors=(entry,), aliases=())), KEY)
+        read(*written(msgspec.structs.replace(INDEX, tensors=(entry,), aliases=())))
 
 
 def test_a_tensor_listed_twice_is_refused() -> None:
     with pytest.raises(FormatError, match=r"lists model\.weight twice"):
-        decode_index(encode_index(msgspec.structs.replace(INDEX, tensors=(ENTRY, ENTRY))), KEY)
+        read(*written(msgspec.structs.replace(INDEX, tensors=(ENTRY, ENTRY))))
 
 
 @pytest.mark.parametrize("name", ["00002-0.chunks", "../../etc/passwd", "/etc/passwd", "00003.index", "outcome", "latest", ""])
 def test_an_index_names_chunks_objects_of_its_own_rank_alone(name: str) -> None:
     with pytest.raises(FormatError, match=re.escape(repr(name))):
-        decode_index(edited_index(objects=[{"name": name, "size": 4096}]), KEY)
+        read(*edited_index(objects=[{"name": name, "size": 4096}]))
 
 
 @pytest.mark.parametrize(("fqn", "owner"), [("a", "nobody"), ("a", "a"), ("model.weight", "model.weight")])
 def test_an_alias_of_what_is_not_stored_is_refused(fqn: str, owner: str) -> None:
     aliases = (Alias(fqn, owner, (3, 4), (4, 1), 0),)
     with pytest.raises(FormatError, match=f"{fqn} shares memory with {owner}"):
-        decode_index(encode_index(msgspec.structs.replace(INDEX, aliases=aliases)), KEY)
+        read(*written(msgspec.structs.replace(INDEX, aliases=aliases)))
 
 
 # --- objects of older attempts ------------------------------------------------------------------------------------
 
 
-def referring(held_by: object, name: str = chunks_name(3, 0)) -> bytes:
+def referring(held_by: object, name: str = chunks_name(3, 0)) -> tuple[bytes, int]:
     return edited_index(objects=[{"name": name, "size": 4096, "held_by": held_by}])
 
 
@@ -293,13 +346,13 @@ def referring(held_by: object, name: str = chunks_name(3, 0)) -> bytes:
 )
 def test_no_holder_leads_out_of_the_root_or_to_something_else(held_by: str) -> None:
     with pytest.raises(FormatError, match="is not the name of an attempt"):
-        decode_index(referring(held_by), KEY)
+        read(*referring(held_by))
 
 
 @given(st.text(max_size=40))
 def test_whatever_stands_for_a_holder_is_an_attempt_or_is_refused(held_by: str) -> None:
     try:
-        [ref] = decode_index(referring(held_by), KEY).objects
+        [ref] = read(*referring(held_by)).objects
     except FormatError:
         return
     tag, _, attempt = ref.held_by.rpartition("/")
@@ -308,4 +361,4 @@ def test_whatever_stands_for_a_holder_is_an_attempt_or_is_refused(held_by: str) 
 
 def test_the_own_attempt_is_no_older_one() -> None:
     with pytest.raises(FormatError, match="is its own"):
-        decode_index(referring("global_step1/00000001-0"), KEY)
+        read(*referring("global_step1/00000001-0"))

@@ -25,8 +25,7 @@ def encoded(parts: Parts, order: list[int] | None = None) -> bytes:
     """The joint plan of ranks that list `parts` and are all twins, whose plans are read in `order`."""
     names, listings = TensorNumbers(), {}
     for rank in order or sorted(parts):
-        head = {"tag": "tag", "attempt": "00000001-0", "rank": rank, "takeover": 0, "world_size": len(parts)}
-        listings[rank] = NumberedPlan.of(Plan(**head, tensors=tuple(parts[rank])), names)
+        listings[rank] = NumberedPlan.of(Plan(rank=rank, world_size=len(parts), tensors=tuple(parts[rank])), names)
     return joint_plan(listings, names).encode([StoredContent(frame="f")] * len(parts))
 
 

@@ -186,14 +186,6 @@ def test_an_index_may_refer_to_chunks_of_its_own_rank_alone(name: str) -> None:
         keys.check_chunks_ref(name, 0)
 
 
-@pytest.mark.parametrize("digest", ["", "0" * 31, "0" * 33, "A" * 32, "../" + "0" * 29, "0" * 32 + "\n", "\u0660" * 32])
-def test_a_plan_is_named_by_a_digest_and_nothing_else(digest: str) -> None:
-    with pytest.raises(FormatError, match="not a plan digest"):
-        keys.plan_key(1, 0, digest)
-    assert keys.plan_key(12, 255, "0123456789abcdef" * 2) == ".checkpointd/plans/00000012/0/" + "0123456789abcdef" * 2
-    assert keys.plan_key(12, 256, "0123456789abcdef" * 2) == ".checkpointd/plans/00000012/1/" + "0123456789abcdef" * 2
-
-
 @pytest.mark.parametrize("name", ["", "1", "000000001", "0000000\u0661", "00000001.tmp", "00000001\n", "-0000001"])
 def test_no_other_spelling_names_a_start(name: str) -> None:
     assert keys.start_of(name) is None

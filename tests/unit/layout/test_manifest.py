@@ -21,6 +21,7 @@ from checkpointd.layout.manifest import (
     IndexRef,
     Lease,
     Mirrored,
+    PlanRef,
     ReadBack,
     Shown,
     SmallObject,
@@ -49,7 +50,9 @@ plan_tensors = st.builds(
 def votes(draw: st.DrawFn) -> Vote:
     world_size = draw(st.integers(1, WORLD_SIZE_MAX))
     rank = draw(st.integers(0, world_size - 1))
-    ref = st.builds(IndexRef, name=st.just(index_name(rank)), size=st.integers(0, LISTING_BYTES_MAX), digest=digests)
+    nbytes = draw(st.integers(0, LISTING_BYTES_MAX))
+    plan = st.builds(PlanRef, size=st.integers(0, nbytes), digest=digests)
+    ref = st.builds(IndexRef, name=st.just(index_name(rank)), size=st.just(nbytes), digest=digests, plan=plan)
     return Vote(
         tag=draw(texts),
         attempt=draw(texts),
@@ -60,7 +63,6 @@ def votes(draw: st.DrawFn) -> Vote:
         save_latest=draw(st.booleans()),
         vote=draw(st.sampled_from(["yes", "no"])),
         index=draw(st.none() | ref),
-        plan=draw(st.none() | digests),
         raw_bytes=draw(sizes),
         stored_bytes=draw(sizes),
         tensors=draw(sizes),
@@ -93,8 +95,7 @@ VOTE = Vote(
     n=0,
     save_latest=True,
     vote="yes",
-    index=IndexRef(name="00001.index", size=100, digest=digest(b"index")),
-    plan=digest(b"plan"),
+    index=IndexRef(name="00001.index", size=100, digest=digest(b"index"), plan=PlanRef(size=60, digest=digest(b"plan"))),
     writer=WRITER,
 )
 
@@ -193,8 +194,15 @@ def test_a_vote_of_a_rank_that_cannot_be_is_refused(rank: int, world_size: int) 
     ],
 )
 def test_a_vote_names_the_index_of_its_rank_and_nothing_else(name: str, size: int) -> None:
-    ref = {"name": name, "size": size, "digest": digest(b"")}
+    ref = {"name": name, "size": size, "digest": digest(b""), "plan": {"size": 0, "digest": digest(b"")}}
     with pytest.raises(FormatError, match=f"names an index '{re.escape(name)}' of {size} bytes"):
+        decode(edited(encode(VOTE), index=ref), Vote, KEY)
+
+
+@pytest.mark.parametrize("size", [-1, 101, 1 << 62])
+def test_the_plan_of_an_index_lies_within_it(size: int) -> None:
+    ref = {"name": "00001.index", "size": 100, "digest": digest(b""), "plan": {"size": size, "digest": digest(b"")}}
+    with pytest.raises(FormatError, match=r"names an index '00001\.index' of 100 bytes"):
         decode(edited(encode(VOTE), index=ref), Vote, KEY)
 
 

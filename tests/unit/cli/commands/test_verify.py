@@ -221,15 +221,6 @@ def test_damage_beside_what_cannot_be_read_ends_with_the_code_of_damage(
     assert (verdict["state"], len(verdict["damage"]), len(verdict["unreadable"])) == ("damaged", 1, 1)
 
 
-def test_a_checkpoint_does_not_need_the_plans_of_its_ranks(root: Path, at: With, cli: Cli) -> None:
-    at(three)
-    plans = [path for path in (root / ".checkpointd/plans").rglob("*") if path.is_file()]
-    assert plans
-    for plan in plans:
-        break_file(plan, "flip")
-    assert cli("verify", root).code == 0
-
-
 def test_nothing_to_verify_is_no_damage(root: Path, at: With, cli: Cli) -> None:
     at(begin_start)
     answer = cli("verify", root)

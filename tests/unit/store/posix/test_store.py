@@ -200,8 +200,8 @@ async def test_posix_2_a_root_that_is_another_one_has_its_names_synced_again(roo
     await store.identity(".checkpointd/starts/1")
     for _ in range(2):
         synced.clear()
-        await store.put(".checkpointd/plans/2", b"")
-        assert synced[:4] == [".checkpointd/plans", ".checkpointd", ".", ".."]
+        await store.put(".checkpointd/shown/2", b"")
+        assert synced[:4] == [".checkpointd/shown", ".checkpointd", ".", ".."]
         assert Path(root, synced[-1]).resolve() == Path("/")
         store.forget_synced()
 
