@@ -71,12 +71,12 @@ def main() -> None:
     options = parser.parse_args()
     index = made(options.tensors, options.chunks)
     (ref, packed), text = encode_index(index, "00000.index"), msgspec.json.encode(index)
-    if decode_index(packed, ref.plan.size, "") != index or msgspec.json.decode(text, type=Index) != index:
+    if decode_index(packed, ref.plan, "") != index or msgspec.json.decode(text, type=Index) != index:
         raise SystemExit("an index did not come back as it was")
     timed = partial(seconds, repeat=options.repeat)
     print(f"{options.tensors} tensors, {options.chunks} chunks each; milliseconds of processor time")
     print(f"{'':<8} {'MiB':>7} {'encode':>8} {'decode':>8}")
-    whole = partial(decode_index, packed, ref.plan.size, "")
+    whole = partial(decode_index, packed, ref.plan, "")
     for name, data, encode, decode in (
         ("msgpack", packed, partial(encode_index, index, "00000.index"), whole),
         ("JSON", text, partial(msgspec.json.encode, index), partial(msgspec.json.decode, text, type=Index)),

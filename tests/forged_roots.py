@@ -59,13 +59,31 @@ class Forger:
         return next(self.folder.glob("*.chunks"))
 
     def index(self) -> Fields:
-        found: Fields = msgspec.msgpack.decode((self.folder / "00000.index").read_bytes())
-        return found
+        """The fields of both parts of the index, with the chunks of each tensor behind its box."""
+        plan, found = map(msgspec.msgpack.decode, self.parts())
+        chunks = found.pop("chunks")
+        return {**found, "tensors": [[*part, several] for part, several in zip(plan["tensors"], chunks, strict=True)]}
 
-    def put_index(self, fields: Mapping[str, Any] | bytes) -> None:
-        data = fields if isinstance(fields, bytes) else msgspec.msgpack.encode(dict(fields))
+    def parts(self) -> tuple[bytes, bytes]:
+        """The bytes of the plan with which the index begins, and those behind it."""
+        data = (self.folder / "00000.index").read_bytes()
+        size = opened((self.folder / "00000.vote").read_bytes())["index"]["plan"]["size"]
+        return data[:size], data[size:]
+
+    def put_parts(self, plan: bytes, content: bytes) -> None:
+        data = plan + content
         (self.folder / "00000.index").write_bytes(data)
-        self.edit_vote(index={"name": "00000.index", "size": len(data), "digest": digest(data)})
+        ref = {"size": len(plan), "digest": digest(plan)}
+        self.edit_vote(index={"name": "00000.index", "size": len(data), "digest": digest(data), "plan": ref})
+
+    def put_index(self, fields: Mapping[str, Any]) -> None:
+        """An index of the fields that `index` gives."""
+        content = dict(fields)
+        tensors = content.pop("tensors")
+        plan = {name: content[name] for name in ("version", "rank", "world_size")}
+        plan |= {"format": "checkpointd.plan", "tensors": [part for *part, _ in tensors]}
+        content["chunks"] = [chunks for *_, chunks in tensors]
+        self.put_parts(msgspec.msgpack.encode(plan), msgspec.msgpack.encode(content))
 
     def edit_index(self, **changes: Any) -> None:
         self.put_index(self.index() | changes)

@@ -43,9 +43,6 @@ _SPARE: list[zstandard.ZstdDecompressor] = []
 """The decompressors that no thread uses now."""
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
-_BLOCK_BYTES = 1 << 17
-_PLAIN_HEADER = b"\xc0\x38"
-"""A frame whose content size has 8 bytes, and whose window is one block."""
 
 
 def general(data: Bytes) -> bytes:
@@ -62,16 +59,6 @@ def huffman(data: Bytes) -> bytes:
     compressor = ZstdCompressor(options=_HUFFMAN)
     compressor.set_pledged_input_size(data.size)
     return compressor.compress(data.data, ZstdCompressor.FLUSH_FRAME)
-
-
-def uncompressed(data: Bytes) -> bytes:
-    """`data`, at least one byte, as one frame of blocks that hold it as it is (RFC 8878, sections 3.1.1.1 and 3.1.1.2)."""
-    parts = [_MAGIC, _PLAIN_HEADER, len(data).to_bytes(8, "little")]
-    for at in range(0, len(data), _BLOCK_BYTES):
-        part = data[at : at + _BLOCK_BYTES].tobytes()
-        is_last = at + _BLOCK_BYTES >= len(data)
-        parts += [(len(part) << 3 | is_last).to_bytes(3, "little"), part]
-    return b"".join(parts)
 
 
 def decompress(frame: Bytes, raw_size: int) -> Bytes:

@@ -1,8 +1,8 @@
 """The index of a rank as types; its bytes, and its self-checks: references stay inside its attempt, sizes add up, chunks share
 no byte.
 
-The bytes of an index begin with its plan: which boxes the rank writes. It is a packed object by itself, so that whoever
-compares the plans of all ranks need not read the chunks, which follow. Both are msgpack (measured against JSON in
+The bytes of an index begin with its plan: which boxes the rank writes. Whoever compares the plans of all ranks
+need not read the chunks, which follow. Both are msgpack (measured against JSON in
 `benchmarks/index.py`). Types with millions of instances opt out of garbage collection (`gc=False`). They cannot be part of a
 cycle, and the search for cycles would take longer than decoding them.
 """
@@ -10,12 +10,11 @@ cycle, and the search for cycles would take longer than decoding them.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from checkpointd.codec.packed import pack, unpack
-from checkpointd.errors import CodecError, FormatError, UsageError
+from checkpointd.errors import FormatError, UsageError
 from checkpointd.layout.boxes import Box, PerDimension
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.keys import check_chunks_ref, check_holder
@@ -36,6 +35,8 @@ RAW = "raw"
 
 DELTA = "delta"
 """The codec of a chunk that is stored as its difference from another one."""
+
+_T = TypeVar("_T", bound=msgspec.Struct)
 
 Scope = Literal["rank", "global"]
 """`rank`: a tensor of this rank alone. `global`: a part of a tensor that the ranks hold together."""
@@ -155,7 +156,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.tag}/{self.attempt}"
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.index"):
+class IndexContent(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag="checkpointd.index"):
     """What follows the plan in the bytes of an index, with the chunks of each box in the plan's order. Else as `Index`."""
 
     version: int = VERSION
@@ -176,14 +177,14 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, tag_field="format", tag=
 
 def encode_index(index: Index, name: str) -> tuple[IndexRef, bytes]:
     """The bytes of `index`, and the reference by which a vote names them. Raises UsageError if a reader would refuse them."""
-    for listed in ("objects", "tensors", "aliases", "excluded"):
-        count = len(getattr(index, listed))
+    for some in ("objects", "tensors", "aliases", "excluded"):
+        count = len(getattr(index, some))
         if count > LISTED_MAX:
-            raise UsageError(f"the index of {index.tag} lists {count} {listed}, more than {LISTED_MAX}: use fewer tensors")
+            raise UsageError(f"the index of {index.tag} lists {count} {some}, more than {LISTED_MAX}: use fewer tensors")
     parts = tuple(entry.part for entry in index.tensors)
-    plan, packed = encode_plan(Plan(rank=index.rank, world_size=index.world_size, tensors=parts))
+    plan, listed = encode_plan(Plan(rank=index.rank, world_size=index.world_size, tensors=parts))
     stored = msgspec.msgpack.encode(
-        Stored(
+        IndexContent(
             tag=index.tag,
             attempt=index.attempt,
             rank=index.rank,
@@ -197,7 +198,7 @@ def encode_index(index: Index, name: str) -> tuple[IndexRef, bytes]:
             tree=index.tree,
         )
     )
-    data = packed + stored
+    data = listed + stored
     if len(data) > LISTING_BYTES_MAX:
         raise UsageError(
             f"the index of {index.tag} has {len(data)} bytes, more than {LISTING_BYTES_MAX}: use larger chunks or fewer tensors"
@@ -205,18 +206,13 @@ def encode_index(index: Index, name: str) -> tuple[IndexRef, bytes]:
     return IndexRef(name=name, size=len(data), digest=digest(data), plan=plan), data
 
 
-def decode_index(data: bytes, plan_bytes: int, key: str) -> Index:
-    """The index in `data`, whose plan has the first `plan_bytes`. Raises FormatError if a reference leaves its attempt or the
+def decode_index(data: bytes, plan: PlanRef, key: str) -> Index:
+    """The index in `data`, which begins with `plan`. Raises FormatError if a reference leaves its attempt or the
     sizes do not add up.
     """
-    plan = decode_plan(data[:plan_bytes], key)
-    rest = memoryview(data)[plan_bytes:]
-    try:
-        check_header(msgspec.msgpack.decode(rest, type=Header), Stored, key)
-        stored = msgspec.msgpack.decode(rest, type=Stored)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FormatError(f"{key} is damaged, or too large to read: {error}", key=key) from error
-    if (stored.rank, stored.world_size, len(stored.chunks)) != (plan.rank, plan.world_size, len(plan.tensors)):
+    boxes = decode_plan(memoryview(data)[: plan.size], key)
+    stored = _decoded(memoryview(data)[plan.size :], IndexContent, key)
+    if (stored.rank, stored.world_size, len(stored.chunks)) != (boxes.rank, boxes.world_size, len(boxes.tensors)):
         raise FormatError(f"{key} is damaged: its plan is another one's", key=key)
     index = Index(
         tag=stored.tag,
@@ -227,7 +223,7 @@ def decode_index(data: bytes, plan_bytes: int, key: str) -> Index:
         objects=stored.objects,
         tensors=tuple(
             TensorEntry(part.fqn, part.dtype, part.shape, part.box, part.scope, chunks)
-            for part, chunks in zip(plan.tensors, stored.chunks, strict=True)
+            for part, chunks in zip(boxes.tensors, stored.chunks, strict=True)
         ),
         aliases=stored.aliases,
         excluded=stored.excluded,
@@ -239,21 +235,21 @@ def decode_index(data: bytes, plan_bytes: int, key: str) -> Index:
 
 
 def encode_plan(plan: Plan) -> tuple[PlanRef, bytes]:
-    """The bytes of `plan`, as an index begins with them. Raises UsageError if a reader would refuse them."""
-    content = msgspec.msgpack.encode(plan)
-    if len(content) > LISTING_BYTES_MAX:
-        raise UsageError(f"the boxes of rank {plan.rank} take {len(content)} bytes, more than {LISTING_BYTES_MAX}")
-    packed = pack(content)
-    return PlanRef(size=len(packed), digest=digest(packed)), packed
+    """The bytes of `plan`, as an index begins with them."""
+    data = msgspec.msgpack.encode(plan)
+    return PlanRef(size=len(data), digest=digest(data)), data
 
 
-def decode_plan(data: bytes | bytearray, key: str) -> Plan:
+def decode_plan(data: bytes | bytearray | memoryview, key: str) -> Plan:
     """The plan in `data`. Raises FormatError, which names `key` and the fault."""
+    return _decoded(data, Plan, key)
+
+
+def _decoded(data: bytes | bytearray | memoryview, kind: type[_T], key: str) -> _T:
     try:
-        content = unpack(data, LISTING_BYTES_MAX)
-        check_header(msgspec.msgpack.decode(content, type=Header), Plan, key)
-        return msgspec.msgpack.decode(content, type=Plan)
-    except (CodecError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        check_header(msgspec.msgpack.decode(data, type=Header), kind, key)
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{key} is damaged, or too large to read: {error}", key=key) from error
 
 

@@ -35,7 +35,12 @@ def listed(count: int, items: bytes) -> bytes:
 
 
 def empty(fqn: str, dtype: str = "bool") -> list[Any]:
-    return [fqn, dtype, [0], [[0], [0]], "rank", []]
+    return [fqn, dtype, [0], [[0], [0]], "rank"]
+
+
+def no_chunks(count: int) -> Raw:
+    """The rest of an index of `count` tensors without elements."""
+    return {"chunks": listed(count, b"\x90" * count), "aliases": b"\x90"}
 
 
 def dictionary(key: str, child: bytes) -> bytes:
@@ -51,7 +56,7 @@ def many_dimensions(index: dict[str, Any]) -> Raw:
 
 def many_offsets(index: dict[str, Any]) -> Raw:
     numbers = listed(1 << 20, b"\x00" * (1 << 20))
-    return {"tensors": b"\x91\x96\xa1x\xa4bool\x90\x92" + numbers + numbers + b"\xa4rank\x90"}
+    return {"tensors": b"\x91\x95\xa1x\xa4bool\x90\x92" + numbers + numbers + b"\xa4rank", "chunks": b"\x91\x90"}
 
 
 def many_empty_names(index: dict[str, Any]) -> Raw:
@@ -68,17 +73,17 @@ def many_aliases(index: dict[str, Any]) -> Raw:
 
 
 def many_empty_tensors(index: dict[str, Any]) -> Raw:
-    return {"tensors": listed(8_000, b"".join(packed(empty(f"{n:x}")) for n in range(8_000))), "aliases": b"\x90"}
+    return {"tensors": listed(8_000, b"".join(packed(empty(f"{n:x}")) for n in range(8_000))), **no_chunks(8_000)}
 
 
 def one_long_name_and_many_short_ones(index: dict[str, Any]) -> Raw:
     tensors = [empty("x" * 100_000), *(empty(f"{n:x}") for n in range(1_000))]
-    return {"tensors": packed(tensors), "aliases": b"\x90"}
+    return {"tensors": packed(tensors), **no_chunks(1_001)}
 
 
 def one_long_shape_and_many_short_ones(index: dict[str, Any]) -> Raw:
-    tensors = [["x", "bool", [0] * 1000, [[0] * 1000] * 2, "rank", []], *(empty(f"{n:x}a") for n in range(1_000))]
-    return {"tensors": packed(tensors), "aliases": b"\x90"}
+    tensors = [["x", "bool", [0] * 1000, [[0] * 1000] * 2, "rank"], *(empty(f"{n:x}a") for n in range(1_000))]
+    return {"tensors": packed(tensors), **no_chunks(1_001)}
 
 
 def a_long_key_above_many_values(index: dict[str, Any]) -> Raw:
@@ -142,15 +147,20 @@ def original(forger: Forger) -> Iterator[None]:
             path.write_bytes(data)
 
 
+def map_of(fields: dict[str, Any], changed: Raw) -> bytes:
+    """The fields as a map in msgpack, some of them `changed`."""
+    encoded = [packed(name) + changed.get(name, packed(value)) for name, value in fields.items()]
+    return bytes([0x80 | len(encoded)]) + b"".join(encoded)
+
+
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.__name__)
 def test_no_command_takes_much_more_memory_than_the_index_has_bytes(saved: Path, bomb: Callable[[dict[str, Any]], Raw]) -> None:
     forger = Forger(saved, "t")
-    index = forger.index()
-    changed = bomb(index)
-    fields = [packed(name) + changed.get(name, packed(value)) for name, value in index.items()]
-    data = bytes([0x80 | len(fields)]) + b"".join(fields)
+    changed = bomb(forger.index())
+    parts = [map_of(msgspec.msgpack.decode(part), changed) for part in forger.parts()]
+    data = b"".join(parts)
     with original(forger):
-        forger.put_index(data)
+        forger.put_parts(*parts)
         for command in COMMANDS:
             tracemalloc.start(1)
             ran(saved, *command)

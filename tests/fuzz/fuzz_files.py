@@ -1,7 +1,7 @@
 """A mutational fuzzer of what lies on the disk: `python -m tests.fuzz.fuzz_files COUNT [--seed N]`.
 
 Each input is a copy of a real root, or of what DeepSpeed saved by itself, with a change: bits, lengths, objects that change
-places or go, or, with digests forged all the way up, other fields in an index, a vote or an outcome. It is loaded in a child of
+places or go, or, with digests forged all the way up, other fields in an index, a vote or a commit. It is loaded in a child of
 bounded memory. Stops with the seed where an outcome is none of OUTCOMES: wrong values in silence, another exception than ours,
 an object that a failed load has touched, a hang, or memory that grows.
 """
@@ -199,33 +199,50 @@ def other(source: random.Random, value: Any) -> Any:
 def forge(source: random.Random, root: Path) -> None:
     """Other fields, under digests that fit."""
     [attempt] = (root / source.choice(("global_step3", "global_step3", "global_step1"))).iterdir()
-    name = source.choice(("index", "index", "tree", "vote", "outcome"))
-    outcome = opened((attempt / "outcome").read_bytes())
-    votes = [path.read_bytes() for path in sorted(attempt.glob("*.vote"))]
-    rank = source.randrange(len(votes))
-    index_at, vote_at = attempt / f"{rank:05d}.index", attempt / f"{rank:05d}.vote"
-    vote = opened(vote_at.read_bytes())
-    if name == "outcome":
-        outcome = other(source, outcome)
+    name = source.choice(("plan", "index", "tree", "vote", "commit"))
+    entry, fields = _commit_of(root, f"{attempt.parent.name}/{attempt.name}")
+    commit = next(record for record in fields["records"] if record["kind"] == "commit")
+    if name == "commit":
+        changed = other(source, commit)
+        fields["records"] = [changed if record is commit else record for record in fields["records"]]
     else:
-        if name == "vote":
-            vote = other(source, vote)
-        else:
-            index = msgspec.msgpack.decode(index_at.read_bytes())
-            if name == "tree":
-                index["tree"] = msgspec.msgpack.encode(other(source, msgspec.msgpack.decode(index["tree"])))
-            else:
-                index = other(source, index)
-            data = msgspec.msgpack.encode(index)
-            index_at.write_bytes(data)
-            vote["index"] = {**vote["index"], "size": len(data), "digest": digest(data)}
-        text = sealed(vote)
-        vote_at.write_bytes(text)
-        votes[rank] = text
+        votes = [path.read_bytes() for path in sorted(attempt.glob("*.vote"))]
+        rank = source.randrange(len(votes))
+        votes[rank] = _forged_vote(source, attempt / f"{rank:05d}.index", opened(votes[rank]), name)
+        (attempt / f"{rank:05d}.vote").write_bytes(votes[rank])
         ref, ballot = encode_ballot(votes)
-        (attempt / "ballot").write_bytes(ballot)
-        outcome["ballot"] = {"digest": ref.digest, "size": ref.size}
-    (attempt / "outcome").write_bytes(sealed(outcome))
+        (attempt / f"ballot-{ref.digest}").write_bytes(ballot)
+        commit["ballot"] = {"digest": ref.digest, "size": ref.size}
+    entry.write_bytes(sealed(fields))
+
+
+def _commit_of(root: Path, attempt: str) -> tuple[Path, dict[str, Any]]:
+    """The entry of the log that commits `attempt`, and its fields."""
+    for path in sorted(root.glob("log/*.json")):
+        fields = opened(path.read_bytes())
+        if ("commit", attempt) in [(record["kind"], record.get("attempt")) for record in fields["records"]]:
+            return path, fields
+    raise AssertionError(f"no entry commits {attempt}")
+
+
+def _forged_vote(source: random.Random, index: Path, vote: dict[str, Any], name: str) -> bytes:
+    """Another vote, or one that names an index in which the part `name` is another one."""
+    if name == "vote":
+        return sealed(other(source, vote))
+    data, size = index.read_bytes(), vote["index"]["plan"]["size"]
+    plan, content = msgspec.msgpack.decode(data[:size]), msgspec.msgpack.decode(data[size:])
+    if name == "plan":
+        plan = other(source, plan)
+    elif name == "index":
+        content = other(source, content)
+    else:
+        content["tree"] = msgspec.msgpack.encode(other(source, msgspec.msgpack.decode(content["tree"])))
+    listed = msgspec.msgpack.encode(plan)
+    data = listed + msgspec.msgpack.encode(content)
+    index.write_bytes(data)
+    ref = {"size": len(listed), "digest": digest(listed)}
+    vote["index"] = {**vote["index"], "size": len(data), "digest": digest(data), "plan": ref}
+    return sealed(vote)
 
 
 def in_pickle(source: random.Random, folder: Path) -> None:
@@ -335,7 +352,7 @@ def verified(root: Path, original: Path) -> str:
         return "damage found"
     for path in (original / ".checkpointd").glob("global_step*/*/*"):
         now = root / path.relative_to(original)
-        if (path.suffix in (".chunks", ".file", ".index") or path.name in ("ballot", "plan")) and now.is_file():
+        if (path.suffix in (".chunks", ".file", ".index") or path.name.startswith(("ballot-", "plan-"))) and now.is_file():
             # A sparse file may be longer than the memory.
             is_same = now.stat().st_size == path.stat().st_size and now.read_bytes() == path.read_bytes()
             assert is_same, f"{path.name} is another one, and verify says nothing"

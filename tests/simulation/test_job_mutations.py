@@ -552,7 +552,8 @@ MUTATIONS = {
     "the vote before the index": Mutation(
         vote_before_index,
         ("named-durable", "latest-whole", "nothing-lost"),
-        lambda seed: ((Moment("link", ".vote", 1 + seed % 3), Kill()),),
+        lambda seed: ((Moment("link", ".vote", 1 + seed % 9), Kill()),),
+        steps=3,  # the coordinator reads the index of a rank whose plan it does not know
     ),
     "chunks never synced": Mutation(nothing, ("named-durable",), view=ForgetsChunks),
     "an uncertain vote taken back": Mutation(

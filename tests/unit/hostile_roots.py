@@ -58,14 +58,22 @@ def index(**changes: Any) -> Callable[[Forger], None]:
     return lambda forger: forger.edit_index(**changes)
 
 
+def index_ref(name: str, size: int, *, plan: int = 0) -> Fields:
+    """How a vote names an index, with a plan of so many bytes."""
+    return {"name": name, "size": size, "digest": "0" * 32, "plan": {"size": plan, "digest": "0" * 32}}
+
+
 def raw_index(head: bytes, key: str) -> Callable[[Forger], None]:
     """An index whose value of `key` is the bytes `head` and nothing after them."""
 
     def forge(forger: Forger) -> None:
-        fields: Fields = forger.index()
+        plan, content = forger.parts()
+        part = plan if key == "tensors" else content
+        fields: Fields = msgspec.msgpack.decode(part)
         del fields[key]
         data = msgspec.msgpack.encode(fields)
-        forger.put_index(bytes([data[0] + 1]) + data[1:] + msgspec.msgpack.encode(key) + head)
+        data = bytes([data[0] + 1]) + data[1:] + msgspec.msgpack.encode(key) + head
+        forger.put_parts(data if part is plan else plan, content if part is plan else data)
 
     return forge
 
@@ -158,10 +166,11 @@ INDEX = {
     "raw bytes of another size": Case("is stored raw, and holds", stored(RAW[:-4], chunk_of(RAW[:-4], RAW))),
     "raw bytes with a checksum": Case("is stored raw and has a checksum", stored(RAW, chunk_of(RAW, RAW, checksum=7))),
     "2**32 tensors": Case("is damaged", raw_index(b"\xdd\xff\xff\xff\xff", "tensors")),
-    "2**32 keys": Case("is damaged", lambda f: f.put_index(b"\xdf\xff\xff\xff\xff")),
+    "2**32 lists of chunks": Case("is damaged", raw_index(b"\xdd\xff\xff\xff\xff", "chunks")),
+    "2**32 keys": Case("is damaged", lambda f: f.put_parts(f.parts()[0], b"\xdf\xff\xff\xff\xff")),
     "a string of 4 GiB": Case("is damaged", raw_index(b"\xdb\xff\xff\xff\xff", "tag")),
     "a tree of 4 GiB": Case("is damaged", raw_index(b"\xc6\xff\xff\xff\xff", "tree")),
-    "an index nested 100,000 deep": Case("is damaged", lambda f: f.put_index(b"\x91" * 100_000)),
+    "an index nested 100,000 deep": Case("is damaged", lambda f: f.put_parts(b"\x91" * 100_000, b"")),
     "an unknown key nested 100,000 deep": Case("is damaged", raw_index(b"\x91" * 100_000 + b"\xc0", "excluded")),
     "another version": Case("format version 4", index(version=4)),
     "another rank": Case("not a chunks object of that rank", index(rank=5)),
@@ -226,11 +235,12 @@ RESTORED = {
 
 VOTES = {
     **{
-        f"an index called {name}": Case("names an index", vote(index={"name": name, "size": 9, "digest": "0" * 32}))
+        f"an index called {name}": Case("names an index", vote(index=index_ref(name, 9)))
         for name in ("../../etc/passwd", "/etc/passwd", "00001.index", "00000-0.chunks")
     },
-    "an index of 2**62 bytes": Case("names an index", vote(index={"name": "00000.index", "size": 1 << 62, "digest": "0" * 32})),
-    "an index of -5 bytes": Case("names an index", vote(index={"name": "00000.index", "size": -5, "digest": "0" * 32})),
+    "an index of 2**62 bytes": Case("names an index", vote(index=index_ref("00000.index", 1 << 62))),
+    "an index of -5 bytes": Case("names an index", vote(index=index_ref("00000.index", -5))),
+    "a plan longer than its index": Case("names an index", vote(index=index_ref("00000.index", 9, plan=10))),
     "a vote of 2**60 ranks": Case("which cannot be", vote(world_size=1 << 60)),
     "a vote of rank 5": Case("which cannot be", vote(rank=5)),
     "a vote of another version": Case("format version 4", vote(version=4)),

@@ -77,7 +77,7 @@ def read_index(path: Path) -> tuple[IndexRef, Index]:
     vote = path.with_name(f"{path.name[:5]}.vote")
     ref = decode(vote.read_bytes(), Vote, vote.name).index
     assert ref is not None
-    return ref, decode_index(path.read_bytes(), ref.plan.size, path.name)
+    return ref, decode_index(path.read_bytes(), ref.plan, path.name)
 
 
 def copy(root: str, tmp_path: Path) -> Path:

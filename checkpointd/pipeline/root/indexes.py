@@ -23,7 +23,7 @@ def index_in(data: bytes, prefix: str, vote: Vote, ref: IndexRef) -> Index:
     key = object_key(prefix, ref.name)
     if len(data) != ref.size or digest(data) != ref.digest:
         raise DamagedError(f"{key} is damaged: its bytes are not those that its vote names", key=key)
-    index = uncollected(lambda: decode_index(data, ref.plan.size, key))
+    index = uncollected(lambda: decode_index(data, ref.plan, key))
     if (index.tag, index.attempt, index.rank, index.step) != (vote.tag, vote.attempt, vote.rank, vote.step):
         raise DamagedError(f"{key} belongs to rank {index.rank} of {index.tag}/{index.attempt}, step {index.step}", key=key)
     return index

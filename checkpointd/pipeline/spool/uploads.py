@@ -89,7 +89,7 @@ class Upload:
         data = await self._from_spool(store.get(key, size_max=LISTING_BYTES_MAX))
         if len(data) != vote.index.size or digest(data) != vote.index.digest:
             raise self._damaged(f"{key} has other bytes than were written")
-        index = await aside(vote.tensors, decode_index, data, vote.index.plan.size, key)
+        index = await aside(vote.tensors, decode_index, data, vote.index.plan, key)
         self.progress.uploaded = 0
         chunks = await aside(vote.tensors, _own_chunks, index)
         for ref in vote.objects:

@@ -283,7 +283,9 @@ class Rank:
         return info
 
     async def _save(self, plan: SavePlan, info: AttemptInfo, free: Callable[[], None]) -> None:
-        contents = tensors_of(f"{self.config.seed} {info.prefix} {self.rank} {self.incarnation}")
+        contents = tensors_of(
+            f"{self.config.seed} {info.prefix} {self.rank} {self.incarnation}", layout=f"{self.config.seed} {self.rank}"
+        )
         if self.config.frozen and not plan.thawed:
             contents = {**contents, **frozen_tensors(f"{self.config.seed} {self.rank}", contents)}
         self.ledger.save_called(info.prefix, self.rank, contents)
@@ -318,12 +320,14 @@ class Rank:
         return make_shard(contents)
 
 
-def tensors_of(seed: str) -> Contents:
-    """The state of one rank for one save: a few small tensors of random bytes, different in every save."""
-    rng = random.Random(seed)
+def tensors_of(seed: str, layout: str) -> Contents:
+    """The state of one rank for one save: a few small tensors of random bytes, different in every save. `layout`: the seed of
+    their sizes, which stay the same, so that a coordinator knows the plan of each rank after the first save.
+    """
+    rng, sizes = random.Random(seed), random.Random(f"layout {layout}")
     return {
-        "model.weight": rng.randbytes(4 * rng.randrange(300, 1500)),
-        "model.bias": rng.randbytes(4 * rng.randrange(1, 40)),
+        "model.weight": rng.randbytes(4 * sizes.randrange(300, 1500)),
+        "model.bias": rng.randbytes(4 * sizes.randrange(1, 40)),
         "model.empty": b"",
         "optimizer.step": rng.randbytes(4),
     }

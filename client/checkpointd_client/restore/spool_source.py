@@ -175,7 +175,7 @@ class NodeSpoolView:
             data = await self.store.get(key, size_max=LISTING_BYTES_MAX)
             if digest(data) != ref.digest:
                 raise DamagedError(f"{key} in the spool is damaged", key=key, rank=rank)
-            found[rank] = uncollected(lambda data=data, size=ref.plan.size, key=key: decode_index(data, size, key))  # type: ignore[misc]
+            found[rank] = uncollected(lambda data=data, plan=ref.plan, key=key: decode_index(data, plan, key))  # type: ignore[misc]
         return found
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from checkpointd.codec.packed import pack, unpack
 from checkpointd.errors import FormatError, UsageError
 from checkpointd.layout import indexes as module
 from checkpointd.layout.boxes import NDIM_MAX, Box, whole
@@ -27,7 +27,7 @@ from checkpointd.layout.indexes import (
     encode_index,
 )
 from checkpointd.layout.keys import AttemptId, chunks_name, is_tag
-from checkpointd.layout.manifest import ObjectRef
+from checkpointd.layout.manifest import ObjectRef, PlanRef
 
 KEY = "tag/00000001-0/00003.index"
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -50,27 +50,32 @@ INDEX = Index(
 )
 
 
-def written(index: Index) -> tuple[bytes, int]:
-    """The bytes of `index`, and how many of them are its plan's."""
+def written(index: Index) -> tuple[bytes, PlanRef]:
+    """The bytes of `index`, and the reference to its plan."""
     ref, data = encode_index(index, "00003.index")
-    return data, ref.plan.size
+    return data, ref.plan
 
 
-def read(data: bytes, plan_bytes: int) -> Index:
-    return decode_index(data, plan_bytes, KEY)
+def read(data: bytes, plan: PlanRef) -> Index:
+    return decode_index(data, plan, KEY)
 
 
-def edited_plan(**changes: Any) -> tuple[bytes, int]:
+def behind(content: bytes) -> tuple[bytes, PlanRef]:
+    """What INDEX has behind its plan, behind this one."""
+    data, plan = written(INDEX)
+    return content + data[plan.size :], PlanRef(size=len(content), digest="")
+
+
+def edited_plan(**changes: Any) -> tuple[bytes, PlanRef]:
     """INDEX with another plan."""
-    data, size = written(INDEX)
-    plan = pack(msgspec.msgpack.encode(msgspec.msgpack.decode(unpack(data[:size], 1 << 20)) | changes))
-    return plan + data[size:], len(plan)
+    data, plan = written(INDEX)
+    return behind(msgspec.msgpack.encode(msgspec.msgpack.decode(data[: plan.size]) | changes))
 
 
-def edited_index(**changes: Any) -> tuple[bytes, int]:
+def edited_index(**changes: Any) -> tuple[bytes, PlanRef]:
     """INDEX with other content behind its plan."""
-    data, size = written(INDEX)
-    return data[:size] + msgspec.msgpack.encode(msgspec.msgpack.decode(data[size:]) | changes), size
+    data, plan = written(INDEX)
+    return data[: plan.size] + msgspec.msgpack.encode(msgspec.msgpack.decode(data[plan.size :]) | changes), plan
 
 
 def with_chunks(*chunks: Chunk, size: int = 4096) -> Index:
@@ -78,7 +83,7 @@ def with_chunks(*chunks: Chunk, size: int = 4096) -> Index:
     count = sum(chunk.raw for chunk in chunks) // 4
     entry = TensorEntry("model.weight", "float32", (count,), whole((count,)), "rank", chunks)
     objects = (ObjectRef(name=chunks_name(3, 0), size=size),)
-    return msgspec.structs.replace(INDEX, objects=objects, tensors=(entry,), aliases=())
+    return structs.replace(INDEX, objects=objects, tensors=(entry,), aliases=())
 
 
 @st.composite
@@ -151,9 +156,10 @@ def test_an_index_with_another_plan_is_refused(changes: dict[str, Any], words: s
 
 
 def test_plans_of_the_same_boxes_have_the_same_bytes() -> None:
-    (data, size), (other, _) = written(INDEX), written(msgspec.structs.replace(INDEX, tag="global_step2", step=2, tree=b"\xc2"))
-    assert data[:size] == other[:size]
-    assert data[size:] != other[size:]
+    (data, plan), (other, same) = written(INDEX), written(structs.replace(INDEX, tag="global_step2", step=2, tree=b"\xc2"))
+    assert plan == same
+    assert data[: plan.size] == other[: plan.size]
+    assert data[plan.size :] != other[plan.size :]
 
 
 def test_an_index_that_a_reader_would_refuse_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,21 +185,26 @@ def test_what_a_newer_release_adds_to_an_array_is_ignored() -> None:
     ids=["empty", "nil", "empty map", "deep", "2**32 items", "2**32 keys", "no type"],
 )
 def test_what_is_no_index_at_all_is_refused(data: bytes) -> None:
-    right, size = written(INDEX)
-    plan = pack(data or b"\0")
-    for content, plan_bytes in ((data, len(data)), (data, 0), (right[:size] + data, size), (plan + right[size:], len(plan))):
+    right, plan = written(INDEX)
+    whole_plan = structs.replace(plan, size=len(data))
+    for content, ref in (
+        (data, whole_plan),
+        (data, structs.replace(plan, size=0)),
+        (right[: plan.size] + data, plan),
+        behind(data),
+    ):
         with pytest.raises(FormatError, match=re.escape(KEY)):
-            read(content, plan_bytes)
+            read(content, ref)
 
 
 @given(st.data())
 def test_an_index_with_any_bytes_changed_is_read_or_refused(data: st.DataObject) -> None:
-    whole_data, size = written(INDEX)
-    changed = bytearray(whole_data)
+    right, plan = written(INDEX)
+    changed = bytearray(right)
     for _ in range(data.draw(st.integers(1, 4))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
     try:
-        read(bytes(changed), size)
+        read(bytes(changed), plan)
     except FormatError:
         return
 
@@ -220,7 +231,7 @@ CHUNK_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("fault", CHUNK_FAULTS)
 def test_a_chunk_that_cannot_be_is_refused(fault: str) -> None:
     changes, words = CHUNK_FAULTS[fault]
-    bad = msgspec.structs.replace(CHUNK, **changes)
+    bad = structs.replace(CHUNK, **changes)
     filler = Chunk(0, 96, 50, 52 - bad.raw % 4, "zstd", 7, bytes(16))
     with pytest.raises(FormatError, match=words) as caught:
         read(*written(with_chunks(bad, filler)))
@@ -232,22 +243,22 @@ BASE = BaseChunk(1, 0, 30, "planes", 8, bytes(16))
 DELTA_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no base": ({"base": None}, "is a delta without a base"),
     "no delta": ({"codec": "planes"}, "has a base and is no delta"),
-    "of a delta": ({"base": msgspec.structs.replace(BASE, codec="delta")}, "is a delta of a delta"),
+    "of a delta": ({"base": structs.replace(BASE, codec="delta")}, "is a delta of a delta"),
     "of the same attempt": (
-        {"base": msgspec.structs.replace(BASE, object=0)},
+        {"base": structs.replace(BASE, object=0)},
         "base that lies in an object of the same attempt",
     ),
-    "outside: object": ({"base": msgspec.structs.replace(BASE, object=2)}, "base that lies outside the objects"),
-    "outside: end": ({"base": msgspec.structs.replace(BASE, offset=4090)}, "base that lies outside the objects"),
-    "base digest": ({"base": msgspec.structs.replace(BASE, digest=bytes(3))}, "base that has a digest of 3 bytes"),
+    "outside: object": ({"base": structs.replace(BASE, object=2)}, "base that lies outside the objects"),
+    "outside: end": ({"base": structs.replace(BASE, offset=4090)}, "base that lies outside the objects"),
+    "base digest": ({"base": structs.replace(BASE, digest=bytes(3))}, "base that has a digest of 3 bytes"),
 }
 
 
 def with_delta(**changes: Any) -> Index:
     older = ObjectRef(name="00003-1.chunks", size=4096, held_by="global_step0/00000001-0")
-    delta = msgspec.structs.replace(CHUNK, codec="delta", checksum=7, base=BASE)
-    index = with_chunks(msgspec.structs.replace(delta, **changes), msgspec.structs.replace(CHUNK, offset=96))
-    return msgspec.structs.replace(index, objects=(*index.objects[:1], older), since_full=1)
+    delta = structs.replace(CHUNK, codec="delta", checksum=7, base=BASE)
+    index = with_chunks(structs.replace(delta, **changes), structs.replace(CHUNK, offset=96))
+    return structs.replace(index, objects=(*index.objects[:1], older), since_full=1)
 
 
 @pytest.mark.parametrize("fault", DELTA_FAULTS)
@@ -261,9 +272,9 @@ def test_a_delta_that_cannot_be_is_refused(fault: str) -> None:
 def test_bases_that_overlap_other_chunks_are_refused() -> None:
     index, older = with_delta(), Chunk(1, 20, 40, 48, "zstd", 8, bytes(16))
     [entry] = [entry for entry in index.tensors if entry.chunks]
-    index = msgspec.structs.replace(
+    index = structs.replace(
         index,
-        tensors=tuple(msgspec.structs.replace(e, chunks=(e.chunks[0], older)) if e is entry else e for e in index.tensors),
+        tensors=tuple(structs.replace(e, chunks=(e.chunks[0], older)) if e is entry else e for e in index.tensors),
     )
     with pytest.raises(FormatError, match=r"chunks overlap at byte 20 of 00003-1.chunks"):
         read(*written(index))
@@ -290,12 +301,12 @@ def test_chunks_that_overlap_are_refused(offset: int, stored: int) -> None:
 )
 def test_a_tensor_that_cannot_be_is_refused(entry: TensorEntry, words: str) -> None:
     with pytest.raises(FormatError, match=words):
-        read(*written(msgspec.structs.replace(INDEX, tensors=(entry,), aliases=())))
+        read(*written(structs.replace(INDEX, tensors=(entry,), aliases=())))
 
 
 def test_a_tensor_listed_twice_is_refused() -> None:
     with pytest.raises(FormatError, match=r"lists model\.weight twice"):
-        read(*written(msgspec.structs.replace(INDEX, tensors=(ENTRY, ENTRY))))
+        read(*written(structs.replace(INDEX, tensors=(ENTRY, ENTRY))))
 
 
 @pytest.mark.parametrize("name", ["00002-0.chunks", "../../etc/passwd", "/etc/passwd", "00003.index", "outcome", "latest", ""])
@@ -308,13 +319,13 @@ def test_an_index_names_chunks_objects_of_its_own_rank_alone(name: str) -> None:
 def test_an_alias_of_what_is_not_stored_is_refused(fqn: str, owner: str) -> None:
     aliases = (Alias(fqn, owner, (3, 4), (4, 1), 0),)
     with pytest.raises(FormatError, match=f"{fqn} shares memory with {owner}"):
-        read(*written(msgspec.structs.replace(INDEX, aliases=aliases)))
+        read(*written(structs.replace(INDEX, aliases=aliases)))
 
 
 # --- objects of older attempts ------------------------------------------------------------------------------------
 
 
-def referring(held_by: object, name: str = chunks_name(3, 0)) -> tuple[bytes, int]:
+def referring(held_by: object, name: str = chunks_name(3, 0)) -> tuple[bytes, PlanRef]:
     return edited_index(objects=[{"name": name, "size": 4096, "held_by": held_by}])
 
 

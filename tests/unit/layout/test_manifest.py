@@ -201,7 +201,12 @@ def test_a_vote_names_the_index_of_its_rank_and_nothing_else(name: str, size: in
 
 @pytest.mark.parametrize("size", [-1, 101, 1 << 62])
 def test_the_plan_of_an_index_lies_within_it(size: int) -> None:
-    ref = {"name": "00001.index", "size": 100, "digest": digest(b""), "plan": {"size": size, "digest": digest(b"")}}
+    ref = {
+        "name": "00001.index",
+        "size": 100,
+        "digest": digest(b""),
+        "plan": {"size": size, "digest": digest(b"")},
+    }
     with pytest.raises(FormatError, match=r"names an index '00001\.index' of 100 bytes"):
         decode(edited(encode(VOTE), index=ref), Vote, KEY)
 
