@@ -170,7 +170,7 @@ def test_sidecar_lost_at_every_effect(first: int, rank: int, how: Literal["kille
 def test_trainers_killed_at_every_effect_while_their_sidecars_go_on(stride: int) -> None:
     """Where all ranks' snapshots were whole, the checkpoint is committed by the sidecars, in a start that is over."""
     # In most seeds the sidecars are done before the next start begins; in this one they are not.
-    job, surviving = JobConfig(seed=66, steps=1, sidecars=True), 0
+    job, surviving = JobConfig(seed=38, steps=1, sidecars=True), 0
     for number in itertools.count(1, stride):
         report = run_schedule(Schedule(job=job, faults=((number, Kill(0)),)))
         if not report.struck:
