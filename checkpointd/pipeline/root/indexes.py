@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checkpointd.errors import DamagedError
+from checkpointd.errors import CheckpointdError, DamagedError
 from checkpointd.layout.indexes import Index, Plan, decode_index, decode_plan
 from checkpointd.layout.keys import object_key, vote_name
 from checkpointd.layout.manifest import IndexRef, Vote, digest
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store, each
+
+WHOLE_BYTES = 1 << 16
+"""So small an index is read whole with others, since a read of its own would take longer than the bytes behind its plan."""
 
 
 async def index_named_by(store: Store, prefix: str, vote: Vote) -> Index:
@@ -33,23 +36,29 @@ async def plans_named_by(store: Store, votes: Sequence[Vote]) -> list[Plan]:
     """The plans of the indexes that `votes` name. Raises NotFoundError if there is no such index, and DamagedError if the bytes
     of a plan are not those of its vote, or belong to another rank.
     """
-    found = await each(lambda vote: _plan_bytes(store, vote), votes)
-    return uncollected(lambda: [_plan_in(data, vote) for data, vote in zip(found, votes, strict=True)])
+    keys = {vote.rank: object_key(vote.prefix, _named(vote.prefix, vote).name) for vote in votes}
+    small = [vote for vote in votes if _named(vote.prefix, vote).size <= WHOLE_BYTES]
+    large = [vote for vote in votes if _named(vote.prefix, vote).size > WHOLE_BYTES]
+    some = await store.get_each([keys[vote.rank] for vote in small], size_max=WHOLE_BYTES)
+    others = await each(lambda vote: _head(store, keys[vote.rank], _named(vote.prefix, vote).plan.size), large)
+    found = {vote.rank: data for vote, data in zip((*small, *large), (*some, *others), strict=True)}
+    return uncollected(lambda: [_plan_in(found[vote.rank], vote, keys[vote.rank]) for vote in votes])
 
 
-async def _plan_bytes(store: Store, vote: Vote) -> bytearray:
-    ref = _named(vote.prefix, vote)
-    data = bytearray(ref.plan.size)
-    await store.get_range(object_key(vote.prefix, ref.name), 0, memoryview(data))
+async def _head(store: Store, key: str, size: int) -> bytes | bytearray:
+    data = bytearray(size)
+    await store.get_range(key, 0, memoryview(data))
     return data
 
 
-def _plan_in(data: bytearray, vote: Vote) -> Plan:
-    ref = _named(vote.prefix, vote)
-    key = object_key(vote.prefix, ref.name)
-    if digest(data) != ref.plan.digest:
+def _plan_in(data: bytes | bytearray | CheckpointdError, vote: Vote, key: str) -> Plan:
+    if isinstance(data, CheckpointdError):
+        raise data
+    ref = _named(vote.prefix, vote).plan
+    content = memoryview(data)[: ref.size]
+    if digest(content) != ref.digest:
         raise DamagedError(f"{key} is damaged: the bytes of its plan are not those that its vote names", key=key)
-    plan = decode_plan(data, key)
+    plan = decode_plan(content, key)
     if (plan.rank, plan.world_size) != (vote.rank, vote.world_size):
         raise DamagedError(f"{key} has the plan of rank {plan.rank} of {plan.world_size}, not of rank {vote.rank}", key=key)
     return plan

@@ -8,7 +8,7 @@ import pytest
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.keys import object_key, vote_name
 from checkpointd.layout.manifest import Vote
-from checkpointd.pipeline.root import root_view
+from checkpointd.pipeline.root import indexes, root_view
 from checkpointd.pipeline.root.indexes import index_named_by, plans_named_by
 from checkpointd.store.memory import MemoryStore
 from tests.builders import save_checkpoint
@@ -20,6 +20,12 @@ async def saved() -> tuple[MemoryStore, list[Vote]]:
     store = MemoryStore()
     await save_checkpoint(store)
     return store, [await root_view.read_vote(store, object_key(PREFIX, vote_name(rank))) for rank in range(2)]
+
+
+@pytest.fixture(autouse=True, params=[0, indexes.WHOLE_BYTES], ids=["by itself", "with others"])
+def read_so(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is read alone, or the whole index is read with others."""
+    monkeypatch.setattr(indexes, "WHOLE_BYTES", request.param)
 
 
 async def test_a_plan_has_the_boxes_of_its_index() -> None:
