@@ -45,7 +45,7 @@ from checkpointd.errors import (
     StoreError,
     UsageError,
 )
-from checkpointd.layout.files import check_leftovers, check_place, check_unfinished
+from checkpointd.layout.files import check_place, check_unfinished
 from checkpointd.layout.keys import AttemptId, check_tag
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import WriterState
@@ -377,7 +377,6 @@ class RankSession:
             takeover=message.takeover,
             may_be_taken_over=True,
             unfinished=message.unfinished and check_unfinished(message.unfinished),
-            leftovers=check_leftovers(message.leftovers),
             shown_at=message.shown_at and check_place(message.shown_at),
             required=message.required,
         )

@@ -16,8 +16,8 @@ from checkpointd.layout.keys import FILES_MAX, AttemptId
 from checkpointd.layout.tree import FilesNode, StoredFileNode
 
 SUM_BYTES = 4
-LEFTOVERS_MAX = 16
-"""The most name endings by which a save may describe its leftovers."""
+STATES_END = "_states.pt"
+"""Ends the names of the files that DeepSpeed's tools look for. They take all those in a directory for one checkpoint."""
 WHOLE = "-whole"
 """Ends the name of an unfinished directory that will be the directory of the files itself, not the one above it."""
 _NAME_BYTES_MAX = 255
@@ -82,24 +82,6 @@ def training_of(at: str, unfinished: str = "") -> str:
     `unfinished`: as in Outcome.
     """
     return (unfinished_folder(unfinished, at) if unfinished else at).rpartition("/")[0]
-
-
-def check_beside(paths: Collection[str]) -> Collection[str]:
-    """Return `paths` if none of them leads out of the directory that they are relative to, else raise FormatError."""
-    for path in paths:
-        if not {"", ".", ".."}.isdisjoint(path.split("/")):
-            raise FormatError(f"{path!r} cannot be a file in the directory above a checkpoint's files")
-    return paths
-
-
-def check_leftovers(ends: Collection[str]) -> tuple[str, ...]:
-    """Return `ends` if names of leftovers can end in them, else raise FormatError. An empty end would match every name."""
-    if len(ends) > LEFTOVERS_MAX:
-        raise FormatError(f"{len(ends)} ends of names of leftovers are more than the {LEFTOVERS_MAX} that a save may have")
-    for end in ends:
-        if not end or "/" in end or len(end) > _NAME_BYTES_MAX:
-            raise FormatError(f"{end!r} cannot be the end of the names of leftovers: it cannot be part of a file's name")
-    return tuple(ends)
 
 
 def check_files(files: FilesNode) -> None:

@@ -21,7 +21,6 @@ from checkpointd.layout.manifest import (
     BALLOT_BYTES_MAX,
     VERSION,
     BallotRef,
-    BesideFile,
     Branches,
     ErrorReport,
     JointPlanRef,
@@ -120,10 +119,6 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The directory that will show the files, relative to the directory in which the root lies."""
     unfinished: str = ""
     """The name under which the directory above `shown_at` was filled, if other programs filled it for this save."""
-    leftovers: tuple[str, ...] = ()
-    """Endings of file names. A file whose name ends in one is removed from `shown_at`, unless it belongs to this save."""
-    beside: tuple[BesideFile, ...] = ()
-    """The files in `unfinished`, which are removed with the checkpoint."""
     rebuilt: bool = False
     """Whether a rebuild of the log found it whole, and did not know any more what had become of it."""
     decided_by: int

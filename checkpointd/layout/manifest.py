@@ -141,13 +141,13 @@ class IndexRef(_Object, frozen=True, kw_only=True):
 
 
 class BesideFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file that another program wrote beside a checkpoint's files, as it was at the vote.
+    """A file that another program wrote beside a checkpoint's files, as it was when they were shown.
 
     The file is removed with the checkpoint if it has not changed since.
     """
 
     path: str
-    """Relative to the directory above the checkpoint's files."""
+    """Relative to the directory that the other program filled."""
     size: int
     changed_ns: int
     """The time of the last change of its content, in nanoseconds since 1970, by the clock of the file system."""
@@ -206,12 +206,8 @@ class Vote(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpoi
     """The directory that will show the files, relative to the directory in which the root lies."""
     unfinished: str = ""
     """The name under which the directory above `shown_at` was filled, if other programs filled it for this save."""
-    leftovers: tuple[str, ...] = ()
-    """Endings of file names. A file whose name ends in one is removed from `shown_at`, unless it belongs to this save."""
     held_s: float = 0.0
     """Seconds for which this save held training on this rank; 0 if unknown."""
-    beside: tuple[BesideFile, ...] = ()
-    """On rank 0, the files in `unfinished`, which are removed with the checkpoint."""
     seconds: PhaseSeconds = PhaseSeconds()
     """How long the parts of this rank's save took, up to its yes."""
     inline: Inline | None = None
@@ -256,12 +252,9 @@ class Shown(_Object, frozen=True, kw_only=True, tag_field="format", tag="checkpo
     tag: str
     attempt: str
     order: tuple[int, int]
-    save_latest: bool
     files: tuple[str, ...]
     beside: tuple[BesideFile, ...] = ()
     """Files of other programs that appeared with the checkpoint and are removed with it."""
-    going: bool = False
-    """Whether this project is hiding the files. If not, a directory that is gone was removed by somebody else."""
 
     @property
     def prefix(self) -> str:
@@ -318,9 +311,7 @@ _OPTIONAL = (
     "trained",
     "shown_at",
     "unfinished",
-    "leftovers",
     "beside",
-    "going",
     "objects",
     "held_s",
     "seconds",

@@ -66,8 +66,6 @@ class AttemptInfo:
     """Set if this is an inline save."""
     unfinished: str = ""
     """The directory that was filled for this save; it gets its final name when the files are shown (see `unfinished.py`)."""
-    leftovers: tuple[str, ...] = ()
-    """Endings of file names. A file whose name ends in one is removed where the files are shown, unless it is of this save."""
     shown_at: str = ""
     """For a state: an empty directory appears here at the commit, and goes with the checkpoint. Relative, as for files."""
     required: bool = False

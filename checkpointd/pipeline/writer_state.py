@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from checkpointd.config import CommitConfig, PersistConfig
 from checkpointd.pipeline.gc.tidying import Tidier
+from checkpointd.pipeline.outcome.after_commit import Turns
 from checkpointd.pipeline.outcome.outlived import outlived
 from checkpointd.pipeline.outcome.publish import PlanCheck
 from checkpointd.pipeline.read.readback import BackgroundReadBack
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.own_root import OwnRoot
-from checkpointd.pipeline.root.tag_directories import Queue
 from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.pipeline.write.dedup import Bases
 from checkpointd.pipeline.write.rates import Rates
@@ -36,7 +36,7 @@ class WriterState:
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
     tidier: Tidier = field(init=False)
-    showing: Queue = field(init=False)
+    showing: Turns = field(init=False)
     reader: BackgroundReadBack = field(init=False)
     own_root: OwnRoot = field(init=False)
 
@@ -45,7 +45,7 @@ class WriterState:
         self.own_root = OwnRoot(self.store)
         self.log.belongs_to(self.own_root.is_begun)
         self.tidier = Tidier(self.store, self.commit, self.own_root.check, self._decide_older)
-        self.showing = Queue(self.store)
+        self.showing = Turns(self.store)
         self.plans = PlanCheck(self.store)
         self.bases = Bases(self.store)
         self.reader = BackgroundReadBack(self.store, self.bases.forget)

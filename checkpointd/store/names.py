@@ -15,6 +15,8 @@ LOCK = f"{SERVICE}/lock"
 CONDITIONS = f"{SERVICE}/conditions"
 SHOWN = f"{SERVICE}/shown"
 """Below it lies a directory for each directory of plain files, which goes with its record."""
+PASSING = (SHOWN, UNFINISHED)
+"""Below these, directories come and go."""
 _OWN: Final = (TEMPORARY, UNFINISHED, LOCK)
 _BELOW_OWN: Final = tuple(f"{name}/" for name in _OWN)
 _PLAIN: Final = re.compile(r"(?:[\w-][\w.-]*/)*[\w-][\w.-]*", re.ASCII)

@@ -332,8 +332,8 @@ def _copy_out(data: bytes, offset: int, out: memoryview) -> int:
 
 
 def _status(node: Node) -> FileStatus:
-    """Times are not modelled. A number stands for the time of change, so that the store compares the contents of two files."""
-    return FileStatus(node.number, len(node.data), node.number) if isinstance(node, SimFile) else FileStatus(0, 0, 0)
+    """The order of all changes stands for the time."""
+    return FileStatus(node.number, len(node.data), node.changed) if isinstance(node, SimFile) else FileStatus(0, 0, 0)
 
 
 def _children(directory: SimDirectory) -> list[Child]:

@@ -42,6 +42,8 @@ class SimFile:
     data: bytearray = field(default_factory=bytearray)
     durable: bytes = b""
     dirty: list[Change] = field(default_factory=list)
+    changed: int = 0
+    """Stands for the time of its last change: a later one is greater."""
     locked_by: object | None = None
     """The holder of the flock on the file, and the processes that wait for the lock."""
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -87,7 +89,7 @@ class SimFs:
     def __init__(self) -> None:
         self._root = SimDirectory()
         self._pending: dict[NameChange, None] = {}
-        self._made = 0
+        self._made = self._changes = 0
 
     # --- names -------------------------------------------------------------------------------------------------
 
@@ -119,9 +121,10 @@ class SimFs:
         self._change(NameChange([(parent, name, file)]))
 
     def clone(self, source: str, target: str) -> None:
-        """A new file with the content of another one, dirty until it is synced."""
-        data = bytes(self.file(source).data)
-        self.write(self.create(target), 0, data)
+        """A new file with the content and the time of change of another one, dirty until it is synced."""
+        original, file = self.file(source), self.create(target)
+        self.write(file, 0, bytes(original.data))
+        file.changed = original.changed
 
     def rename(self, source: str, target: str) -> None:
         file = self.node(source)
@@ -218,19 +221,24 @@ class SimFs:
 
     def _new_file(self) -> SimFile:
         self._made += 1
-        return SimFile(self._made)
+        return SimFile(self._made, changed=self._time())
+
+    def _time(self) -> int:
+        self._changes += 1
+        return self._changes
 
     # --- content -----------------------------------------------------------------------------------------------
 
     def write(self, file: SimFile, offset: int, data: bytes) -> None:
-        change = Change(offset, data)
-        _apply(file.data, change)
-        file.dirty.append(change)
+        self._alter(file, Change(offset, data))
 
     def truncate(self, file: SimFile, size: int) -> None:
-        change = Change(size, None)
+        self._alter(file, Change(size, None))
+
+    def _alter(self, file: SimFile, change: Change) -> None:
         _apply(file.data, change)
         file.dirty.append(change)
+        file.changed = self._time()
 
     def sync(self, file: SimFile) -> None:
         """fsync: makes the content durable, except the part that an earlier failed fsync dropped (SIMFS-5)."""

@@ -556,7 +556,6 @@ class Core:
         optimizer_only: Collection[int] = (),
         metrics: Mapping[str, float] | None = None,
         unfinished: str = "",
-        leftovers: Collection[str] = (),
     ) -> OwnHandle:
         """Snapshot the objects in `files`, by file name, and return. The root must be a directory `.checkpointd`. Once the
         save has committed, the directory `at` beside the root holds these files as torch.save writes them, uncompressed. `at`
@@ -564,14 +563,13 @@ class Core:
 
         Call it on every rank, each with its own file names, or with none. `optimizer_only`: addresses of storages that only
         optimizer steps change; all others are copied before this returns. `unfinished`: the name from `fill`, if every rank has
-        filled that directory. It gets its place, with the files in it, when they are shown. `leftovers`: name endings of files
-        in `at` that are removed unless they belong to this save; those of rank 0 count. Raises as `save` does.
+        filled that directory. It gets its place, with the files in it, when they are shown. Raises as `save` does.
         """
         self._check_open("save")
-        request = asked(step, tag, save_latest, metrics, unfinished=unfinished, leftovers=tuple(leftovers))
+        request = asked(step, tag, save_latest, metrics, unfinished=unfinished)
         at = request.tag if at is None else at
         request = replace(request, training=training_of(at, unfinished))
-        check_shows(self._store, at, files.keys(), leftovers)
+        check_shows(self._store, at, files.keys())
         return self._saver.save_files(self._preempted(request), at, files, optimizer_only)
 
     def fill(self, folder: str, *, whole: bool = False) -> Unfinished:

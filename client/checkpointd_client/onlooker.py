@@ -87,7 +87,7 @@ class Onlooker:
 
     def removed(self) -> frozenset[str]:
         """The checkpoints (`<tag>/<attempt>`) whose tag directory somebody has removed, as `Core.removed`."""
-        return frozenset(self._writer.call(abandoned(self._store, restores=False), LOOK_S))
+        return frozenset(self._writer.call(abandoned(self._store), LOOK_S))
 
     def damage(self, checkpoint: LoggedAttempt, ranks: Iterable[int], taker: Taker | None = None) -> tuple[str, ...]:
         """The damage to the files that `ranks` stored, and files that are not shown, as `Core.damage` lists them."""

@@ -84,7 +84,6 @@ class SaveRequest:
     exclude_frozen_parameters: bool
     metrics: tuple[tuple[str, float], ...] = ()
     unfinished: str = ""
-    leftovers: tuple[str, ...] = ()
     required: bool = False
     """Whether it must not be skipped."""
     shown_at: str = ""
@@ -100,7 +99,6 @@ def asked(
     *,
     exclude_frozen_parameters: bool = False,
     unfinished: str = "",
-    leftovers: tuple[str, ...] = (),
     required: bool = False,
 ) -> SaveRequest:
     """Check the arguments of a save. UsageError names a bad one. `tag`: None means global_step<step>."""
@@ -110,7 +108,7 @@ def asked(
     arguments.flag("exclude_frozen_parameters", exclude_frozen_parameters)
     arguments.flag("required", required)
     numbers = check_metrics(metrics)
-    return SaveRequest(tag, step, save_latest, exclude_frozen_parameters, numbers, unfinished, leftovers, required=required)
+    return SaveRequest(tag, step, save_latest, exclude_frozen_parameters, numbers, unfinished, required=required)
 
 
 def check_metrics(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
@@ -345,7 +343,6 @@ class Saver:
             left=self.left.get(request.training, ()),
             may_be_taken_over=self._may_be_taken_over,
             unfinished=request.unfinished,
-            leftovers=request.leftovers,
             shown_at=request.shown_at,
             required=request.required,
         )

@@ -108,7 +108,7 @@ class Rank:
         setattr(persist, "write_shard", function)  # noqa: B010  # a mutation, which mypy need not understand
 
     def die_when(self, call: str) -> None:
-        """SIGKILL in the middle of the commit: where files are to be shown ("show"), or `latest` to be moved ("point")."""
+        """SIGKILL in the middle of the commit: where files are to be shown ("publish"), or `latest` to be moved ("point")."""
 
         async def die(*_: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -180,20 +180,20 @@ def _ended(engine: Any) -> None:
 
 
 def _die_revealing(step: int, *, done: bool) -> None:
-    reveal = PlainFiles.reveal
+    publish = PlainFiles.publish
 
-    async def dying(self: PlainFiles, name: str, at: str, *arguments: Any) -> bool:
-        appeared = (done or not at.endswith(_name_of(step))) and await reveal(self, name, at, *arguments)
-        if at.endswith(_name_of(step)):
+    async def dying(self: PlainFiles, name: str, folder: str, *arguments: Any) -> None:
+        if done or not folder.endswith(_name_of(step)):
+            await publish(self, name, folder, *arguments)
+        if folder.endswith(_name_of(step)):
             killed()
-        return appeared
 
-    PlainFiles.reveal = dying  # type: ignore[method-assign]  # a mutation
+    PlainFiles.publish = dying  # type: ignore[method-assign]  # a mutation
 
 
 def _name_of(step: int) -> str:
-    """What the directory of the engine's files of a step ends with."""
-    return f"checkpoint_{step // 2 - 1}/pytorch_model" if ORDER == "accelerate" else f"global_step{step}"
+    """What the directory of a step ends with."""
+    return f"checkpoint_{step // 2 - 1}" if ORDER == "accelerate" else f"checkpoint-{step}"
 
 
 def _told(event: str, tell: Callable[[Any], object]) -> Any:

@@ -135,8 +135,8 @@ def test_ranks_that_are_killed_between_the_commit_and_the_showing(job_to_kill: J
     with_engine(job_to_kill, "deepspeed", tmp_path)
     before = contents(root / "first")
     job_to_kill.all("train", first=1, last=3)
-    job_to_kill.ranks[0].do("die_when", call="show")
-    job_to_kill.ranks[1].do("die_when", call="show")  # which would do it instead
+    job_to_kill.ranks[0].do("die_when", call="publish")
+    job_to_kill.ranks[1].do("die_when", call="publish")  # which would do it instead
     job_to_kill.tell("save", root=str(root), tag="first")
     for rank in job_to_kill.ranks:
         assert rank.process.wait() == -signal.SIGKILL

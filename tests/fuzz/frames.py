@@ -153,7 +153,6 @@ def _save(source: random.Random) -> wire.Save:
         takeover=source.choice((0, 0, 1, 999)),
         left_s=source.choice((1.0, 1.0, 0.0, 1e-9)),
         unfinished=source.choice(("", "", "00000001-0", "..", "../..", "a/b")),
-        leftovers=source.choice(((), (), ("_states.pt",), ("",), ("/",), ("x",) * 20)),
     )
 
 

@@ -23,7 +23,7 @@ from checkpointd.commit.decide import OnNoProgress
 from checkpointd.commit.retention import Mode, Retention
 from checkpointd.errors import WireError
 from checkpointd.layout.boxes import Box
-from checkpointd.layout.files import LEFTOVERS_MAX, PLACE_MAX
+from checkpointd.layout.files import PLACE_MAX
 from checkpointd.layout.indexes import Alias, Scope
 from checkpointd.layout.manifest import BRANCHES_MAX, ErrorReport, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
@@ -206,8 +206,6 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     """The branches that were left on the way to this save."""
     unfinished: Annotated[str, Meta(max_length=32)] = ""
     """The unfinished directory of the save, which is removed if the save aborts."""
-    leftovers: Annotated[tuple[Annotated[str, Meta(max_length=255)], ...], Meta(max_length=LEFTOVERS_MAX)] = ()
-    """Endings of file names: such files of other saves are removed where the save's files are shown."""
     shown_at: Annotated[str, Meta(max_length=PLACE_MAX)] = ""
     """The directory that shows a state; that of files is in the tree."""
     required: bool = False

@@ -311,8 +311,6 @@ def draft_of(
         files=sum(len(vote.files or ()) for vote in counted.values() if vote is not None),
         shown_at=first.shown_at,
         unfinished=first.unfinished,
-        leftovers=first.leftovers,
-        beside=first.beside,
         decided_by=decided_by,
         writer=writer(),
     )

@@ -50,7 +50,7 @@ from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.indexes import index_named_by
 from checkpointd.pipeline.root.latest import going_back, move_latest
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.root.tag_directories import mend
+from checkpointd.pipeline.root.tag_directories import settle
 from checkpointd.pipeline.root.wholeness import in_words, missing
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.workers import aside
@@ -229,7 +229,7 @@ async def recover(store: Store, before: LogState) -> Recovery:
         await root_log.compact()
         if not spared:
             done.strays = await store.sweep() + len(await abort_dead_uploads(store))
-        await mend(store, 0 if spared else state.start)
+        await settle(store, 0 if spared else state.start)
         await _warn_of_losses(store, root_log.state)
     except (StoreError, DamagedError, NotFoundError) as error:
         log.error("recovery at %s is not complete: %s; the next start goes on with it", store.url, error)

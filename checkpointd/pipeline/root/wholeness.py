@@ -58,7 +58,7 @@ async def missing(store: Store, checkpoints: Iterable[LoggedAttempt], *, objects
     Raises StoreError if the storage cannot be read.
     """
     asked = [one for one in checkpoints if one.status == "checkpoint"]
-    removed = await abandoned(store, restores=False) if any(one.commit.shown_at for one in asked) else set[str]()
+    removed = await abandoned(store) if any(one.commit.shown_at for one in asked) else set[str]()
     tags = set[str]() if objects else set(await root_view.tags(store))
     found = dict[str, Loss]()
     for one in asked:

@@ -100,7 +100,6 @@ class SpooledShard:
             left=vote.left,
             takeover=record.takeover,
             may_be_taken_over=True,
-            leftovers=vote.leftovers,
             shown_at=vote.shown_at if vote.files is None else "",
             required=record.required,
         )

@@ -12,17 +12,15 @@ Invariants
 from __future__ import annotations
 
 import logging
-import os
 
 from msgspec import structs
 
 from checkpointd.commands import command
 from checkpointd.config import LoadConfig
 from checkpointd.errors import StoreError, StoreFullError
-from checkpointd.layout.files import unfinished_folder
 from checkpointd.layout.indexes import Index, encode_index
 from checkpointd.layout.keys import index_name
-from checkpointd.layout.manifest import BesideFile, Vote
+from checkpointd.layout.manifest import Vote
 from checkpointd.layout.tree import files_of
 from checkpointd.phrases import byte_size
 from checkpointd.pipeline.workers import aside
@@ -91,21 +89,12 @@ async def write_shard(job: PersistJob) -> StoredShard:
     """Write the chunks or files of the shard, then its index. Looks at no reference (DEDUP-3), and puts no vote."""
     info, files = job.info, files_of(job.shard.tree)
     index = await (write_chunks(job) if files is None else write_files(job, files))
-    beside: tuple[BesideFile, ...] = ()
     plain = plain_files_of(job.store)
     if info.unfinished and plain is not None:
-        unfinished = plain.unfinished
         # All ranks had filled it when this save began. Each machine must make the files in its own cache durable.
-        await unfinished.settle(info.unfinished)
-        if info.rank == 0 and files is not None:
-            folder = unfinished_folder(info.unfinished, files.at)
-            below = folder.removeprefix(os.path.dirname(files.at)).lstrip("/")
-            filled = await unfinished.files(info.unfinished, folder)
-            beside = tuple(
-                BesideFile(os.path.join(below, path), status.size, status.changed_ns) for path, status in sorted(filled.items())
-            )
+        await plain.unfinished.settle(info.unfinished)
     ref, data = await aside(len(index.tensors), encode_index, index, index_name(info.rank, info.takeover))
     job.check_stop()
     with job.spent.disk.busy():
         await put_new(job.store, info.key(ref.name), data)
-    return StoredShard(index, ref, beside)
+    return StoredShard(index, ref)

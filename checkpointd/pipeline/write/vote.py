@@ -20,7 +20,7 @@ import msgspec
 from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.keys import chunks_name, group_prefix, index_name, object_rank, object_takeover, rank_group, vote_name
-from checkpointd.layout.manifest import NO_REASON, BesideFile, ErrorReport, IndexRef, Vote, encode
+from checkpointd.layout.manifest import NO_REASON, ErrorReport, IndexRef, Vote, encode
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.contents import content_of
@@ -47,8 +47,6 @@ class StoredShard:
 
     index: Index
     ref: IndexRef
-    beside: tuple[BesideFile, ...] = ()
-    """On rank 0, the files that other programs had filled for the directory above its files."""
 
 
 async def vote_yes(job: PersistJob, stored: StoredShard) -> Vote:
@@ -108,8 +106,6 @@ def _yes(job: PersistJob, stored: StoredShard) -> Vote:
         files=None if files is None else tuple(file.name for file in files.files),
         shown_at=info.shown_at if files is None else files.at,
         unfinished=info.unfinished,
-        leftovers=info.leftovers,
-        beside=stored.beside,
         held_s=round(job.progress.held_s, 6),
         seconds=job.spent.seconds(),
         content=content_of(index) if files is None and info.world_size > 1 else None,

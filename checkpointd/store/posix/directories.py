@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from checkpointd.store.names import SERVICE, SHOWN
+from checkpointd.store.names import PASSING, SERVICE
 from checkpointd.store.posix.disk import Disk
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class Directories:
 
     def _stays(self, directory: str) -> bool:
         is_service = directory == self._service or directory.startswith(f"{self._service}/")
-        return is_service and not directory.startswith(f"{self._root}/{SHOWN}/")
+        return is_service and not directory.startswith(tuple(f"{self._root}/{name}/" for name in PASSING))
 
     async def _sync_name(self, directory: str) -> None:
         """Make the name of `directory` durable; once, if no store removes it."""

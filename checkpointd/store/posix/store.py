@@ -19,7 +19,6 @@ Invariants (beside the contract's, `checkpointd.store.base`)
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import errno
 import os
@@ -50,7 +49,6 @@ BATCH = 64
 """The number of small files that one call to a thread reads or removes."""
 CALLS = 4
 """The number of these calls at once."""
-_SWEEP_S = 5.0
 """How long a sweep of directories may take, with the wait for the lock."""
 
 
@@ -274,28 +272,16 @@ class PosixStore(Store):
         directory = f"{self._open().path}/{TEMPORARY}"
         removed = 0
         async with self._root.guard("sweeping", TEMPORARY):
-            strays = [child for child in await self._root.children(directory) if self._is_stray(child.name)]
-            for child in strays:
-                if not child.is_directory:
+            for child in await self._root.children(directory):
+                if not child.is_directory and self._is_stray(child.name):
                     with suppress(FileNotFoundError):
                         await self._disk.unlink(f"{directory}/{child.name}")
                         removed += 1
-            if any(child.is_directory for child in strays):
-                removed += await self._sweep_directories()
         return removed
 
     def _is_stray(self, name: str) -> bool:
         writer = name.rpartition(".")[0]
         return writer != self._root.writer and not self._is_alive(writer)
-
-    async def _sweep_directories(self) -> int:
-        """Take the lock first: a process of another machine, which counts as dead here, may be showing files."""
-        if self._plain is None:
-            return 0
-        with suppress(TimeoutError):  # the holder hangs: the next sweep removes them
-            async with asyncio.timeout(_SWEEP_S), self._root.locked():
-                return await self._plain.finish()
-        return 0
 
     async def close(self) -> None:
         self._closed = True

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from checkpointd.errors import FormatError, UsageError
-from checkpointd.layout.files import check_leftovers, check_names, check_place
+from checkpointd.layout.files import check_names, check_place
 from checkpointd.layout.keys import SERVICE
 from checkpointd.store.base import Store
 from checkpointd.store.posix.plain import PlainFiles
@@ -21,7 +21,7 @@ class Unfinished:
     path: str
 
 
-def check_shows(store: Store, at: str, names: Collection[str] = (), leftovers: Collection[str] = ()) -> PlainFiles:
+def check_shows(store: Store, at: str, names: Collection[str] = ()) -> PlainFiles:
     """What shows checkpoints of the root `store` at `at`; UsageError if nothing can, or if a file cannot have its name."""
     plain = plain_files_of(store)
     if plain is None:
@@ -31,7 +31,6 @@ def check_shows(store: Store, at: str, names: Collection[str] = (), leftovers: C
     try:
         check_place(at)
         check_names(names)
-        check_leftovers(leftovers)
     except FormatError as error:
         raise UsageError(str(error)) from error
     return plain

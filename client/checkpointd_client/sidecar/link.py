@@ -584,7 +584,6 @@ def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_bef
         left=info.left,
         keeps_before=keeps_before,
         unfinished=info.unfinished,
-        leftovers=info.leftovers,
         shown_at=info.shown_at,
         required=info.required,
         spooled=job.save.handle.was_spooled,

@@ -566,12 +566,14 @@ def die(point: str, step: int) -> None:
 
         persist.write_shard = dies  # a mutation
     else:
-        reveal = PlainFiles.reveal
+        publish = PlainFiles.publish
 
-        async def dies_before(self: PlainFiles, name: str, at: str, *rest: Any) -> bool:
-            return bool(killed()) if at.endswith(f"-{step}") else await reveal(self, name, at, *rest)
+        async def dies_before(self: PlainFiles, name: str, folder: str, *rest: Any) -> None:
+            if folder.endswith(f"-{step}"):
+                killed()
+            await publish(self, name, folder, *rest)
 
-        PlainFiles.reveal = dies_before  # type: ignore[method-assign]  # a mutation
+        PlainFiles.publish = dies_before  # type: ignore[method-assign]  # a mutation
 
 
 def dies_filling(folder: Path) -> None:

@@ -37,7 +37,7 @@ def example() -> Files:
 
 def save(ckpt: Checkpointer, files: Files, tag: str = "global_step7", **options: Any) -> Path:
     (beside(ckpt) / options.get("at", tag)).parent.mkdir(exist_ok=True)
-    core_of(ckpt).save_files(7, files, tag=tag, **{"leftovers": ["_states.pt"], **options}).wait(60)
+    core_of(ckpt).save_files(7, files, tag=tag, **options).wait(60)
     return Path(ckpt.status().root).parent / tag
 
 

@@ -7,11 +7,10 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -21,10 +20,9 @@ from checkpointd.errors import CheckpointdError, StateError, StoreError, Unreada
 from checkpointd.layout.keys import holds_bytes
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.root import root_view, tag_directories
-from checkpointd.store.names import TEMPORARY
-from checkpointd.store.posix.disk import Child
+from checkpointd.store.posix.disk import FileStatus
 from checkpointd.store.posix.osdisk import OsDisk
-from checkpointd.store.posix.plain import Journal, PlainFiles
+from checkpointd.store.posix.plain import PlainFiles
 from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from tests import format_reader
@@ -102,15 +100,11 @@ def test_saving_a_tag_again_replaces_all_of_it_and_leaves_what_is_not_its_own(ck
     assert list(torch.load(shown / "mp_rank_00_model_states.pt")) == ["new"]
 
 
-def test_a_save_that_names_no_leftovers_removes_none_of_somebody_elses_files(ckpt: Checkpointer) -> None:
-    shown = save(ckpt, example())
+def test_a_save_without_deepspeeds_files_removes_none_of_somebody_elses(ckpt: Checkpointer) -> None:
+    shown = save(ckpt, {"a.pt": 1})
     (shown / "zero_pp_rank_5_mp_rank_00_optim_states.pt").write_bytes(b"mine")
-    (shown / "old.tmp").write_bytes(b"mine")
-    save(ckpt, example(), leftovers=[".tmp"])
-    assert sorted(path.name for path in shown.iterdir()) == sorted([*example(), "zero_pp_rank_5_mp_rank_00_optim_states.pt"])
-    for wrong in ([""], ["a/b"], ["x"] * 17):
-        with pytest.raises(UsageError, match="leftovers"):
-            save(ckpt, example(), leftovers=wrong)
+    save(ckpt, {"a.pt": 2})
+    assert sorted(path.name for path in shown.iterdir()) == ["a.pt", "zero_pp_rank_5_mp_rank_00_optim_states.pt"]
 
 
 def test_save_latest_off_leaves_latest_where_it_was(ckpt: Checkpointer) -> None:
@@ -166,27 +160,22 @@ def test_what_is_deleted_is_shown_no_more_and_latest_names_what_is_left(ckpt: Ch
     assert (first.parent / "latest").read_text() == "global_step1"
     delete(ckpt, "global_step1")
     assert os.listdir(first.parent) == [".checkpointd"]
-    assert os.listdir(first.parent / ".checkpointd/.checkpointd/shown") == []  # TAGDIR-8
+    assert os.listdir(first.parent / ".checkpointd/.checkpointd/shown") == [], "a record"
 
 
-@pytest.mark.parametrize("slowly", [False, True])
 def test_a_directory_that_cannot_be_hidden_keeps_no_other_checkpoint_from_going(
-    slowly: bool, ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one that somebody has made immutable, or one that cannot be read, after a while."""
-    if slowly:
-        monkeypatch.setattr(tag_directories, "HIDE_S", 0.0)
-    hide, stuck = PlainFiles.hide, ["global_step1"]
+    """As one that somebody has made immutable."""
+    withdraw, stuck = PlainFiles.withdraw, ["global_step1"]
 
-    async def hidden(self: PlainFiles, at: str, names: Collection[str]) -> None:
-        if at in stuck:
-            raise StoreError(f"hiding {at} failed: Operation not permitted")
-        await hide(self, at, names)
+    async def withdrawn(self: PlainFiles, name: str, folder: str) -> None:
+        if folder in stuck:
+            raise StoreError(f"hiding {folder} failed: Operation not permitted")
+        await withdraw(self, name, folder)
 
-    monkeypatch.setattr(PlainFiles, "hide", hidden)
+    monkeypatch.setattr(PlainFiles, "withdraw", withdrawn)
     shown = [save(ckpt, example(), tag=f"global_step{number}") for number in range(1, 6)]
-    if slowly:  # the next removal begins with the others
-        assert retained(ckpt) == ["global_step1", "global_step2", "global_step3", "global_step4", "global_step5"]
     assert retained(ckpt) == ["global_step1", "global_step5"]
     assert "hiding global_step1 failed" in caplog.text
     assert [path.exists() for path in shown] == [True, False, False, False, True]
@@ -259,16 +248,16 @@ def test_a_directory_that_is_out_of_sight_for_a_moment_was_not_removed(
 ) -> None:
     """As on NFS, where a client may lag behind."""
     save(ckpt, example(), tag="one")
-    shown, children, left = str(beside(ckpt) / "one"), OsDisk.children, looks
+    shown, status, left = str(beside(ckpt) / "one"), OsDisk.status, looks
 
-    async def lagging(disk: OsDisk, path: str, **asked: bool) -> list[Child]:
+    async def lagging(disk: OsDisk, path: str) -> FileStatus:
         nonlocal left
         if path == shown and left > 0:
             left -= 1
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return await children(disk, path, **asked)
+        return await status(disk, path)
 
-    monkeypatch.setattr(OsDisk, "children", lagging)
+    monkeypatch.setattr(OsDisk, "status", lagging)
     assert ckpt._core._writer.call(tag_directories.abandoned(ckpt._core._store), 60) == set()
     assert left == 0
     left = looks
@@ -279,24 +268,29 @@ def test_a_directory_that_is_out_of_sight_for_a_moment_was_not_removed(
 
 def test_a_directory_whose_replacing_was_cut_off_was_not_removed(ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the file system cannot exchange two names, between the two renames."""
-    shown = save(ckpt, example(), tag="one")
-    place = Path(ckpt.status().root) / TEMPORARY / "dead.1.1.1.shown0"
+    shown, rename = save(ckpt, {"a.pt": 1}, tag="one"), OsDisk.rename
 
-    async def refused(_disk: OsDisk, source: str, _target: str) -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), source)
+    async def unexchanged(*_: object) -> bool:
+        return False
 
+    async def refused(disk: OsDisk, source: str, target: str) -> None:
+        if "unfinished" in source:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), source)
+        await rename(disk, source, target)
+
+    looked = tag_directories.abandoned
     with monkeypatch.context() as patch:
-        patch.setattr(OsDisk, "rename", refused)  # first: what the save left to be tidied up would move it back
-        place.mkdir(parents=True)
-        (place / "journal").write_bytes(msgspec.json.encode(Journal(at="one", ours=tuple(os.listdir(shown)), linked={})))
-        shown.rename(place / "aside")
+        patch.setattr(OsDisk, "exchange", unexchanged)
+        patch.setattr(OsDisk, "rename", refused)
+        save(ckpt, {"a.pt": 2}, tag="one")
+        assert not shown.exists()
         (found,) = core_of(ckpt).checkpoints()
-        assert ckpt._core._writer.call(tag_directories.abandoned(ckpt._core._store), 60) == set()
-        with pytest.raises(UnreadableError, match="was about to be replaced"):
+        assert ckpt._core._writer.call(looked(ckpt._core._store), 60) == set()
+        with pytest.raises(UnreadableError, match="cannot be shown"):
             core_of(ckpt).damage(found, [0])
-    assert ckpt._core._writer.call(tag_directories.abandoned(ckpt._core._store), 60) == set()
-    assert shown.is_dir()
+    assert ckpt._core._writer.call(looked(ckpt._core._store), 60) == set()
     assert core_of(ckpt).damage(found, [0]) == ()
+    assert torch.load(shown / "a.pt") == 2
 
 
 @pytest.mark.parametrize("lost", ["all", "directory", "latest"])
@@ -308,14 +302,14 @@ def test_a_start_shows_what_was_committed_and_not_shown(tmp_path: Path, lost: st
 
     root = tmp_path / ".checkpointd"
     with monkeypatch.context() as patch, Checkpointer(root) as ckpt:
-        patch.setattr(tag_directories if lost == "all" else PlainFiles, "_show" if lost == "all" else f"{_STEP[lost]}", crashed)
+        patch.setattr(tag_directories if lost == "all" else PlainFiles, _STEP[lost], crashed)
         core_of(ckpt).save_files(1, example()).wait(60)
     with Checkpointer(root):
         assert (tmp_path / "latest").read_text() == "global_step1"
         assert sorted(os.listdir(tmp_path / "global_step1")) == sorted(example())
 
 
-_STEP = {"directory": "show", "latest": "point"}
+_STEP = {"all": "_show", "directory": "publish", "latest": "point"}
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
@@ -342,7 +336,7 @@ def test_a_start_shows_nothing_over_what_was_saved_since_without_checkpointd(
         assert (folder / "state.json").read_text() == (folder / "s" / "mp_rank_00_model_states.pt").read_text() == "theirs"
         assert "another program has saved in" in caplog.text
         shutil.rmtree(folder if is_filled else folder / "s")
-        ckpt._core._writer.call(tag_directories.mend(ckpt._core._store), 60)
+        ckpt._core._writer.call(tag_directories.settle(ckpt._core._store), 60)
         assert torch.load(folder / "s" / "mp_rank_00_model_states.pt")["lr"] == 0.1
         assert (folder / "state.json").read_text() == ("ours" if is_filled else "theirs")
 
@@ -384,7 +378,7 @@ def test_the_old_files_stay_until_those_of_the_newer_commit_can_be_shown(
     with Checkpointer(tmp_path / ".checkpointd") as ckpt:
         save(ckpt, {"a.pt": 1}, tag="best")
         with monkeypatch.context() as patch:
-            patch.setattr(PlainFiles, "show", crashed)
+            patch.setattr(PlainFiles, "publish", crashed)
             save(ckpt, {"a.pt": 2}, tag="best")
             save(ckpt, {"a.pt": 3}, tag="other", save_latest=False)  # the one before has been tidied up by now
             assert torch.load(tmp_path / "best" / "a.pt") == 1
@@ -411,7 +405,7 @@ def test_what_is_not_where_it_is_to_be_shown_is_not_whole(ckpt: Checkpointer, mo
         raise StoreError("no space is left for a directory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(PlainFiles, "show", crashed)
+        patch.setattr(PlainFiles, "publish", crashed)
         save(ckpt, example(), tag="one")
         (found,) = core_of(ckpt).checkpoints()
         with pytest.raises(UnreadableError, match="no space is left"):  # no proof of damage
@@ -448,15 +442,15 @@ def test_a_directory_that_somebody_removed_is_removed_and_not_damaged(
 
 
 def test_one_that_cannot_be_shown_is_shown_before_the_next(ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, real = [], PlainFiles.show
+    shown, real = [], PlainFiles.publish
 
-    async def failing_once(plain: PlainFiles, at: str, *arguments: Any) -> None:
-        shown.append(at)
+    async def failing_once(plain: PlainFiles, name: str, folder: str, *arguments: Any) -> None:
+        shown.append(folder)
         if shown == ["one"]:
             raise StoreError("no space is left for a directory")
-        await real(plain, at, *arguments)
+        await real(plain, name, folder, *arguments)
 
-    monkeypatch.setattr(PlainFiles, "show", failing_once)
+    monkeypatch.setattr(PlainFiles, "publish", failing_once)
     for tag in ("one", "two"):
         core_of(ckpt).save_files(1, example(), tag=tag).wait(60)
     assert shown == ["one", "one", "two"]

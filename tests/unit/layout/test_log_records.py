@@ -26,7 +26,7 @@ from checkpointd.layout.log_records import (
     entry_key,
     state_key,
 )
-from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VERSION, BesideFile, JointPlanRef
+from checkpointd.layout.manifest import BALLOT_BYTES_MAX, VERSION, JointPlanRef
 from checkpointd.layout.save_timings import Cost
 from tests.forged_roots import opened, sealed
 from tests.unit.commit.log_histories import (
@@ -62,8 +62,6 @@ FULL = commit(
     files=3,
     shown_at="runs/checkpoint-10",
     unfinished="00000001-0",
-    leftovers=(".tmp",),
-    beside=(BesideFile("trainer_state.json", 17, 1 << 60),),
     rebuilt=True,
     decided_by=-1,
 )

@@ -17,6 +17,7 @@ from checkpointd.layout.keys import WORLD_SIZE_MAX, index_name
 from checkpointd.layout.manifest import (
     LEASE_S_MAX,
     LISTING_BYTES_MAX,
+    BesideFile,
     ErrorReport,
     IndexRef,
     Lease,
@@ -80,7 +81,6 @@ small_objects: st.SearchStrategy[SmallObject] = st.one_of(
         tag=texts,
         attempt=texts,
         order=st.tuples(sizes, sizes),
-        save_latest=st.booleans(),
         files=st.lists(texts, max_size=3).map(tuple),
     ),
 )
@@ -121,7 +121,13 @@ def every_object() -> list[SmallObject]:
         VOTE,
         Lease(process="p", job="j", count=3, length_s=30.0, writer=WRITER),
         ReadBack(rank=1, nbytes=5, writer=WRITER),
-        Shown(tag="runs--a", attempt="00000001-0", order=(1, 0), save_latest=True, files=("a_states.pt",)),
+        Shown(
+            tag="runs--a",
+            attempt="00000001-0",
+            order=(1, 0),
+            files=("a_states.pt",),
+            beside=(BesideFile("trainer_state.json", 17, 1 << 60),),
+        ),
         Mirrored(begun=("global_step4/00000002-0",), writer=WRITER),
     ]
 

@@ -111,7 +111,7 @@ async def test_what_is_opened_to_be_read_cannot_be_written_to(tmp_path: Path) ->
             store.open_writer("tag/c", size_hint=1),
             store.delete("tag/a"),
             store.settle("tag/a"),
-            plain.show("tag", {"a": "tag/a"}, lambda _: True),
+            plain.publish("hidden-1-0", "tag", {"a": "tag/a"}, {}, None),
             plain.point("", "tag"),
         )
         for write in writes:

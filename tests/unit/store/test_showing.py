@@ -10,7 +10,7 @@ from checkpointd.errors import StoreError
 from checkpointd.layout.log_records import CommitRecord
 from checkpointd.layout.manifest import BallotRef
 from checkpointd.pipeline.identity import writer
-from checkpointd.pipeline.root.tag_directories import mend, show
+from checkpointd.pipeline.root.tag_directories import settle, show
 from checkpointd.store.base import Store
 from checkpointd.store.limited import LimitedStore, TokenBucket
 from checkpointd.store.memory import MemoryStore
@@ -48,4 +48,4 @@ async def test_files_cannot_be_shown_beside_a_store_without_it() -> None:
     )
     with pytest.raises(StoreError, match="cannot show files beside it"):
         await show(store, commit)
-    await mend(store)  # nothing to mend
+    await settle(store)  # nothing to show

@@ -17,7 +17,7 @@ from checkpointd_client.capture.torch_files import check_saveable
 from checkpointd_client.core import Core
 from checkpointd_client.integrations.deepspeed.adapter_base import Adapter, SaveCall
 from checkpointd_client.integrations.deepspeed.files_choice import FilesChoice
-from checkpointd_client.integrations.deepspeed.offline.file_names import STATES_END, missing_fault
+from checkpointd_client.integrations.deepspeed.offline.file_names import missing_fault
 from checkpointd_client.integrations.deepspeed.reading import FileReads
 from checkpointd_client.integrations.directories.targets import SaveTarget, mount_fault, unmade
 from checkpointd_client.saves.handle import OwnHandle
@@ -50,7 +50,6 @@ class FilesAdapter(Adapter):
             save_latest=call.save_latest,
             optimizer_only=optimizer_only,
             unfinished="" if filled is None else filled.name,
-            leftovers=(STATES_END,),
         )
 
     def _collected(self, save_dir: str, call: SaveCall) -> tuple[dict[str, Any], str | None]:

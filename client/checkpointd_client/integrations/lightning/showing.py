@@ -8,7 +8,7 @@ import os
 from checkpointd.config import PersistConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import SERVICE
-from checkpointd.pipeline.root.tag_directories import mend
+from checkpointd.pipeline.root.tag_directories import settle
 from checkpointd.store import open_store
 from checkpointd_client.integrations.lightning.places import local_path
 from checkpointd_client.ranks.writer import WriterThread
@@ -29,7 +29,7 @@ def show_commits(folder: str) -> None:
         try:
             store = open_store(root)
             try:
-                writer.call(mend(store), SHOWING_S)
+                writer.call(settle(store), SHOWING_S)
             finally:
                 writer.call(store.close(), SHOWING_S)
         finally:

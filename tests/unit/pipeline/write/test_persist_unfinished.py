@@ -1,4 +1,4 @@
-"""UNFINISHED-2 of store/posix/unfinished.py: what others filled for a checkpoint is durable before the rank votes yes."""
+"""UNFINISHED-1 of store/posix/unfinished.py: what others filled for a checkpoint is durable before the rank votes yes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fill(store: PosixStore) -> None:
     (place / "trainer_state.json").write_text("{}")
 
 
-async def test_unfinished_2_what_others_filled_is_durable_before_the_vote(
+async def test_unfinished_1_what_others_filled_is_durable_before_the_vote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = list[str]()

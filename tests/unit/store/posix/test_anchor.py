@@ -248,16 +248,12 @@ async def shown(tmp_path: Path) -> tuple[Store, PlainFiles]:
     return store, store.plain_files
 
 
-def never(_: str) -> bool:
-    return False
-
-
 @pytest.mark.parametrize("at", ["linked", "linked/cron.d"])
 async def test_files_are_shown_through_no_link(tmp_path: Path, outside: Path, at: str) -> None:
     store, plain = await shown(tmp_path)
     (tmp_path / "run" / "linked").symlink_to(outside)
     with pytest.raises(LinkError, match=f"{tmp_path}/run/linked is a symbolic link"):
-        await plain.show(at, {"evil": "tag/file"}, never)
+        await plain.publish("hidden-1-0", at, {"evil": "tag/file"}, {}, None)
     with pytest.raises(LinkError):
         await plain.changed(at, {"secret": "tag/file"})
     await store.close()
@@ -279,12 +275,14 @@ async def test_a_pointer_is_read_and_moved_through_no_link(tmp_path: Path, outsi
 
 async def test_hiding_removes_nothing_through_a_link(tmp_path: Path, outside: Path) -> None:
     store, plain = await shown(tmp_path)
-    await plain.show("deep/at", {"secret": "tag/file"}, never)
+    (tmp_path / "run" / "deep").mkdir()
+    await plain.publish("hidden-1-0", "deep/at", {"secret": "tag/file"}, {}, None)
     os.rename(tmp_path / "run" / "deep", tmp_path / "run" / "deep-old")
     (tmp_path / "run" / "deep").symlink_to(outside)
     with pytest.raises(LinkError):
-        await plain.hide("deep/at", {"secret"})
+        await plain.withdraw("hidden-1-0", "deep/at")
     os.rename(tmp_path / "run" / "deep-old" / "at", tmp_path / "run" / "at-old")
     (tmp_path / "run" / "at").symlink_to(outside)
-    await plain.hide("at", {"secret"})
+    await plain.withdraw("hidden-1-0", "at")
+    assert (tmp_path / "run" / "at").is_symlink()
     await store.close()

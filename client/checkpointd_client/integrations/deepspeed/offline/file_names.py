@@ -7,6 +7,7 @@ import os
 import re
 from contextlib import suppress
 
+from checkpointd.layout.files import STATES_END
 from checkpointd.layout.keys import LATEST
 from checkpointd.phrases import listed
 from checkpointd.regular_files import open_regular
@@ -14,8 +15,6 @@ from checkpointd.regular_files import open_regular
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
 OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt\Z")
 MODEL_END, OPTIM_END = "_model_states.pt", "_optim_states.pt"
-STATES_END = "_states.pt"
-"""How the names of all of them end. DeepSpeed's tools count these files, so none may be left over from another save."""
 _LATEST_BYTES_MAX = 4096
 
 

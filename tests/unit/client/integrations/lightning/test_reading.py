@@ -44,7 +44,7 @@ def test_the_newest_commit_is_read_also_before_it_is_shown(core: Core, tmp_path:
         async def shows_nothing(*_: object, **__: object) -> None:
             return None
 
-        patch.setattr("checkpointd.pipeline.root.tag_directories.show", shows_nothing)
+        patch.setattr("checkpointd.pipeline.outcome.after_commit.show", shows_nothing)
         save(core, 2.0)
     assert torch.load(tmp_path / "last.ckpt")["state_dict"]["weight"][0] == 1
     is_ours, content = read(tmp_path)
