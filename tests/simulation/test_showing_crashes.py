@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -47,6 +48,7 @@ class World:
 
     def __init__(self, *, clones: bool = False, exchanges: bool = True) -> None:
         self.disk = SimDisk(clones=clones, exchanges=exchanges)
+        self.names = (f"process{number}" for number in itertools.count())
 
     def store(self, name: str) -> tuple[PosixStore, ProcessDisk]:
         disk = self.disk.process(name)
@@ -55,11 +57,11 @@ class World:
 
     async def did(self, work: Callable[[PosixStore], Coroutine[Any, Any, Any]]) -> Any:
         """What `work` returns in a process of its own."""
-        store, disk = self.store("worker")
+        store, disk = self.store(name := next(self.names))
         try:
             return await disk.process.spawn(work(store))
         finally:
-            self.disk.kill("worker")
+            self.disk.kill(name)
 
     async def struck(self, crash: Crash, work: Callable[[PosixStore], Coroutine[Any, Any, Any]]) -> bool:
         """Whether the crash came before the end of `work`; without it the power is cut then."""
@@ -117,7 +119,7 @@ class World:
         return (self.contents() or {}).get("latest", b"").decode()
 
     def hidden(self) -> list[str]:
-        return [line for line in self.disk.fs.dump() if "/unfinished/" in line]
+        return [line for line in self.disk.fs.dump() if "/unfinished/" in line and not line.endswith("/unfinished/")]
 
 
 def _files(directory: SimDirectory, below: str) -> Files:

@@ -140,19 +140,18 @@ class PlainFiles:
 
     async def _move_out(self, source: str, target: str, below: str, ours: Collection[str]) -> None:
         """Move what is in the directory `source` to `target`, except `ours`: paths, of which those here begin with `below`."""
-        moved = False
+        moving = []
         for child in await self._root.children(source, links=True):
             path, old, new = f"{below}{child.name}", f"{source}/{child.name}", f"{target}/{child.name}"
-            if path in ours:
-                continue
             if child.is_directory and (await self._is_directory(new) or any(one.startswith(f"{path}/") for one in ours)):
                 await self._move_out(old, new, f"{path}/", ours)
-                continue
+            elif path not in ours:
+                moving.append((old, new))
+        if moving:
             await self._make(target)
-            await self._disk.rename(old, await self._free(new))
-            moved = True
-        if moved:
-            await self._disk.sync_directory(source)
+            for old, new in moving:
+                await self._disk.rename(old, await self._free(new))
+            await self._disk.sync_directory(source)  # first: what came back there would have two names
             await self._disk.sync_directory(target)
 
     async def _free(self, path: str) -> str:

@@ -58,10 +58,11 @@ class UnfinishedDirectories:
                 yield path
 
     async def discard(self, name: str) -> None:
-        """Remove all that is hidden under `name`. A link of that name stays: it leads to somebody else's files."""
+        """Remove all that is hidden under `name`, durably. A link of that name stays: it leads to somebody else's files."""
         if name in await self.names():
             async with self._root.guard("removing", f"{UNFINISHED}/{name}"):
                 await self._remove(f"{self._folder}/{name}")
+                await self._disk.sync_directory(self._folder)
 
     async def settle(self, name: str) -> None:
         """Make all files durable that were filled as `name` (UNFINISHED-1)."""
