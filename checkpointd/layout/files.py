@@ -7,6 +7,7 @@ Invariants
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,11 +17,10 @@ from checkpointd.layout.keys import FILES_MAX, AttemptId
 from checkpointd.layout.tree import FilesNode, StoredFileNode
 
 SUM_BYTES = 4
-STATES_END = "_states.pt"
-"""Ends the names of the files that DeepSpeed's tools look for. They take all those in a directory for one checkpoint."""
 WHOLE = "-whole"
 """Ends the name of an unfinished directory that will be the directory of the files itself, not the one above it."""
 _NAME_BYTES_MAX = 255
+_NUMBER = re.compile(r"\d+")
 PLACE_MAX = 2000
 
 
@@ -74,6 +74,12 @@ def unfinished_start(name: str) -> int | None:
 def unfinished_folder(name: str, at: str) -> str:
     """The directory that is filled as `name` beside files that will be shown in `at`: `at` itself, or the one above it."""
     return at if name.endswith(WHOLE) else at.rpartition("/")[0]
+
+
+def numberless(path: str) -> str:
+    """A file's path without the numbers in its name, which tell the files of several ranks apart."""
+    directory, slash, name = path.rpartition("/")
+    return f"{directory}{slash}{_NUMBER.sub('#', name)}"
 
 
 def training_of(at: str, unfinished: str = "") -> str:

@@ -36,11 +36,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout.files import (
-    STATES_END,
     WHOLE,
     check_place,
     check_unfinished,
     is_lone,
+    numberless,
     unfinished_folder,
     unfinished_start,
 )
@@ -291,15 +291,15 @@ async def _empty(store: Store, plain: PlainFiles, commit: CommitRecord) -> None:
     if record is None or record.prefix != commit.attempt:
         names |= (await files_of(store, commit)).keys()
     own = _within(folder, at, dict.fromkeys(names, "")).keys()
-    has_states, below = any(name.endswith(STATES_END) for name in names), os.path.join(at.removeprefix(folder).lstrip("/"), "")
+    numbered = {one for name in own if (one := numberless(name)) != name}
     noted = {} if record is None else {one.path: (one.size, one.changed_ns) for one in record.beside}
     filled = await plain.unfinished.files(commit.unfinished, folder) if commit.unfinished else {}
 
     def is_ours(path: str, status: FileStatus) -> bool:
         if path in own or (path == LATEST and folder != at and _is_pointed_at(commit)):
             return True
-        if has_states and path.startswith(below) and path.endswith(STATES_END):
-            return True  # of a larger job: it must not mix with this checkpoint
+        if numberless(path) in numbered:
+            return True  # of a rank of a larger job: it must not mix with this checkpoint
         is_filled = path in filled and filled[path].number == status.number
         return is_filled or noted.get(path) == (status.size, status.changed_ns)
 

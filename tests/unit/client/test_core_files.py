@@ -100,7 +100,7 @@ def test_saving_a_tag_again_replaces_all_of_it_and_leaves_what_is_not_its_own(ck
     assert list(torch.load(shown / "mp_rank_00_model_states.pt")) == ["new"]
 
 
-def test_a_save_without_deepspeeds_files_removes_none_of_somebody_elses(ckpt: Checkpointer) -> None:
+def test_files_that_are_not_numbered_like_those_of_a_save_stay(ckpt: Checkpointer) -> None:
     shown = save(ckpt, {"a.pt": 1})
     (shown / "zero_pp_rank_5_mp_rank_00_optim_states.pt").write_bytes(b"mine")
     save(ckpt, {"a.pt": 2})

@@ -11,6 +11,7 @@ from checkpointd.layout.files import (
     check_names,
     check_unfinished,
     clash,
+    numberless,
     unfinished_folder,
     unfinished_start,
 )
@@ -35,3 +36,9 @@ def test_the_name_of_an_unfinished_directory_says_which_directory_it_will_be() -
     for wrong in ("", WHOLE, f"3{WHOLE}", f"00000003-1{WHOLE}{WHOLE}", "../00000003-1"):
         with pytest.raises(FormatError, match="unfinished directory"):
             check_unfinished(wrong)
+
+
+def test_the_files_of_several_ranks_are_called_alike_but_for_numbers() -> None:
+    assert numberless("step8/zero_pp_rank_1_mp_rank_00_optim_states.pt") == "step8/zero_pp_rank_#_mp_rank_#_optim_states.pt"
+    assert numberless("0.pt") == "#.pt"
+    assert numberless("step8/notes.txt") == "step8/notes.txt"

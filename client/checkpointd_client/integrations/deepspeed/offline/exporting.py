@@ -24,12 +24,12 @@ from checkpointd.errors import CheckpointdError, FormatError, UsageError
 from checkpointd.export.consolidate import ExportedFile, check_outside
 from checkpointd.export.output import Output, translated
 from checkpointd.layout import tree
-from checkpointd.layout.files import STATES_END
 from checkpointd.layout.keys import LATEST
 from checkpointd.pipeline.read.plan import BoxRequest
 from checkpointd.store import open_store
 from checkpointd_client.capture import scalars
 from checkpointd_client.export.state_dict import StateDict
+from checkpointd_client.integrations.deepspeed.offline.file_names import STATES_END
 from checkpointd_client.integrations.deepspeed.offline.fp32_stored import StoredEngine, part_requests
 from checkpointd_client.integrations.deepspeed.offline.safe_unpickle import read
 from checkpointd_client.integrations.deepspeed.offline.zero_map import latest

@@ -7,14 +7,13 @@ import os
 import re
 from contextlib import suppress
 
-from checkpointd.layout.files import STATES_END
 from checkpointd.layout.keys import LATEST
 from checkpointd.phrases import listed
 from checkpointd.regular_files import open_regular
 
 MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt\Z")
 OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt\Z")
-MODEL_END, OPTIM_END = "_model_states.pt", "_optim_states.pt"
+MODEL_END, OPTIM_END, STATES_END = "_model_states.pt", "_optim_states.pt", "_states.pt"
 _LATEST_BYTES_MAX = 4096
 
 
