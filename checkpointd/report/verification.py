@@ -18,7 +18,7 @@ from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.wholeness import missing, missing_of
 from checkpointd.pipeline.root_id import read_id
 from checkpointd.report.latest import Pointer, pointer
-from checkpointd.report.log import look
+from checkpointd.report.log import cut_off, look
 from checkpointd.report.log_check import LogCheck, check_log
 from checkpointd.store.base import Store, each
 
@@ -135,6 +135,7 @@ async def verification(store: Store, verdicts: Sequence[CheckpointVerdict], *, o
     strange = [one for one in there if one not in state.attempts or state.attempts[one].swept] if not log_damage else []
     objects = await each(lambda one: root_view.objects_of(store, one), strange)
     left = await survey(store, state) if of_all and not log_damage else []
+    log_damage = log_damage or await cut_off(store)
     return Verification(
         root=store.url,
         checkpoints=tuple(verdicts),

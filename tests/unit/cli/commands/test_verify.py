@@ -221,6 +221,21 @@ def test_damage_beside_what_cannot_be_read_ends_with_the_code_of_damage(
     assert (verdict["state"], len(verdict["damage"]), len(verdict["unreadable"])) == ("damaged", 1, 1)
 
 
+@pytest.mark.parametrize("loss", ["removed", "a link"])
+def test_a_log_without_its_end_is_damaged_although_all_of_it_can_be_read(root: Path, at: With, cli: Cli, loss: str) -> None:
+    at(three)
+    last = max(root.glob("log/*.json"), key=lambda path: ("commit" in path.read_text(), path.name))
+    for path in root.glob("log/*.json"):
+        if path.name >= last.name:
+            path.unlink()
+    if loss == "a link":
+        last.symlink_to(root / "latest")
+    answer = cli("verify", root)
+    assert answer.code == 5
+    assert f"the end of the log of {root} is missing, or latest was edited: latest names global_step3" in answer.out
+    assert "whole" in answer.out
+
+
 def test_nothing_to_verify_is_no_damage(root: Path, at: With, cli: Cli) -> None:
     at(begin_start)
     answer = cli("verify", root)
