@@ -250,6 +250,24 @@ def credential_places() -> list[str]:
     return [*filter(None, map(os.environ.get, (*named, *others))), *usual, *secrets]
 
 
+def scratch_directories() -> tuple[str, ...]:
+    """Directories of this node alone, for a socket: XDG_RUNTIME_DIR, then those of the job, then the system's."""
+    named = map(os.environ.get, ("XDG_RUNTIME_DIR", "SLURM_TMPDIR", "TMPDIR"))
+    return (*(place for place in named if place and os.path.isabs(place)), "/tmp")
+
+
+def environment_of_daemon(imports: str) -> dict[str, str]:
+    """The environment of a daemon that this process starts: what finds its programs, libraries and buckets, and nothing that is
+    meant for the training. `imports`: a directory of modules that Python does not look in by itself, or empty.
+    """
+    names = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+    proxies = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+    kept = {*names, *proxies, *map(str.lower, proxies)}
+    clouds = ("AWS_", "GOOGLE_", "AZURE_")
+    found = {name: value for name, value in os.environ.items() if name in kept or name.startswith(clouds)}
+    return found | ({"PYTHONPATH": imports} if imports else {})
+
+
 def environment_watched() -> Watched:
     """NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID, each if it is set and valid."""
     period, pid = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
@@ -458,6 +476,8 @@ class ServeConfig:
     """Roots whose checkpoints the daemon exports for other programs, with its own user's rights."""
     grace_s: float = 60.0
     """How long saves in flight may take after SIGTERM."""
+    idle_s: float | None = None
+    """The daemon leaves when it has had no trainer, no save and no snapshot for so long; None: never."""
     spool: str | None = None
     """A directory on this node's own disk, in which snapshots become durable before they are uploaded; None: no spool."""
     spool_bytes_max: int | None = None
@@ -506,7 +526,7 @@ class ServeConfig:
             raise UsageError(f"bandwidth_bps is {self.bandwidth_bps:g}; choose 1 MiB/s or more")
         if not -20 <= self.niceness <= 19:
             raise UsageError(f"niceness is {self.niceness}; choose -20 to 19")
-        for name in ("user_clients_max", "user_bytes_max", "memory_bytes_max", "held_bytes_max", "hold_s", "grace_s"):
+        for name in ("user_clients_max", "user_bytes_max", "memory_bytes_max", "held_bytes_max", "hold_s", "grace_s", "idle_s"):
             if (getattr(self, name) or 0) < 0:
                 raise UsageError(f"{name} is {getattr(self, name)}; it cannot be negative")
         if self.spool is not None and not os.path.isabs(self.spool):

@@ -1,11 +1,10 @@
 """Train a small model with its checkpoints in a bucket. A sidecar makes each save durable on this node, and uploads it.
 
     export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...      # or ~/.aws, or a role
-    checkpointd serve --root s3://my-bucket --spool /nvme/spool --socket /tmp/mine/socket &
-    python examples/bucket_loop.py --root s3://my-bucket/run1 --sidecar /tmp/mine/socket
+    python examples/bucket_loop.py --root s3://my-bucket/run1 --spool /nvme/spool
 
-With a server of your own, the URLs of both name it: s3://my-bucket/run1?endpoint=http://127.0.0.1:8333. Kill the loop, the
-sidecar or both, or unplug the network, and start them again: training goes on from the newest state that is anywhere.
+With a server of your own, the URL names it: s3://my-bucket/run1?endpoint=http://127.0.0.1:8333. Kill the loop, the sidecar or
+both, or unplug the network, and start the loop again: training goes on from the newest state that is anywhere.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def main() -> None:
         "--root", default=os.environ.get("CHECKPOINTD_ROOT"), help="URL of the root (default: CHECKPOINTD_ROOT)"
     )
     place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--sidecar", help="socket of `checkpointd serve --spool DIR`")
-    place.add_argument("--spool", help="directory on this node's own disk, if there is no sidecar")
+    place.add_argument("--spool", help="directory on this node's own disk, for the spool of the sidecar that this starts")
+    place.add_argument("--sidecar", help="socket of `checkpointd serve --spool DIR`, if you start one yourself")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     args = parser.parse_args()

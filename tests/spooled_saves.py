@@ -21,7 +21,7 @@ from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
 from checkpointd.pipeline.spool.directory import SpoolDirectory
 from checkpointd.pipeline.spool.own import OwnSpool
-from checkpointd.pipeline.spool.places import Claim, Room
+from checkpointd.pipeline.spool.places import Room
 from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.store.base import Entry, ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
@@ -108,11 +108,10 @@ class _Counted:
 
 @dataclass(slots=True)
 class MemoryPlace:
-    """A spool in memory. `limit`: bytes of its disk. A process that ends must `forget_claims`, as the kernel does."""
+    """A spool in memory. `limit`: bytes of its disk."""
 
     limit: int = 1 << 40
     stores: dict[str, Store] = field(default_factory=dict)
-    claimed: set[tuple[str, str]] = field(default_factory=set)
     made: Callable[[str], Store] = MemoryStore
 
     def open(self, name: str, user: User | None) -> Store:
@@ -130,28 +129,10 @@ class MemoryPlace:
         used = sum([size_of(store) for store in self.stores.values()])
         return Room(used, self.limit - used, self.limit)
 
-    async def claim(self, name: str, key: str) -> Claim | None:
-        if (name, key) in self.claimed:
-            return None
-        self.claimed.add((name, key))
-        return _MemoryClaim(self, (name, key))
-
-    def forget_claims(self) -> None:
-        self.claimed.clear()
-
     @property
     def keys(self) -> list[str]:
         """The keys of all objects in it."""
         return sorted(key for store in self.stores.values() for key in contents(store))
-
-
-@dataclass(slots=True)
-class _MemoryClaim:
-    place: MemoryPlace
-    name: tuple[str, str]
-
-    def release(self) -> None:
-        self.place.claimed.discard(self.name)
 
 
 def contents(store: Store) -> dict[str, memoryview]:
@@ -262,7 +243,6 @@ class Node:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await asyncio.sleep(0)
-        self.place.forget_claims()
 
     async def restarts(self) -> Node:
         """The node of the next process, which goes on with what lies in the spool."""
@@ -279,7 +259,6 @@ class Node:
         )
         await node.begin()
         for shard in await node.directory.found():
-            assert await shard.claimed()
             node.directory.began(shard)
             node.run(shard.info, asyncio.get_running_loop().create_future(), shard)
         return node

@@ -25,6 +25,7 @@ from checkpointd.daemon.served_roots import ServedRoots, on_a_thread
 from checkpointd.daemon.service import Service
 from checkpointd.daemon.users import check_users
 from checkpointd.errors import SidecarError, StoreError, UsageError
+from checkpointd.pipeline.spool.places import DiskPlace
 from checkpointd.store.opening import import_client
 from checkpointd.system_errors import in_words
 
@@ -46,7 +47,7 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambd
     for directory in sandbox.socket_directories(config):
         make_directory(directory, config.group)
     if config.spool is not None:
-        make_spool(config.spool)
+        DiskPlace(config.spool)  # makes it: the sandbox has a rule for it
     _import_what_is_needed_later(config)
     rules = sandbox.apply(config)
     overdue = threading.Timer(config.grace_s + OVERDUE_S, _exit, [config.grace_s + OVERDUE_S])
@@ -56,16 +57,6 @@ def serve(config: ServeConfig, *, on_ready: Callable[[str | None], None] = lambd
             runner.run(_serve(config, rules, on_ready, overdue))
     finally:
         overdue.cancel()
-
-
-def make_spool(directory: str) -> None:
-    """Make the directory of the spool if it is missing: the sandbox has a rule for it. UsageError if that fails."""
-    try:
-        os.makedirs(directory, mode=0o711, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"the spool {directory} cannot be made: {in_words(error, 'spool', os.path.dirname(directory))}"
-        ) from error
 
 
 def _exit(seconds: float) -> None:
@@ -111,6 +102,8 @@ async def _serve(
                 service.beside(service.hub.mirrors.run())
             if config.exports:
                 service.beside(service.hub.exports.run())
+            if config.idle_s is not None:
+                service.beside(service.leave_when_idle(config.idle_s))
             for rule in rules:
                 service.beside(_watch(rule, service, lost))
             beside.push_async_callback(_ended, asyncio.create_task(supervisor.watch()))

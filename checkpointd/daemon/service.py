@@ -48,6 +48,8 @@ _SAY_AGAIN_S = 10.0
 """How often the log repeats the same failure."""
 _REPORT_PAUSE = 2.0
 """A status report is reused for so many times as long as it took to make, so frequent questions do not block the loop."""
+IDLE_LOOK_S = 5.0
+"""How often the daemon looks whether anybody needs it."""
 WORKERS_MAX = 32
 STATUS_CLIENTS_MAX = 64
 """Connections of status clients, in addition to `clients_max` of ranks."""
@@ -137,6 +139,23 @@ class Service:
         if self.spool is not None:
             await self.spool.close()
         workers.shutdown(wait=False, cancel_futures=True)
+
+    async def leave_when_idle(self, idle_s: float) -> None:
+        """Leave once nobody has needed this daemon for `idle_s`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + idle_s
+        while loop.time() < until:
+            await asyncio.sleep(min(IDLE_LOOK_S, idle_s))
+            if self._is_needed():
+                until = loop.time() + idle_s
+        log.info("no trainer and no work for %g s: this daemon leaves", idle_s)
+        self.leave()
+
+    def _is_needed(self) -> bool:
+        """Whether there is a trainer, a save, a snapshot for the next start, or a shard to read back."""
+        hub, config = self.hub, self.config
+        at_work = bool(hub.jobs) or any(hub.tier) or any(reader.has_work for reader in hub.readers.values())
+        return at_work or bool(hub.clients or self._greeting or config.mirrors or config.exports)
 
     async def ready(self) -> None:
         """Return once clients can connect."""

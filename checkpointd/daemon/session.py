@@ -309,7 +309,7 @@ class RankSession:
         kept = self._kept(record)
         known = {record.begun} if kept is None else {record.begun, (kept.order[0], kept.nonce)}
         state, removed = await beginning.begun(message, store, self._hub.config, known, say)
-        if self._hub.spool is not None and message.knows_spool:
+        if self._hub.spool is not None:
             state.spool = await self._hub.spool.own(record.root, self._user, message.nonce, self._peer.uid)
         state.take_reader(self._hub.readers.setdefault((record.root, record.rank, self._user), state.reader))
         self._hub.tidiers.add(state.tidier)

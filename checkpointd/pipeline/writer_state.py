@@ -51,7 +51,7 @@ class WriterState:
         self.reader = BackgroundReadBack(self.store, self.bases.forget)
 
     async def _decide_older(self, prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
-        spooled = () if self.spool is None else await self.spool.led_here(prefixes)
+        spooled = () if self.spool is None else self.spool.led_here()
         await outlived(self.store, prefixes, timeout_s, self.sight, hurried=False, spooled=spooled, check=check)
 
     def take_reader(self, reader: BackgroundReadBack) -> None:

@@ -41,7 +41,8 @@ class Checkpointer:
     `pinned_bytes`: the most host memory that a load to devices pins, until it ends; 0 pins none, and each copy is waited for.
     `preempt_signals`: for `preempted`. One signal, several, or a mapping to the seconds that are left after each.
     `grace_s`: the seconds that are left after a signal, unless `preempt_signals` is a mapping.
-    `sidecar`: the socket of this node's `checkpointd serve`. It persists the snapshots and outlives this process.
+    `sidecar`: "auto" starts a process on each node that persists the snapshots and outlives this one, or uses the one that an
+    earlier start has left. Or the socket of this node's `checkpointd serve`.
     `sidecar_uid`: the user that the sidecar runs as, if not you. Only you, root and that user get snapshots.
     `on_sidecar_loss`: "inline" persists here until it is back, "wait" waits until the save's deadline, "raise" fails the save.
     `dedup`: do not write unchanged data again; a checkpoint then refers to objects of older ones, which stay while needed.
@@ -60,7 +61,7 @@ class Checkpointer:
     `max_overhead`: how much longer steps may take while a save is in flight, as a part of a step. Saves then work slower, as
     long as each ends before the next one and before its deadline, and nobody waits for it. None: always at full speed.
     `spool`: a directory on this node's own disk, or a SpoolConfig. Snapshots become durable there first, and go to the root
-    from there. The next start on this node uploads what was left. With a sidecar, give it the spool instead.
+    from there. It is that of the sidecar, which is "auto" then. If you start the sidecar yourself, give it the spool instead.
     `export`: a rule by which rank 0 exports checkpoints after their commits, for Hugging Face's libraries. close() waits until
     what is due is exported, unless the job was preempted. With a sidecar, give it the rule instead; nothing waits for it then.
     `tensor_classes`: your own subclasses of torch.Tensor with `__tensor_flatten__` and `__tensor_unflatten__`, and the classes

@@ -25,7 +25,7 @@ from checkpointd import arguments
 from checkpointd.admin.gc import delete_if_survived, delete_once
 from checkpointd.bucket_urls import directory_of
 from checkpointd.commands import start_sidecar
-from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, Ranks, SpoolConfig, check_job
+from checkpointd.config import CommitConfig, ExportConfig, PersistConfig, Ranks, check_job
 from checkpointd.errors import CheckpointdError, ClosedError, StateError, StoreError, UsageError, WaitTimeoutError
 from checkpointd.layout.files import WHOLE, training_of
 from checkpointd.layout.keys import LATEST, AttemptId, check_tag
@@ -56,11 +56,11 @@ from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import SLICE_S, TIDY_TIMEOUT_S, Saver, SaveRequest, asked
 from checkpointd_client.saves.exports import OwnExports
 from checkpointd_client.saves.handle import OwnHandle
-from checkpointd_client.saves.spool import ProcessSpool
 from checkpointd_client.saves.status import Status
 from checkpointd_client.saves.unfinished import Unfinished, check_shows
 from checkpointd_client.settings import Options, check_load
-from checkpointd_client.sidecar.client import OnSidecarLoss, SidecarClient
+from checkpointd_client.sidecar.client import SidecarClient
+from checkpointd_client.sidecar.own_daemon import AUTO, OwnDaemon
 from checkpointd_client.staging.arena import Arena
 from checkpointd_client.staging.stager import Stager
 
@@ -92,9 +92,7 @@ class Core:
             undo.callback(lambda: end(self._writer, self._started))
             if directory_of(self._store.url) is not None:
                 check_apart(self._store.url)
-            self._spool = self._own_spool(options.spooling, persist)
-            undo.callback(self._close_spool)
-            self._sidecar = self._reach(options.sidecar, options.sidecar_uid, options.on_sidecar_loss)
+            self._sidecar = self._reach(options)
             beginner = Beginner(
                 world_size=self._ranks.world_size,
                 job=check_job(options.job),
@@ -104,14 +102,11 @@ class Core:
             )
             store = None if options.process_group is None else group_store(options.process_group)
             self._start, self._started = begin_start(
-                self._writer, self._store, self._ranks, beginner, self._surviving, store, create=options.create
+                self._writer, self._store, self._ranks, beginner, self._start_sidecar, store, create=options.create
             )
             self._board = open_board(self._ranks, self._start.nonce)
             check_shared(self._writer, self._store, self._ranks, self._board, self._start, START_TIMEOUT_S)
             state = WriterState(store=self._store, persist=persist, commit=commit)
-            if self._spool is not None:
-                state.spool = self._writer.call(self._spool.own(self._start.nonce), SIDECAR_PATIENCE_S)
-                self._writer.call(self._spool.take_up(self._start.number), SIDECAR_PATIENCE_S)
             self._own_root = state.own_root
             self._writer.call(state.own_root.begun(self._start.number, self._start.nonce), 2 * SIDECAR_PATIENCE_S)
             self._begin_sidecar(persist, commit)
@@ -148,36 +143,19 @@ class Core:
 
     # --- the sidecar -----------------------------------------------------------------------------------------
 
-    def _reach(self, path: str | os.PathLike[str] | None, uid: int | None, on_loss: OnSidecarLoss) -> SidecarClient | None:
-        if path is None:
+    def _reach(self, options: Options) -> SidecarClient | None:
+        if options.sidecar is None:
             return None
         if not self._store.capabilities.shared:
             raise UsageError(f"{self._store.url} exists only in this process: a sidecar cannot write there")
-        return SidecarClient(os.path.abspath(path), self._store, self._ranks, on_loss, uid)
-
-    def _own_spool(self, config: SpoolConfig | None, persist: PersistConfig) -> ProcessSpool | None:
-        if config is None:
-            return None
-        spool = ProcessSpool(config, self._store, persist)
-        self._writer.call(spool.open(), SIDECAR_PATIENCE_S)
-        return spool
+        is_own = options.sidecar == AUTO
+        place = OwnDaemon(self._store.url, options.spooling) if is_own else os.path.abspath(options.sidecar)
+        return SidecarClient(place, self._store, self._ranks, options.on_sidecar_loss, options.sidecar_uid)
 
     def _begin_exports(self, config: ExportConfig | None) -> OwnExports | None:
         if config is None or self._ranks.rank != COORDINATOR:
             return None
         return OwnExports(self._store.url, config, lambda: bool(self._saver.history.in_flight()))
-
-    def _close_spool(self) -> None:
-        if self._spool is not None:
-            with suppress(CheckpointdError):
-                self._writer.call(self._spool.close(), SIDECAR_PATIENCE_S)
-            self._spool = None
-
-    def _surviving(self) -> tuple[str, ...]:
-        """The attempts of earlier starts that this node still works at, or goes on with."""
-        if self._spool is not None:
-            return self._writer.call(self._spool.surviving(), SIDECAR_PATIENCE_S)
-        return self._start_sidecar()
 
     def _start_sidecar(self) -> tuple[str, ...]:
         """Connect to the sidecar; returns the attempts of earlier starts ("tag/attempt") that it still works at."""
@@ -315,11 +293,9 @@ class Core:
         return loaded
 
     def _spool_near(self) -> NodeSpoolView | None:
-        """The spool of this node for this root, whether the sidecar's or this process's own; None if there is none."""
-        path = self._spool.path if self._spool is not None else ""
-        if self._sidecar is not None and self._sidecar.spool is not None:
-            path = self._sidecar.spool.path
-        return NodeSpoolView(path, self._writer) if path and os.path.isdir(path) else None
+        """The spool of this node for this root; None if there is none."""
+        told = None if self._sidecar is None else self._sidecar.spool
+        return NodeSpoolView(told.path, self._writer) if told is not None and os.path.isdir(told.path) else None
 
     def take_up(self, left: Mapping[str, Branches] | None = None) -> None:
         """Act as after a load: from here on, this job may remove checkpoints of earlier ones. `left`: that of the Checkpointer
@@ -506,7 +482,6 @@ class Core:
         self._step_hook.remove()
         try:
             self._saver.close(self._tidy_left_s, ends_well=ends_well)
-            self._close_spool()
             if self._exports is not None:
                 self._exports.close(finishes=ends_well and self._grace_left_s() is None)
             end(self._writer, self._started, max(self._tidy_left_s(), SLICE_S))

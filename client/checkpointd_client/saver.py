@@ -509,7 +509,7 @@ class Saver:
         """Wait until no save is in flight, whether it commits or not.
 
         A save that has not ended OVERTIME_S after its deadline, or when `grace_left_s` gives 0, is left in flight. A save in
-        the spool of a sidecar is left to it at once. `closes`: this process will save no more.
+        the spool is left to the sidecar at once. `closes`: this process will save no more.
         """
         for save in self.history.live():
             waiting = Waiting(save.missing)
@@ -517,23 +517,20 @@ class Saver:
             while not save.handle.ended_within(slice_s):
                 slice_s = SLICE_S
                 waiting.look()
-                if save.handle.was_spooled and (self._may_be_taken_over or not closes):
+                if save.handle.was_spooled:
                     if closes:
-                        self._leave(save, "the sidecar uploads it")
-                    break
-                if save.handle.was_spooled and (grace_left_s() == 0 or time.monotonic() >= until):
-                    self._leave(save, "the next start on this node uploads it")
+                        self._leave(save)
                     break
                 if grace_left_s() == 0:
                     self._abandon(save, "the grace period after the signal is over")
                 elif time.monotonic() >= until:
                     self._abandon(save, f"its deadline passed {OVERTIME_S:g} s ago, and the storage does not answer")
 
-    def _leave(self, save: SaveRecord, then: str) -> None:
-        """Leave a save that is in the spool."""
+    def _leave(self, save: SaveRecord) -> None:
+        """Leave a save that is in the spool to the sidecar."""
         tag = save.handle.tag
-        log.warning("%s is in the spool of this node: %s", tag, then)
-        save.handle.leave(ClosedError(f"{tag} was in the spool of this node when this process closed: {then}"))
+        log.warning("%s is in the spool of this node: the sidecar uploads it", tag)
+        save.handle.leave(ClosedError(f"{tag} was in the spool when this process closed: the sidecar uploads it"))
         self.history.leave(save)
 
     def _abandon(self, save: SaveRecord, why: str) -> None:

@@ -38,6 +38,7 @@ from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.saver import WhenBusy
 from checkpointd_client.saves.exports import check_export
 from checkpointd_client.sidecar.client import OnSidecarLoss
+from checkpointd_client.sidecar.own_daemon import AUTO
 from checkpointd_client.staging.stager import StagingMode
 
 OVERHEAD_MAX = 10.0
@@ -82,6 +83,8 @@ class Options:
             arguments.path("sidecar", self.sidecar)
         if self.sidecar_uid is not None and (type(self.sidecar_uid) is not int or self.sidecar_uid < 0):
             raise UsageError(f"sidecar_uid is {self.sidecar_uid!r}; it must be the number of a user, or None")
+        if self.sidecar_uid is not None and self.sidecar == AUTO:
+            raise UsageError("sidecar_uid is for a sidecar of another user; that of sidecar='auto' is your own")
         arguments.choice("staging", self.staging, get_args(StagingMode))
         arguments.choice("when_busy", self.when_busy, get_args(WhenBusy))
         arguments.choice("on_sidecar_loss", self.on_sidecar_loss, get_args(OnSidecarLoss))
@@ -96,11 +99,13 @@ class Options:
         for name in ("device_checksums", "pickle_client_state", "afresh", "create", "take_over", "read_back"):
             arguments.flag(name, getattr(self, name))
         _ = self.persist, self.commit, self.load, self.classes
-        if self.spooling is not None and self.sidecar is not None:
-            raise UsageError("with a sidecar, the spool is the sidecar's: start that one with a spool, and give no spool= here")
+        if self.spooling is not None and self.sidecar not in (None, AUTO):
+            raise UsageError("with a sidecar, the spool is the sidecar's: start that one with a spool, or pass sidecar='auto'")
+        if self.spooling is not None:
+            object.__setattr__(self, "sidecar", AUTO)
         if self.process_group is not None:
             check_group(self.process_group)
-        check_export(self.export, has_sidecar=self.sidecar is not None)
+        check_export(self.export, has_sidecar=self.sidecar not in (None, AUTO))
         check_job(self.job)
 
     @classmethod
@@ -155,7 +160,7 @@ class Options:
 
     @property
     def spooling(self) -> SpoolConfig | None:
-        """The spool of this process."""
+        """The spool of the sidecar that the ranks start."""
         return spool_of(self.spool)
 
     @property

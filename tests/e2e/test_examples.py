@@ -14,7 +14,7 @@ from torch import nn
 from checkpointd.bucket_urls import parse
 from checkpointd_client import Checkpointer
 from tests.e2e.deepspeed_launch import NEEDS_DEEPSPEED
-from tests.faults.daemons import Daemon
+from tests.faults.daemons import Daemon, OwnDaemons
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = ("plain_loop.py", "sharded.py", "deepspeed_zero.py", "evaluate.py", "bucket_loop.py")
@@ -120,11 +120,14 @@ def printed_until(process: subprocess.Popen[str], line: str) -> str:
 
 
 @pytest.mark.nightly
-def test_the_loop_in_a_bucket_goes_on_from_the_spool(seaweed_root: str, tmp_path: Path) -> None:
+def test_the_loop_in_a_bucket_goes_on_from_the_spool(
+    seaweed_root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is uploaded before the loop and the sidecar are killed; then all of it is."""
     place, _, options = seaweed_root.partition("?")
     root = f"{place}/run1?{options}"
-    whole = losses(run("bucket_loop.py", "--root", f"{place}/whole?{options}", "--spool", tmp_path / "own"))
+    with OwnDaemons(monkeypatch):
+        whole = losses(run("bucket_loop.py", "--root", f"{place}/whole?{options}", "--spool", tmp_path / "own"))
     assert list(whole) == [4, 9, 14, 19, 24, 29]
     spool = ("--spool", str(tmp_path / "spool"))
     with Daemon(tmp_path, *spool, "--spool-bandwidth-mib", "0.001", root=seaweed_root) as daemon:

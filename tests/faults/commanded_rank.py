@@ -29,8 +29,9 @@ from checkpointd.pipeline.gc import room, tidying
 from checkpointd.pipeline.root import leases
 from checkpointd.store.posix import osfile
 from checkpointd.store.posix.osdisk import OsDisk
-from checkpointd_client import Checkpointer, Retention, SaveHandle, SpoolConfig, saver
+from checkpointd_client import Checkpointer, Retention, SaveHandle
 from checkpointd_client.ranks import startup
+from checkpointd_client.sidecar import own_daemon
 from checkpointd_client.staging.arena import Slot
 from checkpointd_client.staging.stager import Stager
 from tests.faults.failing_reads import FOR_EVER, FailingReads, Fault, read_impatiently
@@ -71,14 +72,8 @@ class Rank:
         assert self._checkpointer is not None, "no root is open"
         return self._checkpointer
 
-    def open(
-        self, root: str, seed: int, nbytes: int, direct: bool = True, spooled: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        """Begin a training of its own with a Checkpointer at `root`; without `direct`, all writes go through the page cache.
-        `spooled`: the settings of a spool.
-        """
-        if spooled is not None:
-            options["spool"] = SpoolConfig(**spooled)
+    def open(self, root: str, seed: int, nbytes: int, direct: bool = True, **options: Any) -> None:
+        """Begin a training of its own with a Checkpointer at `root`; without `direct`, all writes go through the page cache."""
         osfile.DIRECT_BYTES_MIN = DIRECT_BYTES_MIN if direct else sys.maxsize  # type: ignore[misc]  # as where it is refused
         self._training = Training(seed=seed, rank=self._rank, nbytes=nbytes)
         self._handles = {}
@@ -223,6 +218,18 @@ class Rank:
         """From now on try for so long to read what cannot be read; all else may take its time."""
         read_impatiently(setattr, seconds)
 
+    def start_daemons_again_at_once(self) -> None:
+        """From now on, no pause is needed before a daemon that died is started again."""
+        own_daemon._AGAIN_S = 0.0
+
+    def start_daemons_with(self, executable: str) -> None:
+        """From now on, start them with another Python."""
+        sys.executable = executable
+
+    def trouble(self) -> str:
+        """What the status says about the sidecar."""
+        return self._ckpt.status().sidecar_trouble
+
     def logs(self) -> list[tuple[str, str]]:
         """What was logged since open(), from INFO on."""
         return list(self._records.kept)
@@ -232,11 +239,6 @@ class Rank:
         ckpt, self._checkpointer = self._checkpointer, None
         if ckpt is not None:
             ckpt.close()
-
-    def close_early(self) -> None:
-        """Close the Checkpointer, which waits only a moment for saves that do not end."""
-        saver.OVERTIME_S = 0.5
-        self.close()
 
     def leave(self) -> None:
         """End the process as a script ends, with nothing closed."""

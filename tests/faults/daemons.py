@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import pytest
 
 
 class Daemon:
@@ -76,3 +82,46 @@ class Daemon:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class OwnDaemons:
+    """The daemons that trainers start with sidecar="auto" while this is open; they are killed at the end.
+
+    Their sockets lie in a directory with a short name, since the path of a socket has 107 bytes.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="own-"))
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(self.folder))
+
+    def pids(self) -> list[int]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                has_ended = (place / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if b"serve" in words and any(word.startswith(f"{self.folder}/".encode()) for word in words) and not has_ended:
+                found.append(int(place.name))
+        return found
+
+    def the_one(self) -> int:
+        (pid,) = self.pids()
+        return pid
+
+    def kill(self) -> None:
+        """SIGKILL to each, and their ends."""
+        pause = threading.Event()
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            pause.wait(0.002)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+        shutil.rmtree(self.folder)

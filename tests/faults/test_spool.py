@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,61 +137,6 @@ def test_a_daemon_killed_on_any_rung_loses_nothing_that_its_trainers_hold(tmp_pa
     loaded_by_a_new_job(tmp_path, root, 1, nbytes=8 * MIB)
 
 
-# --- without a sidecar -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_ownspool_1_the_next_start_uploads_what_a_killed_one_left(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with Job(folder=tmp_path) as job:
-        job.open(root, spool=str(tmp_path / "spool"))
-        job.must_commit(1)
-        killed(job)
-    with Job(folder=tmp_path) as job:
-        job.open(root, spooled={"directory": str(tmp_path / "spool"), "bandwidth_bps": 1000.0})
-        spooled(job, 2)
-        killed(job)
-    assert latest(root) == "global_step1"
-    with Job(folder=tmp_path) as job:
-        job.open(root, spool=str(tmp_path / "spool"))
-        wait_for_latest(root, "global_step2")
-        job.must_load(2)
-        job.must_commit(3)
-
-
-@pytest.mark.nightly
-def test_ownspool_1_a_start_without_the_spool_drops_it(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with Job(folder=tmp_path) as job:
-        job.open(root, spooled={"directory": str(tmp_path / "spool"), "bandwidth_bps": 1000.0})
-        spooled(job, 1)
-        killed(job)
-    with Job(folder=tmp_path) as job:
-        job.open(root)
-        job.must_commit(2)
-        killed(job)
-    with Job(folder=tmp_path) as job:
-        job.open(root, spool=str(tmp_path / "spool"))
-        wait_until(
-            lambda: not any("global_step1" in names for _, names, _ in os.walk(tmp_path / "spool")), "its bytes are gone"
-        )
-        job.must_load(2)
-
-
-@pytest.mark.nightly
-def test_closing_leaves_what_is_not_uploaded_to_the_next_start(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with Job(folder=tmp_path) as job:
-        settings = {"directory": str(tmp_path / "spool"), "bandwidth_bps": 1000.0}
-        job.open(root, spooled=settings, commit_timeout_s=1.0)
-        spooled(job, 1)
-        job.all("close_early")
-    with Job(folder=tmp_path) as job:
-        job.open(root, spool=str(tmp_path / "spool"))
-        wait_for_latest(root, "global_step1")
-        job.must_load(1)
-
-
 # --- where a restart loads from ----------------------------------------------------------------------------------
 
 
@@ -213,19 +157,6 @@ def test_near_3_a_restart_loads_the_newest_save_from_the_spools_although_it_is_n
         loaded = job.load()
         assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(2, "spool", [])] * 2
         killed(job)
-
-
-@pytest.mark.nightly
-def test_near_3_it_is_loaded_without_a_sidecar_too(tmp_path: Path) -> None:
-    root, settings = tmp_path / "root", {"directory": str(tmp_path / "spool"), "bandwidth_bps": 1000.0}
-    with Job(folder=tmp_path) as job:
-        job.open(root, spooled=settings)
-        spooled(job, 1)
-        killed(job)
-    with Job(folder=tmp_path) as job:
-        job.open(root, spooled=settings)
-        loaded = job.load()
-        assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(1, "spool", [])] * 2
 
 
 @pytest.mark.nightly

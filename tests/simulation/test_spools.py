@@ -175,7 +175,6 @@ class Job:
         """End the process. Others find nothing of what it has not finished."""
         if (process := self.processes[rank]) is not None:
             process.kill()
-        self.places[rank].forget_claims()
         before, self.links[rank] = self.links[rank], Link(self.bucket)
         self.links[rank].away = before.away
         for writer in list(before.writing):

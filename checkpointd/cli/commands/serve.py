@@ -76,6 +76,9 @@ class UserId(click.IntRange):
 )
 @click.option("--held-mib", type=click.IntRange(min=0), help="MiB of snapshots retained for restarts; 0: none.")
 @click.option("--hold", "hold_s", type=click.FloatRange(min=0), help="Seconds to retain a snapshot after its trainer is gone.")
+@click.option(
+    "--idle", "idle_s", type=click.FloatRange(min=0), help="Leave after so many seconds without trainers and work.  [never]"
+)
 @click.option("--spool", help="Directory on this node's own disk where snapshots become durable before they are uploaded.")
 @click.option("--spool-mib", type=click.IntRange(min=1), help="The most MiB in the spool.  [default: all but a twentieth]")
 @click.option(

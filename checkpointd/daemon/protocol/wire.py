@@ -144,8 +144,6 @@ class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
     """Which checkpoints stay; None: all of them."""
     read_back: bool = True
     """Whether to read checkpoints back while no save is in flight."""
-    knows_spool: bool = False
-    """Whether the client knows the phases `spooled` and `uploading`. Without it, its saves do not go through the spool."""
 
 
 class Slot(_Message, frozen=True, kw_only=True, tag="slot"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 from checkpointd.config import PersistConfig, SpoolConfig
 from checkpointd.daemon.hub import Hub
@@ -37,9 +38,9 @@ class NodeSpool:
     """The spool of one daemon. `hub` has its jobs."""
 
     def __init__(self, hub: Hub, config: SpoolConfig) -> None:
-        self.directory = SpoolDirectory(config, DiskPlace(config.directory, alone=True))
+        self.directory = SpoolDirectory(config, DiskPlace(config.directory))
         self._hub = hub
-        self._lock = hold(config.directory, alone=True)
+        self._lock = hold(config.directory)
         self._states: dict[StateKey, WriterState] = {}
         self._later: set[asyncio.Task[None]] = set()
         self._measuring: asyncio.Task[None] | None = None
@@ -74,9 +75,7 @@ class NodeSpool:
         await asyncio.gather(*map(self._take_up, found))
 
     async def _take_up(self, shard: SpooledShard) -> None:
-        if not await shard.claimed():
-            log.error("%s: another process works at its shard in the spool", shard.prefix)
-            return
+        self.directory.live.add(shard)
         if not await self._begun(shard):
             task = asyncio.get_running_loop().create_task(self._try_on(shard))
             self._later.add(task)
@@ -96,7 +95,7 @@ class NodeSpool:
             return False
         except CheckpointdError as error:
             log.error("%s stays in the spool, and is not uploaded: %s", shard.prefix, error)
-            shard.let_go()
+            self.directory.live.discard(shard)
             return True
         job = SaveJob(
             self._hub.roots.as_served(record.url),
@@ -151,7 +150,7 @@ class NodeSpool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.directory.close()
-        self._lock.release()
+        os.close(self._lock)
 
     def status(self) -> SpoolStatus:
         directory, counts, config = self.directory, self.directory.counts, self.directory.config

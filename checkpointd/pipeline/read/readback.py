@@ -104,6 +104,10 @@ class BackgroundReadBack:
     def is_paused(self) -> bool:
         return bool(self._busy)
 
+    @property
+    def has_work(self) -> bool:
+        return self._task is not None and not self._task.done()
+
     def pause(self, token: object) -> None:
         """Pause reading until `resume` is called with the same token."""
         self._busy.add(token)

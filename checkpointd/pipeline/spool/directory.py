@@ -52,8 +52,6 @@ class SpoolCounts:
     damaged: int = 0
     uploaded_bytes: int = 0
     resumed: int = 0
-    dropped: int = 0
-    """Shards that an earlier process had left, and that could not commit any more."""
 
 
 class SpoolDirectory:
@@ -79,7 +77,7 @@ class SpoolDirectory:
         """The part of the spool for a root. Raises StoreError."""
         name = name_of(url, user)
         if name not in self._roots:
-            spool = RootSpool(url, name, await self._opened(name, user), self.place)
+            spool = RootSpool(url, name, await self._opened(name, user))
             if name not in self._roots:
                 await spool.store.put_if_absent(ROOT, f"{url}\n".encode())
                 self._roots[name] = spool
@@ -173,7 +171,6 @@ class SpoolDirectory:
             await drop_quietly(shard)
             return
         self._retained[key] = shard
-        shard.let_go()
         if before is not None:
             await drop_quietly(before)
 
@@ -181,14 +178,13 @@ class SpoolDirectory:
         """This process works no longer at `shard`: the next one on this node does (SPOOL-4)."""
         self.live.discard(shard)
         self.queue(shard).ended(shard)
-        shard.let_go()
 
     # --- what was left -------------------------------------------------------------------------------------------
 
-    async def found(self, url: str | None = None) -> list[SpooledShard]:
-        """The shards that earlier processes have left, oldest first; at `url` alone if that is given. Damaged records go."""
+    async def found(self) -> list[SpooledShard]:
+        """The shards that earlier processes have left, oldest first. Damaged records go."""
         shards: list[SpooledShard] = []
-        for name in await self._names(url):
+        for name in await self.place.names():
             try:
                 shards += await self._found_in(name)
             except StoreError as error:
@@ -204,7 +200,7 @@ class SpoolDirectory:
     async def _found_in(self, name: str) -> list[SpooledShard]:
         spool, user = self._roots.get(name), await self.place.owner(name)
         if spool is None:
-            spool = RootSpool("", name, await self._opened(name, user), self.place)
+            spool = RootSpool("", name, await self._opened(name, user))
         names = [entry.name for entry in await spool.store.list(SPOOLED) if not entry.is_prefix]
         records: dict[str, set[str]] = {one: set() for one in names if "." not in one}
         for one, _, note in [name.partition(".") for name in names if "." in name]:
@@ -215,7 +211,7 @@ class SpoolDirectory:
             try:
                 record = decode_record(await spool.store.get(key), key)
             except NotFoundError:
-                continue  # another process of this node has dropped it just now
+                continue
             except StoreError as error:
                 log.error("%s cannot be read, so its shard stays in the spool: %s", key, error)
                 continue
@@ -234,22 +230,15 @@ class SpoolDirectory:
             self._roots.setdefault(name, spool)
         return shards
 
-    async def _names(self, url: str | None) -> list[str]:
-        """The roots in the spool, or the one with this URL."""
-        wanted = None if url is None else name_of(url, None)
-        return [name for name in await self.place.names() if wanted in (None, name)]
-
-    async def sweep(self, url: str | None = None, before_start: int | None = None) -> int:
-        """Remove objects without a record (SPOOL-2); of one root, and of its starts before `before_start` alone if these are
-        given. Returns how many. Only what a spool has made is touched (SPOOL-11).
-        """
+    async def sweep(self) -> int:
+        """Remove objects without a record (SPOOL-2); returns how many. Only what a spool has made is touched (SPOOL-11)."""
         removed = 0
-        for name in await self._names(url):
+        for name in await self.place.names():
             try:
                 user = await self.place.owner(name)
                 store = await self._opened(name, user)
                 if await _is_spool(store, name, user):
-                    removed += await _swept(store, before_start) + await store.sweep()
+                    removed += await _swept(store) + await store.sweep()
             except CheckpointdError as error:
                 log.warning("leftovers stay in the spool below %s: %s", name, error)
         return removed
@@ -278,13 +267,12 @@ async def _is_spool(store: Store, name: str, user: User | None) -> bool:
     return name_of(url.decode(errors="replace").removesuffix("\n"), user) == name
 
 
-async def _swept(store: Store, before_start: int | None) -> int:
+async def _swept(store: Store) -> int:
     records = {f"{SPOOLED}/{entry.name}" for entry in await store.list(SPOOLED)}
     removed = 0
     for tag in [entry.name for entry in await store.list("") if entry.is_prefix and is_tag(entry.name)]:
         for entry in await store.list(tag):
-            attempt = AttemptId.parse(entry.name)
-            if attempt is None or (before_start is not None and attempt.start >= before_start):
+            if AttemptId.parse(entry.name) is None:
                 continue
             prefix = f"{tag}/{entry.name}"
             for found in await objects_of(store, prefix):

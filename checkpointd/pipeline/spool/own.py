@@ -21,8 +21,8 @@ from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import byte_size
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
-from checkpointd.pipeline.spool.directory import ROOT, SpoolDirectory
-from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, is_record_of, record_key
+from checkpointd.pipeline.spool.directory import SpoolDirectory
+from checkpointd.pipeline.spool.record import SpoolRecord, record_key
 from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_record, put_record, rules_of
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import write_shard
@@ -89,19 +89,9 @@ class OwnSpool:
         key = (self.root.name, self.uid, info.rank)
         self.directory.drop_older(key, (info.attempt.start, info.n), info.prefix)
 
-    async def led_here(self, prefixes: Collection[str]) -> Collection[str]:
-        """Those of the attempts `prefixes` whose coordinator's shard is in the spool, whichever process works at it: without a
-        sidecar, that may be the one of another rank of this node. All of them if the spool's disk is away, since nobody knows.
-        """
-        try:
-            names = [entry.name for entry in await self.root.store.list(SPOOLED)]
-            is_there = await self.root.store.stat(ROOT) is not None  # else another file system may lie at its path
-        except StoreError as error:
-            log.warning("what lies in the spool %s cannot be seen: %s", self.directory.config.directory, error)
-            return prefixes
-        if not is_there:
-            return prefixes
-        return {prefix for prefix in prefixes if any(is_record_of(name, prefix, COORDINATOR) for name in names)}
+    def led_here(self) -> Collection[str]:
+        """The undecided attempts of which the coordinator's shard is in the spool."""
+        return {one.prefix for one in self.directory.live if one.record.vote.rank == COORDINATOR}
 
     async def take(self, job: PersistJob, commit: CommitConfig, keeps_before: Order) -> SpooledShard | None:
         """Make the snapshot of `job` durable in the spool. None if the spool has no room, or fails (SPOOL-8).

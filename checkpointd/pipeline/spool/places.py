@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import logging
 import os
 import re
 import stat
@@ -22,7 +21,6 @@ from checkpointd.store.posix.store import PosixStore
 from checkpointd.store.posix.users import User, groups_of
 from checkpointd.system_errors import in_words
 
-log = logging.getLogger("checkpointd")
 T = TypeVar("T")
 
 RESERVE = 0.05
@@ -39,19 +37,6 @@ class Room:
     used: int
     free: int
     total: int
-
-
-class Claim(Protocol):
-    """A shard in the spool that this process alone uploads."""
-
-    def release(self) -> None: ...
-
-
-class Alone:
-    """The claim of a process that holds the whole spool. It needs no descriptor: thousands of shards may wait in a daemon."""
-
-    def release(self) -> None:
-        """Do nothing: the spool is held until the process ends."""
 
 
 class SpoolPlace(Protocol):
@@ -71,10 +56,6 @@ class SpoolPlace(Protocol):
 
     async def room(self) -> Room: ...
 
-    async def claim(self, name: str, key: str) -> Claim | None:
-        """Claim the record `key` of the root `name` until this process ends. None if another process has it."""
-        ...
-
 
 def name_of(url: str, user: User | None) -> str:
     """The name of the root `url` in a spool: readable, and different for each root and user."""
@@ -87,11 +68,10 @@ def name_of(url: str, user: User | None) -> str:
 @dataclass(slots=True)
 class DiskPlace:
     """A spool on a disk. Its directory is made if it is missing. Each root has a directory below it that only the root's user
-    may enter. UsageError if it cannot be used. `alone`: this process holds the spool alone, and needs no lock for each record.
+    may enter. UsageError if it cannot be used.
     """
 
     directory: str
-    alone: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -140,11 +120,6 @@ class DiskPlace:
                         used += os.lstat(f"{above}/{name}").st_size
         return Room(used, disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
 
-    async def claim(self, name: str, key: str) -> Claim | None:
-        if self.alone:
-            return Alone()
-        return await self._aside(lambda: FileClaim.of(f"{self.directory}/{name}/{key}"))
-
     async def _aside(self, call: Callable[[], T]) -> T:
         try:
             return await asyncio.get_running_loop().run_in_executor(None, call)
@@ -156,71 +131,21 @@ class DiskPlace:
 
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 """The errors of a lock that another process holds."""
-_HELD: set[int] = set()
-"""The descriptors of all locks. A lock of the kernel lasts until every copy of its descriptor is closed."""
 
 
-def _leave_to_parent() -> None:
-    """In a forked child, such as a worker of a DataLoader, which may live longer than this process."""
-    for descriptor in _HELD:
-        with suppress(OSError):
-            os.close(descriptor)
-    _HELD.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-@dataclass(slots=True)
-class FileClaim:
-    """A lock of the kernel on a file, which ends with the process."""
-
-    descriptor: int
-
-    def __post_init__(self) -> None:
-        _HELD.add(self.descriptor)
-
-    @staticmethod
-    def of(path: str) -> FileClaim | None:
-        """The claim on the record at `path`; None if another process has it, or if it is gone."""
-        try:
-            claim = FileClaim(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(claim.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(claim.descriptor).st_nlink:  # else its holder has removed it just now
-                return claim
-        except OSError as error:
-            if error.errno not in _TAKEN:
-                claim.release()
-                raise
-        claim.release()
-        return None
-
-    def release(self) -> None:
-        if self.descriptor in _HELD:  # in a forked child, the number may be that of another file by now
-            _HELD.discard(self.descriptor)
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-
-def hold(directory: str, *, alone: bool) -> FileClaim:
-    """Hold the spool at `directory` until this process ends: `alone` as a daemon does, or with others, as trainers do.
-    UsageError if others hold it in another way, or if it cannot be held.
-    """
+def hold(directory: str) -> int:
+    """Hold the spool at `directory` until this process ends, or closes the descriptor. UsageError if another daemon does."""
     try:
-        claim = FileClaim(os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        descriptor = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UsageError(f"the spool {directory} cannot be used: its lock: {in_words(error, 'spool', directory)}") from error
     try:
-        fcntl.flock(claim.descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        claim.release()
+        os.close(descriptor)
         if error.errno not in _TAKEN:
             raise UsageError(
                 f"the spool {directory} cannot be locked: {in_words(error, 'spool')}. A disk of the node itself has locks"
             ) from error
-        whose = "another daemon, or trainers without a sidecar," if alone else "a sidecar"
-        raise UsageError(f"{whose} uses the spool {directory}: give each a directory of its own") from error
-    return claim
+        raise UsageError(f"another daemon uses the spool {directory}: give each a directory of its own") from error
+    return descriptor

@@ -81,12 +81,6 @@ def record_key(prefix: str, rank: int, takeover: int) -> str:
     return f"{SPOOLED}/{attempt}-{rank:05d}-{takeover}-{digest(tag.encode())}"
 
 
-def is_record_of(name: str, prefix: str, rank: int) -> bool:
-    """Whether `name` is that of a record of a rank's shard of the attempt `prefix`, by any of its writers."""
-    head, _, tail = record_key(prefix, rank, 0).rpartition("/")[2].rpartition("-0-")
-    return name.startswith(f"{head}-") and name.endswith(f"-{tail}")
-
-
 def note_key(record: str, note: str) -> str:
     """The key of a note beside the record with the key `record`."""
     return f"{record}.{note}"

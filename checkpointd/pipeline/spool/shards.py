@@ -5,8 +5,7 @@ Invariants
       a record can upload the shard and vote, without the process that took the snapshot.
   SPOOL-2  A record goes before its objects when a shard is dropped. Objects without a record are leftovers, and a start removes
       them.
-  SPOOL-3  One process at a time works at a record: it holds the kernel's lock on the record, or as a daemon on the whole spool,
-      which ends with the process.
+  SPOOL-3  One daemon at a time uses a spool: it holds the kernel's lock on it, which ends with the process.
   SPOOL-4  A record stays until the attempt has an outcome, or until this rank has put its no. A process that ends before leaves
       the record to the next one on this node.
 """
@@ -24,7 +23,6 @@ from checkpointd.config import CommitConfig
 from checkpointd.errors import CheckpointdError, StoreError
 from checkpointd.layout.keys import object_key
 from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.pipeline.spool.places import Claim, SpoolPlace
 from checkpointd.pipeline.spool.record import SPOOLED, Note, SpooledRules, SpoolRecord, encode_record, note_key
 from checkpointd.store.base import Store
 
@@ -38,7 +36,6 @@ class RootSpool:
     url: str
     name: str
     store: Store
-    place: SpoolPlace
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +45,6 @@ class SpooledShard:
     spool: RootSpool
     record: SpoolRecord
     notes: set[str] = field(default_factory=set)
-    claim: Claim | None = None
     superseded_by: str = ""
     """The tag of the newer save for which it is dropped."""
     in_log: bool = False
@@ -115,12 +111,6 @@ class SpooledShard:
             read_back=record.read_back,
         )
 
-    async def claimed(self) -> bool:
-        """Claim it for this process (SPOOL-3); False if another process works at it."""
-        if self.claim is None:
-            self.claim = await self.spool.place.claim(self.spool.name, self.record.key)
-        return self.claim is not None
-
     async def note(self, note: Note | str) -> None:
         """Note durably beside the record."""
         if note not in self.notes:
@@ -152,13 +142,6 @@ class SpooledShard:
         for note in sorted(self.notes):
             await store.delete(note_key(key, note), durable=False)
         await self.drop_bytes()
-        self.let_go()
-
-    def let_go(self) -> None:
-        """End the claim."""
-        if self.claim is not None:
-            self.claim.release()
-            self.claim = None
 
     def _names(self) -> list[str]:
         vote = self.record.vote
@@ -170,10 +153,7 @@ async def put_record(spool: RootSpool, record: SpoolRecord) -> SpooledShard:
     """Put the record of a shard whose objects are durable in the spool (SPOOL-1)."""
     await drop_record(spool.store, record.key)  # if the root was removed and made again, names of attempts come again
     await spool.store.put_if_absent(record.key, encode_record(record))
-    shard = SpooledShard(spool, record)
-    if not await shard.claimed():
-        log.warning("%s: another process looks after its record in the spool", record.prefix)
-    return shard
+    return SpooledShard(spool, record)
 
 
 async def drop_record(store: Store, key: str) -> None:
@@ -194,4 +174,3 @@ async def drop_quietly(shard: SpooledShard) -> None:
         await shard.drop()
     except CheckpointdError as error:
         log.warning("%s stays in the spool for now: %s", shard.prefix, error)
-        shard.let_go()

@@ -106,7 +106,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The socket of the sidecar that this rank uses; None without a sidecar."""
     sidecar_connected: bool = False
     sidecar_trouble: str = ""
-    """Why the sidecar does not reach the root, or has refused this rank, as far as this rank has heard; empty if it works."""
+    """Why the sidecar is not there, does not reach the root, or has refused this rank, as far as known; empty if it works."""
     overhead: float | None = None
     """How much longer steps take while a save is in flight, as a part of a step; None while too few steps are known."""
     pace: float = 1.0

@@ -37,6 +37,7 @@ from checkpointd.waits import Waiting
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave
 from checkpointd_client.sidecar import link as links
 from checkpointd_client.sidecar.link import Link, LinkLost, NoAnswer, SidecarRefusal, SpoolForgot
+from checkpointd_client.sidecar.own_daemon import OwnDaemon
 
 log = logging.getLogger("checkpointd")
 
@@ -61,13 +62,19 @@ if that is less. The vote tells the other ranks why the shard is missing.
 
 
 class SidecarClient:
-    """One rank's connection to the daemon at `path`. All coroutines run on the writer's loop."""
+    """One rank's connection to the daemon at the socket `place`, or to one that is started if none answers. All coroutines run
+    on the writer's loop.
+    """
 
-    def __init__(self, path: str, store: Store, ranks: Ranks, on_loss: OnSidecarLoss, sidecar_uid: int | None = None) -> None:
-        self.path, self.on_loss, self._uid = path, on_loss, sidecar_uid
+    def __init__(
+        self, place: str | OwnDaemon, store: Store, ranks: Ranks, on_loss: OnSidecarLoss, sidecar_uid: int | None = None
+    ) -> None:
+        self.on_loss, self._uid = on_loss, sidecar_uid
         directory = directory_of(store.url)
         self._store, self._ranks = store, ranks
         self._root = store.url if directory is None else os.path.realpath(directory)
+        self._own = place if isinstance(place, OwnDaemon) else None
+        self.path = place.path if isinstance(place, OwnDaemon) else place
         self._is_of_root: dict[tuple[int, str], bool] = {}
         """Whether a start (number and nonce) of the daemon's attempts belongs to this root."""
         self._begin: wire.Begin | None = None
@@ -80,8 +87,8 @@ class SidecarClient:
         self._rejoining: asyncio.Task[None] | None = None
         self.spool: wire.SpoolPlaceTold | None = None
         """The sidecar's spool, as it was told last."""
-        self._lost_as = ""
-        """The cause of the loss that was logged last; empty while the daemon is there."""
+        self._lost_as, self._loss = "", ""
+        """The cause of the loss that was logged last, and the last error; empty while the daemon is there."""
         self._closed = False
 
     @property
@@ -98,11 +105,12 @@ class SidecarClient:
     def trouble(self) -> str:
         """Why the daemon does not reach the root, as it told last, or why it takes nothing now; empty if all is well."""
         link, silence = self._open_link, self._silence
-        return link.trouble if link is not None else "" if silence is None else str(silence[1])
+        return link.trouble if link is not None else self._loss if silence is None else str(silence[1])
 
     def say_lost(self, error: CheckpointdError) -> None:
         """Warn that the daemon takes nothing now, once per cause: errors that differ only in numbers have the same cause."""
         cause = _NUMBER.sub("", str(error))
+        self._loss = str(error)
         if cause != self._lost_as and not self._closed:
             self._lost_as = cause
             log.warning("%s; %s meanwhile", error, _MEANWHILE[self.on_loss])
@@ -111,7 +119,7 @@ class SidecarClient:
         """Say that the daemon takes saves again, if its loss was said; the next loss is said again."""
         if self._lost_as and not self._closed:
             log.warning("the sidecar at %s is back, and takes the saves from here on", self.path)
-        self._lost_as = ""
+        self._lost_as = self._loss = ""
 
     async def link(self) -> Link:
         """The connection; connects if there is none. Raises SidecarError if that fails.
@@ -137,7 +145,7 @@ class SidecarClient:
                 raise LinkLost("the checkpointer is closed")
             self._check_silence(NoAnswer)
             try:
-                link = await Link.open(self.path, self._uid)
+                link = await (Link.open(self.path, self._uid) if self._own is None else self._own.link())
             except NoAnswer as error:
                 self._spare(error)
                 raise
@@ -180,13 +188,18 @@ class SidecarClient:
         """Connect before the job takes its start; returns the daemon's snapshots and attempts.
 
         If the daemon is out of reach: "inline" returns None, "raise" raises LinkLost, and "wait" tries again for `patience_s`
-        before it raises LinkLost. A daemon that refuses this rank always raises SidecarError.
+        before it raises LinkLost. A daemon that refuses this rank always raises SidecarError, unless nobody has chosen it: then
+        it counts as lost.
         """
+        if self._own is not None and not self._own.has_root:
+            return None
         until, pause_s = asyncio.get_running_loop().time() + patience_s, _PAUSE_S_MIN
         while True:
             try:
                 return self._heard(await (await self.link()).look())
-            except LinkLost as error:
+            except SidecarError as error:
+                if not isinstance(error, LinkLost) and self._own is None:
+                    raise
                 if self.on_loss == "inline":
                     self.say_lost(error)
                     return None
@@ -213,7 +226,6 @@ class SidecarClient:
             on_no_progress=commit.on_no_progress,
             read_back=commit.read_back,
             retention=wire.Rules.of(commit.retention),
-            knows_spool=True,
         )
         self._rejoining = asyncio.create_task(self._rejoin())
         if self._open_link is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("torchtitan", reason="needs torchtitan: make test-all instal
 
 from checkpointd.errors import UsageError
 from checkpointd_client.integrations.torchtitan import CheckpointdManager, TorchFTCheckpointdManager
-from tests.faults.daemons import Daemon
+from tests.faults.daemons import Daemon, OwnDaemons
 from tests.integrations.torchtitan.test_fault_tolerance import replica
 from tests.integrations.torchtitan.titan_job import Job, assert_equal
 from tests.servers.fixtures import Place, root_at
@@ -20,6 +21,12 @@ pytestmark = [
     pytest.mark.xdist_group("torchtitan"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
+
+
+@pytest.fixture
+def own_daemons(monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnDaemons]:
+    with OwnDaemons(monkeypatch) as daemons:
+        yield daemons
 
 
 def test_the_sidecar_persists_the_saves_and_keeps_the_newest_in_memory(tmp_path: Path) -> None:
@@ -37,12 +44,13 @@ def test_the_sidecar_persists_the_saves_and_keeps_the_newest_in_memory(tmp_path:
         manager.close()
 
 
-def test_saves_lie_in_the_spool_before_they_are_in_the_folder(tmp_path: Path) -> None:
+def test_saves_lie_in_the_spool_before_they_are_in_the_folder(tmp_path: Path, own_daemons: OwnDaemons) -> None:
     job = Job()
     manager = job.manager(tmp_path, spool=str(tmp_path / "spool"))
     job.train(manager, 2)
     manager.maybe_wait_for_saving()
     assert manager._begun(manager.folder).status().attempts[-1].bytes_uploaded > 0
+    assert own_daemons.the_one()
     manager.close()
     other = Job(seed=1)
     manager = other.manager(tmp_path)

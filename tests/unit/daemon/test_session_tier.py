@@ -309,3 +309,22 @@ async def test_a_client_has_room_for_only_so_many_tensors(root: Path) -> None:
         await answered(client)
         await client.send(wire.Layout(layout=3, nbytes=4096, tensors=tensors))
         assert "is in use" in (await client.refused()).message
+
+
+async def test_a_daemon_leaves_when_nobody_has_needed_it_for_a_while(root: Path, store: PosixStore) -> None:
+    """It stays for a trainer, and for a snapshot that the next start may want."""
+    async with serving(root.parent, hold_s=3600.0) as daemon:
+        idle = asyncio.create_task(daemon.service.leave_when_idle(0.01))
+        client = await daemon.client()
+        await client.ready(root, SHARD)
+        await asyncio.wait({idle}, timeout=0.05)
+        await client.whole_save(1, SHARD)
+        await client.outcome(1)
+        client.close()
+        await until(lambda: daemon.hub.clients == 0)
+        await asyncio.wait({idle}, timeout=0.05)
+        assert not daemon.hub.leaving
+        kept = daemon.hub.tier.of(str(root), os.getuid(), 0)
+        daemon.hub.tier.drop(kept)
+        await daemon.left()
+        assert daemon.hub.leaving

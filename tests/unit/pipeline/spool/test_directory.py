@@ -81,7 +81,7 @@ def test_what_was_saved_with_other_options_of_the_url_is_found() -> None:
         await until(lambda: node.attempts[0].phase in IN_SPOOL)
         await node.dies()
         directory = SpoolDirectory(node.config, node.place)
-        (left,) = await directory.found("s3://bucket/run?retry_s=600")
+        (left,) = await directory.found()
         at = await directory.at("s3://bucket/run?retry_s=600")
         assert (left.record.url, at.url, left.spool) == (url, "s3://bucket/run?retry_s=600", at)
         await directory.found()

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from checkpointd.errors import UsageError
-from checkpointd.pipeline.spool.places import DiskPlace, FileClaim, hold, name_of
+from checkpointd.pipeline.spool.places import DiskPlace, hold, name_of
 from checkpointd.store.posix.users import User
 
-TAKES = """
-import sys, time
-from checkpointd.pipeline.spool.places import FileClaim
-claim = FileClaim.of(sys.argv[1])
-print(claim is not None, flush=True)
-sys.stdin.read()
+HOLDS = """
+import sys, threading
+from checkpointd.pipeline.spool.places import hold
+hold(sys.argv[1])
+print("held", flush=True)
+threading.Event().wait()
 """
 
 
@@ -38,86 +38,6 @@ def test_a_name_is_readable_and_another_one_for_each_root_and_user() -> None:
     assert "/" not in name_of("/ä/../x y", None)
 
 
-def test_spool_3_a_claim_ends_with_its_process_and_is_one_process_s(tmp_path: Path) -> None:
-    record = tmp_path / "record"
-    record.write_text("x")
-    command = [sys.executable, "-c", TAKES, str(record)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "True\n"
-        assert FileClaim.of(str(record)) is None
-        other.kill()
-        other.wait()
-    claim = FileClaim.of(str(record))
-    assert claim is not None
-    assert FileClaim.of(str(record)) is None, "nor a second time in this process"
-    claim.release()
-    again = FileClaim.of(str(record))
-    assert again is not None
-    again.release()
-    record.unlink()
-    assert FileClaim.of(str(record)) is None
-
-
-def test_spool_3_a_forked_child_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
-    """Workers of a DataLoader are forked, and may outlive a trainer that was killed."""
-    record = tmp_path / "record"
-    record.write_text("x")
-    claim, held = FileClaim.of(str(record)), hold(str(tmp_path), alone=True)
-    assert claim is not None
-    (read, write), (running, runs) = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(write)
-        os.write(runs, b"x")
-        os.read(read, 1)  # until the parent has looked, or has ended
-        os._exit(0)
-    os.close(read)
-    os.close(runs)
-    try:
-        assert os.read(running, 1) == b"x"
-        claim.release()
-        held.release()
-        again = FileClaim.of(str(record))
-        assert again is not None
-        again.release()
-        hold(str(tmp_path), alone=True).release()
-    finally:
-        os.close(write)
-        os.close(running)
-        os.waitpid(child, 0)
-
-
-def test_a_forked_child_that_ends_a_claim_closes_no_file_of_its_own(tmp_path: Path) -> None:
-    record = tmp_path / "record"
-    record.write_text("x")
-    claim = FileClaim.of(str(record))
-    assert claim is not None
-    child = os.fork()
-    if not child:
-        try:
-            taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(claim.descriptor + 1)]
-            claim.release()
-            for descriptor in taken:
-                os.fstat(descriptor)
-        except BaseException:
-            os._exit(1)
-        os._exit(0 if claim.descriptor in taken else 2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    claim.release()
-
-
-async def test_a_daemon_needs_no_descriptor_for_each_shard_that_waits(tmp_path: Path) -> None:
-    place = DiskPlace(str(tmp_path), alone=True)
-    place.open("r", None)
-    for number in range(300):
-        (tmp_path / "r" / f"{number}").write_text("x")
-    before = os.listdir("/proc/self/fd")
-    claims = [await place.claim("r", f"{number}") for number in range(300)]
-    assert None not in claims
-    assert len(os.listdir("/proc/self/fd")) < len(before) + 50, "threads may open some"
-
-
 async def test_the_room_counts_all_files_of_the_spool_and_no_others_beside_them(tmp_path: Path) -> None:
     place, name = DiskPlace(str(tmp_path / "spool")), name_of("/mnt/run1", None)
     place.open(name, None)
@@ -131,16 +51,15 @@ async def test_the_room_counts_all_files_of_the_spool_and_no_others_beside_them(
     assert 0 < room.free <= room.total
 
 
-def test_nodespool_2_one_daemon_or_several_trainers(tmp_path: Path) -> None:
-    one, two = hold(str(tmp_path), alone=False), hold(str(tmp_path), alone=False)
-    with pytest.raises(UsageError, match="or trainers without a sidecar, uses the spool"):
-        hold(str(tmp_path), alone=True)
-    one.release()
-    two.release()
-    daemon = hold(str(tmp_path), alone=True)
-    with pytest.raises(UsageError, match="a sidecar uses the spool"):
-        hold(str(tmp_path), alone=False)
-    daemon.release()
+def test_spool_3_one_daemon_at_a_time_holds_a_spool_until_it_ends(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match="another daemon uses the spool"):
+            hold(str(tmp_path))
+        other.kill()
+        other.wait()
+    os.close(hold(str(tmp_path)))
 
 
 def test_a_file_system_without_locks_is_not_taken_for_another_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +71,7 @@ def test_a_file_system_without_locks_is_not_taken_for_another_daemon(tmp_path: P
         UsageError,
         match=r"cannot be locked: .*No locks available: the file system grants no locks.*A disk of the node itself has locks",
     ):
-        hold(str(tmp_path), alone=True)
+        hold(str(tmp_path))
 
 
 def test_a_spool_must_be_a_directory_of_one_s_own(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from checkpointd.commit.machine import IN_SPOOL, Phase
-from checkpointd.errors import FencedError, UnreadableError
+from checkpointd.errors import FencedError
 from checkpointd.layout.log_records import AnnounceRecord
 from checkpointd.pipeline.outcome.outlived import anyhow
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.store.base import Entry
 from checkpointd.store.memory import MemoryStore
 from tests.spooled_saves import (
     HOUR_S,
@@ -121,93 +120,19 @@ def test_outlived_1_who_makes_room_decides_nothing_that_waits_in_its_own_spool()
     run(main())
 
 
-def test_outlived_1_who_makes_room_decides_nothing_that_another_process_uploads_from_the_same_spool() -> None:
-    """Without a sidecar, the process of any rank of this node may have taken up what rank 0 has left."""
-
+def test_outlived_1_who_makes_room_decides_nothing_that_lies_in_the_spool() -> None:
     async def main() -> None:
         root = AwayStore(MemoryStore())
         left = await node_at(root, bandwidth_bps=1.0)
         attempt = left.save(1, nbytes=1 << 20)
         await until(lambda: attempt.phase is Phase.UPLOADING)
         await left.dies()
-        other = await left.restarts()
-        node = await Node(root, left.config, nonce=left.nonce, place=left.place).begin()
+        node = await left.restarts()
         await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
-        assert other.attempts[0].phase in IN_SPOOL
-        other.directory.hurry()
-        await other.over()
+        assert node.attempts[0].phase in IN_SPOOL
+        node.directory.hurry()
+        await node.over()
         assert await committed(root) == ["global_step1"]
-
-    run(main())
-
-
-@pytest.mark.parametrize("is_mounted", [True, False])
-def test_outlived_1_who_makes_room_decides_nothing_while_the_disk_of_the_spool_is_away(is_mounted: bool) -> None:
-    """Nobody knows then what other processes of this node have in it. If it is not mounted, its directory is empty."""
-
-    class Away(MemoryStore):
-        away = False
-
-        async def list(self, prefix: str) -> list[Entry]:
-            if self.away and is_mounted:
-                raise UnreadableError("input/output error")
-            return [] if self.away else await super().list(prefix)
-
-        async def stat(self, key: str) -> int | None:
-            return None if self.away else await super().stat(key)
-
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        left = Node(root, spool(bandwidth_bps=1.0), nonce=await begun_root(root), place=MemoryPlace(made=Away))
-        attempt = (await left.begin()).save(1, nbytes=1 << 20)
-        await until(lambda: attempt.phase is Phase.UPLOADING)
-        await left.dies()
-        other = await left.restarts()
-        node = await Node(root, left.config, nonce=left.nonce, place=left.place).begin()
-        (store,) = node.place.stores.values()
-        assert isinstance(store, Away)
-        store.away = True
-        await node.state._decide_older([attempt.info.prefix], HOUR_S, anyhow)
-        store.away = False
-        other.directory.hurry()
-        await other.over()
-        assert await committed(root) == ["global_step1"]
-
-    run(main())
-
-
-def test_spool_3_two_processes_never_work_at_one_record() -> None:
-    async def main() -> None:
-        root = AwayStore(MemoryStore())
-        node = await node_at(root)
-        root.away = True
-        node.save(1)
-        await until(lambda: node.attempts[0].phase in IN_SPOOL)
-        other = await Node(root, node.config, nonce=node.nonce, place=node.place).begin()
-        (shard,) = await other.directory.found()
-        assert not await shard.claimed()
-        await node.dies()
-        assert await shard.claimed()
-
-    run(main())
-
-
-def test_a_start_of_one_root_leaves_the_other_roots_in_the_spool_alone() -> None:
-    async def main() -> None:
-        one, two = AwayStore(MemoryStore("one")), AwayStore(MemoryStore("two"))
-        place = MemoryPlace()
-        node = await Node(one, spool(), nonce=await begun_root(one), place=place).begin()
-        other = await Node(two, spool(), nonce=await begun_root(two), place=place).begin()
-        one.away = two.away = True
-        node.save(1)
-        other.save(7)
-        await until(lambda: node.attempts[0].phase in IN_SPOOL and other.attempts[0].phase in IN_SPOOL)
-        writing = await other.directory.at(two.url)
-        await writing.store.put_if_absent("global_step8/00000001-0/00000-0.chunks", b"being written by a living process")
-        (left,) = await node.directory.found(one.url)
-        assert left.prefix == "global_step1/00000001-0"
-        assert await node.directory.sweep(one.url, before_start=9) == 0
-        assert await writing.store.stat("global_step8/00000001-0/00000-0.chunks") is not None
 
     run(main())
 
