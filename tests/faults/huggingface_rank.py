@@ -66,8 +66,8 @@ class Rank:
         elif point == "persisting":
             written = persist.write_shard
 
-            async def dies(job: Any, known: Any) -> Any:
-                stored = await written(job, known)
+            async def dies(job: Any) -> Any:
+                stored = await written(job)
                 return killed() if job.info.step == step else stored
 
             persist.write_shard = dies  # a mutation

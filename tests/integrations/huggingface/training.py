@@ -560,8 +560,8 @@ def die(point: str, step: int) -> None:
     elif point == "persisting":
         write = persist.write_shard
 
-        async def dies(job: Any, plan: Any) -> Any:
-            stored = await write(job, plan)
+        async def dies(job: Any) -> Any:
+            stored = await write(job)
             return killed() if job.info.step == step else stored
 
         persist.write_shard = dies  # a mutation
