@@ -105,9 +105,7 @@ class Raw:
         self.say(wire.Layout(layout=0, nbytes=nbytes, tensors=(tensor,)))
 
     def save(self, number: int, *, tree: bytes = b"\x80") -> None:
-        saved = wire.Save(
-            save=number, tag=f"t{number}", attempt="00000001-0", step=1, n=number, save_latest=True, takeover=0, left_s=600.0
-        )
+        saved = wire.Save(save=number, tag=f"t{number}", attempt="00000001-0", step=1, n=number, save_latest=True, left_s=600.0)
         self.say(saved)
         for part in contents_parts(number, (), (), tree):
             self.say(part)

@@ -33,10 +33,10 @@ the log decides.
 
 OFTEN = """
 
-A few events can come in nearly every phase, so the diagram leaves them out. *Other writer voted yes* means that another process
-wrote this rank's shard, and that its vote counts. *Log out of reach* means that the rank can neither read the decision nor
-append one. At *deadline passed* the rank stays in its phase and appends an abort. The next event is the decision that it then
-finds in the log.
+A few events can come in nearly every phase, so the diagram leaves them out. *Yes vote found* means that a lost process had put
+the yes of this rank: a sidecar, or an earlier process that had the shard in its spool. *Log out of reach* means that the rank
+can neither read the decision nor append one. At *deadline passed* the rank stays in its phase and appends an abort. The next
+event is the decision that it then finds in the log.
 
 """
 

@@ -49,6 +49,7 @@ class Count(NamedTuple):
 COUNTS = {
     # What only the night has, has an option with one default, below.
     "kill-rounds": Count(1, 6, "rounds of SIGKILL under torchrun"),
+    "sidecar-kills": Count(3, 50, "SIGKILLs to the sidecar in the middle of saves, for each number of ranks"),
     "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
     "power-cuts": Count(1, 4, "power cuts under a saving job"),

@@ -13,9 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,11 +26,10 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import attempt_lease_key, read_back_name
 from checkpointd.layout.manifest import Lease, ReadBack, encode
-from checkpointd.pipeline import attempt, identity
+from checkpointd.pipeline import identity
 from checkpointd.pipeline.read.verify import record_verdict, verify
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.write import choose_codec
-from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client import Checkpointer, Retention
 from tests.e2e.forked_ranks import forked, forked_output
@@ -52,9 +49,7 @@ KINDS = {
     "latest": "latest",
     "raw chunks": rf"{_ATTEMPT}\d{{5}}-0\.chunks",
     "encoded chunks": rf"{_ATTEMPT}\d{{5}}-1\.chunks",
-    "chunks of a takeover": rf"{_ATTEMPT}\d{{5}}-[23]\.chunks",
     "index": rf"{_ATTEMPT}\d{{5}}\.index",
-    "index of a takeover": rf"{_ATTEMPT}\d{{5}}-1\.index",
     "vote": rf"{_ATTEMPT}\d{{5}}\.vote",
     "ballot": rf"{_ATTEMPT}ballot-[0-9a-f]{{32}}",
     "joint plan": rf"{_ATTEMPT}plan-[0-9a-f]{{32}}",
@@ -170,8 +165,7 @@ def _save_all(folder: Path, rank: int) -> None:
             ckpt.save(3, {"model": cut(3), "refused": object() if rank else None}).wait()
     with _opened(root) as ckpt:
         ckpt.load({"model": cut(0)})
-        with _as_takeover(rank):
-            _save(ckpt, 4)
+        _save(ckpt, 4)
         _save(ckpt, 3, tag="best", save_latest=False)
     ckpt = _opened(root, compression="none")
     ckpt.load({"model": cut(0)})
@@ -192,18 +186,6 @@ def _opened(root: Path, *, compression: Compression = "planes") -> Checkpointer:
 
 def _save(ckpt: Checkpointer, step: int, **options: Any) -> None:
     ckpt.save(step, {"model": cut(step)}, client_state=client_state(step), **options).wait()
-
-
-@contextmanager
-def _as_takeover(number: int) -> Iterator[None]:
-    """This process writes as the writer of this number of its snapshot."""
-    persist = attempt.persist
-
-    async def taken_over(job: PersistJob) -> object:
-        return await persist(replace(job, info=replace(job.info, takeover=number)))
-
-    with mock.patch.object(attempt, "persist", taken_over):
-        yield
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def read_index(folder: Path, vote: dict[str, Any]) -> dict[str, Any]:
     check(sum(c[3] for c in chunks) == vote["raw_bytes"], "raw bytes")
     check(sum(c[2] for c in chunks) == vote["stored_bytes"], "stored bytes")
     for item in index["objects"]:
-        check(re.fullmatch(rf"{vote['rank']:05d}-\d+(\.chunks|-\d+\.file)", item["name"]) is not None, item["name"])
+        check(re.fullmatch(rf"{vote['rank']:05d}-\d+\.(chunks|file)", item["name"]) is not None, item["name"])
         check(object_path(folder, item).stat().st_size == item["size"], item["name"])
     older = sorted({f"{item['held_by']}/{item['name']}" for item in index["objects"] if "held_by" in item})
     check(older == vote.get("refers", []), "refers")

@@ -8,8 +8,8 @@ Invariants
   PHASE-3  A rank enters `committed` only when it has seen the commit in the log.
   PHASE-4  A rank that voted no, or never voted, never sees a commit. If it does, somebody forged a vote or overwrote an object,
       and `step` raises ProtocolError.
-  PHASE-5  Several writers may write one rank's shard in turn. Then another writer's durable yes counts as the rank's yes. The
-      event `other writer voted yes` is fired only in this case, after that vote, or a commit that counts it, was read.
+  PHASE-5  A process that goes on for a lost one may find that the yes of its rank stands. The event `yes vote found` is fired
+      only then, after that vote, or a commit that counts it, was read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Event(StrEnum):
     VOTED_YES = "yes vote put"
     VOTE_UNCERTAIN = "yes vote uncertain"
     SHARD_FAILED = "shard failed"
-    OTHER_WRITER_VOTED = "other writer voted yes"
+    YES_FOUND = "yes vote found"
     DEADLINE = "deadline passed"
     SAW_COMMIT = "commit seen"
     SAW_ABORT = "abort seen"
@@ -88,11 +88,13 @@ TABLE: dict[tuple[Phase, Event], Phase] = {
     (Phase.FAILING, Event.LOG_LOST): Phase.FAILED,
     (Phase.SKIPPING, Event.SAW_ABORT): Phase.SKIPPED,
     (Phase.SKIPPING, Event.LOG_LOST): Phase.SKIPPED,
+    (Phase.STAGING, Event.YES_FOUND): Phase.PREPARED,
+    (Phase.SPOOLED, Event.YES_FOUND): Phase.PREPARED,
+    (Phase.UPLOADING, Event.YES_FOUND): Phase.PREPARED,
+    (Phase.FAILING, Event.YES_FOUND): Phase.PREPARED,
     (Phase.FAILING, Event.DEADLINE): Phase.FAILING,
     (Phase.SKIPPING, Event.DEADLINE): Phase.SKIPPING,
 }
-for _phase in (*ORDER[:5], Phase.FAILING, Phase.SKIPPING):
-    TABLE[(_phase, Event.OTHER_WRITER_VOTED)] = Phase.PREPARED
 for _phase in ORDER[:6]:
     TABLE[(_phase, Event.SAW_ABORT)] = Phase.ABORTED
     TABLE[(_phase, Event.DEADLINE)] = _phase

@@ -1,10 +1,10 @@
 """The save jobs of the daemon. Each runs the same `Attempt` as the in-process writer, and outlives its client.
 
 Invariants
-  SAVEJOB-1  There is one job per (root, start's nonce, user, tag, attempt, rank). A client that comes back is attached to the
-      existing job.
-  SAVEJOB-2  A snapshot is persisted only if it is whole, by its client's message or by the mark in its slot. If the client dies
-      before that, the job votes no.
+  SAVEJOB-1  There is one job per (root, start's nonce, user, tag, attempt, rank), and nobody begins it twice. A client that
+      comes back is attached to it if the shard is in the spool.
+  SAVEJOB-2  A snapshot is persisted only if it is whole, by its client's message or by the mark in its slot. If the connection
+      ends before that, the job votes no, as does the client if it lives.
   SAVEJOB-3  A slot stays mapped until the job has left it, even if the client has gone.
   SAVEJOB-4  A job that has ended refers to no snapshot memory. Only plain data about it is kept.
   SAVEJOB-6  A job whose shard is in the spool holds no snapshot. If the daemon ends, the next one on this node takes it up.
@@ -204,17 +204,16 @@ class SaveJob:
     def announce(self, slot: SlotMemory, shard: Shard, mark: int, charge: Charge, on_whole: Callable[[], object]) -> None:
         """The snapshot will be `shard`. Once it is whole, the slot's last 8 bytes are `mark`, and `on_whole` is called.
 
-        Replaces an announcement of an earlier connection, whose memory holds the same. Takes over the `charge`.
+        Takes over the `charge`. UsageError if a snapshot was announced before.
         """
-        if self.slot is not slot and self.slot is not None:
-            self.slot.leave(self)
-        if self._announced is not None:
-            self._announced.charge.release()
+        if self._announced is not None or self.has_snapshot:
+            charge.release()
+            raise UsageError(f"the snapshot of {self.info.prefix} was announced before")
         self.slot, self._announced = slot, SnapshotInStaging(shard, mark, charge, on_whole)
         slot.use(self)
 
     def held(self, seconds: float) -> float:
-        """Note that the save held training for `seconds`. Returns the new part: a client that comes back repeats the old."""
+        """Note that the save held training for `seconds`. Returns the new part, since a client may say it twice."""
         before, self.progress.held_s = self.progress.held_s, seconds
         return max(0.0, seconds - before)
 
@@ -232,8 +231,10 @@ class SaveJob:
         self._announced.on_whole()
         self._staged.set_result(self._announced.shard)
 
-    def client_died(self, error: CheckpointdError) -> None:
-        """The client died before it said that the snapshot is whole. If the mark says so, go on; else fail with `error`."""
+    def client_left(self, pid: int) -> None:
+        """The connection of process `pid` is over. If it has not said that the snapshot is whole, and the mark does not say so,
+        there will be none.
+        """
         if self.has_snapshot:
             return
         if self._announced is not None and self.slot is not None and self.slot.mark == self._announced.mark:
@@ -243,7 +244,8 @@ class SaveJob:
             except UsageError as unwritten:
                 self.spoiled(unwritten)
         else:
-            self.spoiled(error)
+            who = f"rank {self.info.rank} (process {pid})"
+            self.spoiled(StagingError(f"{who} ended, or lost its connection, while its snapshot was being taken"))
 
     def spoiled(self, error: CheckpointdError) -> None:
         """There will be no snapshot. Does nothing if it is whole already."""

@@ -29,7 +29,7 @@ from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.hub_status import standing
 from checkpointd.daemon.jobs import SaveJob
 from checkpointd.daemon.process.logs import told
-from checkpointd.daemon.process.process_exit import NO_ROOM, PAUSE_S, death_of
+from checkpointd.daemon.process.process_exit import NO_ROOM, PAUSE_S
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel
 from checkpointd.daemon.protocol.listener import Door, door_at
@@ -38,7 +38,7 @@ from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.session import RankSession
 from checkpointd.daemon.tiers.node_spool import NodeSpool
 from checkpointd.daemon.users import may_ask, warn_of_shut_out
-from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError, WireError
+from checkpointd.errors import CheckpointdError, SidecarFullError, UsageError, WireError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.system_errors import in_words
 
@@ -105,7 +105,6 @@ class Service:
         """Connections that have not sent their hello, the oldest first."""
         self._report: tuple[float, tuple[wire.Report, ...]] | None = None
         """Until when the last report is reused, and its parts."""
-        self._deaths: set[asyncio.Task[None]] = set()
         self._beside: set[asyncio.Task[None]] = set()
         self._ready = asyncio.Event()
 
@@ -131,7 +130,6 @@ class Service:
             finally:
                 await _ended([accepting])
                 await _ended(self._connections)
-                await _ended(self._deaths)
                 await _ended(self._beside)
                 await asyncio.gather(*(reader.close() for reader in self.hub.readers.values()))
                 await asyncio.gather(*(tidier.close() for tidier in self.hub.tidiers))
@@ -298,7 +296,7 @@ class Service:
         try:
             channel.allow_frames(wire.FRAME_BYTES_MAX)
             channel.charge_to(self.hub.account_of(peer.uid), self.hub.turns)
-            await RankSession(self.hub, channel, peer, self._left).run()
+            await RankSession(self.hub, channel, peer).run()
         finally:
             self.hub.clients -= 1
 
@@ -353,27 +351,6 @@ class Service:
             ended = time.monotonic()
             self._report = (ended + _REPORT_PAUSE * (ended - began), made)
         return self._report[1]
-
-    # --- clients that are gone -----------------------------------------------------------------------------------
-
-    def _left(self, pid: int, unstaged: list[SaveJob]) -> None:
-        """A connection ended while these snapshots were in staging. Give them up only when the client's process is dead."""
-        if not unstaged:
-            return
-        task = asyncio.create_task(self._spoil_when_dead(pid, unstaged))
-        self._deaths.add(task)
-        task.add_done_callback(self._deaths.discard)
-
-    async def _spoil_when_dead(self, pid: int, unstaged: list[SaveJob]) -> None:
-        death = asyncio.ensure_future(death_of(pid))
-        over = asyncio.ensure_future(asyncio.wait({job.task for job in unstaged}))
-        try:
-            await asyncio.wait({death, over}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            death.cancel()
-            over.cancel()
-        for job in unstaged:
-            job.client_died(StagingError(f"rank {job.info.rank} (process {pid}) ended while its snapshot was being taken"))
 
 
 async def _safe(job: SaveJob) -> None:

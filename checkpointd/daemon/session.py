@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
@@ -65,10 +64,10 @@ GOODBYE_S = 1.0
 
 
 class RankSession:
-    """Serves one rank's connection. At the end, calls `left` with the saves whose snapshots are not whole."""
+    """Serves one rank's connection."""
 
-    def __init__(self, hub: Hub, channel: Channel, peer: Peer, left: Callable[[int, list[SaveJob]], None]) -> None:
-        self._hub, self._channel, self._peer, self._left = hub, channel, peer, left
+    def __init__(self, hub: Hub, channel: Channel, peer: Peer) -> None:
+        self._hub, self._channel, self._peer = hub, channel, peer
         self._outbox: asyncio.Queue[wire.Message | None] = asyncio.Queue(OUTBOX)
         self._account = hub.account_of(peer.uid)
         self._record: RankRecord | None = None
@@ -120,9 +119,9 @@ class RankSession:
 
     def _end(self) -> None:
         """The connection is over. A slot stays mapped as long as a job or the memory tier uses it."""
-        unstaged = [job for job in self._saves.values() if not job.has_snapshot]
         for number, job in self._saves.items():
             job.unlisten((self, number))
+            job.client_left(self._peer.pid)
         self._saves.clear()
         for number, slot in self._slots.items():
             slot.disown((self, number))
@@ -135,7 +134,6 @@ class RankSession:
             kept = self._kept(self._record)
             if kept is not None and not self._record.connections_of(self._peer.uid):
                 self._hub.tier.drop_after(kept, self._hub.config.hold_s)
-        self._left(self._peer.pid, unstaged)
 
     async def _receive_on(self) -> None:
         while (received := await self._channel.receive(FRAME_S)) is not None:
@@ -374,8 +372,6 @@ class RankSession:
             save_latest=message.save_latest,
             metrics=finite(message.metrics),
             left=message.left,
-            takeover=message.takeover,
-            may_be_taken_over=True,
             unfinished=message.unfinished and check_unfinished(message.unfinished),
             shown_at=message.shown_at and check_place(message.shown_at),
             required=message.required,
@@ -384,6 +380,8 @@ class RankSession:
         key = job_key(record.root, self._nonce, self._peer.uid, info)
         ended = self._hub.jobs.ended(key)
         job = self._hub.jobs.live(key)
+        if not message.spooled and (job is not None or ended is not None):
+            raise UsageError(f"{info.prefix} was begun already, and a shard has one writer")
         if job is None and ended is not None and ended.phase is not None:
             self._over.append(message.save)
             self._post(wire.PhaseEntered(save=message.save, phase=str(ended.phase), error=ended.save.error, ranks=ended.ranks))
@@ -439,9 +437,6 @@ class RankSession:
             raise UsageError(f"there is no slot {message.slot}, or no layout {message.layout}")
         if known.nbytes > slot.nbytes - PAGE:
             raise UsageError(f"the layout needs {known.nbytes} bytes and a page, and the slot has {slot.nbytes}")
-        if job.has_snapshot or job.phase in FINAL:  # the job has the same snapshot from an earlier connection
-            self._free_unless_used(message.slot, slot)
-            return
         shard = Shard(
             buffer=slot.buffer[: known.nbytes],
             tensors=known.tensors,

@@ -26,12 +26,8 @@ _TAG_BYTES_MAX = 200
 # Each number has one spelling, so two names never mean one object.
 _RANK = r"(\d{5}|[1-9]\d{5,6})"
 _ATTEMPT = re.compile(r"(\d{8}|[1-9]\d{8,11})-(0|[1-9]\d{0,8})\Z", re.ASCII)
-_HAND = r"(?:[1-9]\d{0,2}|[1-4]\d{3})"
-_CHUNKS = re.compile(rf"{_RANK}-(0|[1-9]\d{{0,3}})\.chunks\Z", re.ASCII)
-_INDEX = re.compile(rf"{_RANK}(?:-({_HAND}))?\.index\Z", re.ASCII)
-_FILE = re.compile(rf"{_RANK}-(0|{_HAND})-(0|[1-9]\d{{0,3}})\.file\Z", re.ASCII)
 _OBJECT = re.compile(
-    rf"(?:{_RANK}(?:-(?:0|[1-9]\d{{0,3}})\.chunks|-(?:0|{_HAND})-(?:0|[1-9]\d{{0,3}})\.file|(?:-{_HAND})?\.index|\.vote|\.readback)"
+    rf"(?:{_RANK}(?:-[01]\.chunks|-(?:0|[1-9]\d{{0,3}})\.file|\.index|\.vote|\.readback)"
     r"|(?:ballot|plan)-[0-9a-f]{32})\Z",
     re.ASCII,
 )
@@ -47,9 +43,6 @@ WORLD_SIZE_MAX = 1 << 18
 """The most ranks of a job. An object that declares more is damaged, and nothing is allocated for them."""
 RANKS_PER_GROUP = 256
 """The ranks whose objects share a directory of an attempt, so that no directory grows with the ranks."""
-TAKEOVERS_MAX = 5000
-"""The most writers that may take one shard over from each other; each writes objects under its own names."""
-PARTS_PER_TAKEOVER = 2
 FILES_MAX = 10_000
 """The most files of one rank in one checkpoint."""
 
@@ -182,14 +175,14 @@ def refers_to_bytes(key: str) -> bool:
     return is_attempt(prefix) and object_key(prefix, name) == key
 
 
-def chunks_name(rank: int, part: int, takeover: int = 0) -> str:
-    """The chunks object `part` (0 or 1) that takeover `takeover` of a rank writes. Two writers never write one object."""
-    return f"{rank:05d}-{PARTS_PER_TAKEOVER * takeover + part}.chunks"
+def chunks_name(rank: int, part: int) -> str:
+    """The chunks object `part` (0 or 1) of a rank."""
+    return f"{rank:05d}-{part}.chunks"
 
 
-def file_name(rank: int, number: int, takeover: int = 0) -> str:
-    """The object that holds file `number` of a rank, as takeover `takeover` writes it."""
-    return f"{rank:05d}-{takeover}-{number}.file"
+def file_name(rank: int, number: int) -> str:
+    """The object that holds file `number` of a rank."""
+    return f"{rank:05d}-{number}.file"
 
 
 def holds_bytes(name: str) -> bool:
@@ -202,24 +195,13 @@ def is_bulk(name: str) -> bool:
     return name.endswith(".index") or holds_bytes(name)
 
 
-def index_name(rank: int, takeover: int = 0) -> str:
-    """The index that takeover `takeover` of a rank writes."""
-    return f"{rank:05d}-{takeover}.index" if takeover else f"{rank:05d}.index"
+def index_name(rank: int) -> str:
+    return f"{rank:05d}.index"
 
 
 def index_rank(name: str) -> int | None:
-    """The rank of the index `name`, by any writer; None if `name` is not an index."""
+    """The rank of the index `name`, or None if `name` is not an index."""
     return object_rank(name) if name.endswith(".index") else None
-
-
-def object_takeover(name: str) -> int | None:
-    """The number of the writer that wrote the index, file or chunks object `name`; None for any other object."""
-    if match := _INDEX.match(name):
-        return int(match[2] or 0)
-    if match := _FILE.match(name):
-        return int(match[2])
-    match = _CHUNKS.match(name)
-    return int(match[2]) // PARTS_PER_TAKEOVER if match else None
 
 
 def vote_name(rank: int) -> str:

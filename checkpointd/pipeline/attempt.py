@@ -6,9 +6,9 @@ Invariants
   ATTEMPT-3  The attempt does not use the snapshot's memory after it has called `on_free`, once, before `run` returns.
   ATTEMPT-4  A rank that has voted no waits NO_S for the coordinator's abort, which names all failed ranks. Then it puts the
       abort itself, since the coordinator may have died. It tries that until the deadline if there are other ranks to tell.
-  ATTEMPT-5  If an attempt may have other writers (`AttemptInfo.may_be_taken_over`), a yes of any writer counts as this rank's.
-      Losing the race for the vote is not an error, and a commit that counts another writer's vote ends this attempt as
-      committed.
+  ATTEMPT-5  A trainer that has lost its sidecar in the middle of a save writes nothing of the shard, and votes no. If the
+      sidecar's yes stands, that vote counts, and this process follows the attempt to its end in place of the sidecar. The same
+      holds for a yes that was put before a crash, of a shard in the spool.
   ATTEMPT-6  If a rank finds a newer start that does not spare the attempt, it writes nothing of its shard.
   ATTEMPT-7  A rank puts no vote and appends nothing if the root is not the one in which the job began (OWNROOT-1 in
       `own_root.py`).
@@ -27,7 +27,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from checkpointd.commit import decide as decisions
@@ -56,8 +55,6 @@ from checkpointd.pipeline.write.vote import (
     VoteUncertain,
     drop_shard,
     drop_unfinished,
-    drop_unless_named,
-    is_own,
     tried,
     vote_no,
 )
@@ -83,7 +80,7 @@ class Attempt:
     Called on the writer's thread: `on_phase` at every change of phase, and `on_free` when the snapshot is not read any more.
     The coordinator puts a commit only when `may_commit` returns True, and keeps a lease if this process may outlive the trainer
     (`outlives`; SAVEJOB-5 in `jobs.py`). `spooled`: the shard, if an earlier process has left it in the spool; then there is no
-    snapshot.
+    snapshot. `lost`: why this rank votes no, if the process that was to write the shard is lost (ATTEMPT-5).
     """
 
     def __init__(
@@ -98,9 +95,8 @@ class Attempt:
         may_commit: Callable[[], bool] = lambda: True,
         outlives: bool = False,
         spooled: SpooledShard | None = None,
+        lost: ErrorReport | None = None,
     ) -> None:
-        if state.spool is not None:
-            info = replace(info, may_be_taken_over=True)  # another process may go on with what is in the spool
         self.info, self.phase = info, Phase.STAGING if spooled is None else Phase.SPOOLED
         self.error: CheckpointdError | None = None
         self.outcome: LoggedAttempt | None = None
@@ -116,14 +112,15 @@ class Attempt:
         if spooled is not None and spooled.is_announced:
             self._on_root()
         self._ballot = Ballot(state.store, info.tag, info.attempt)
-        self.own_error: BaseException | None = None
+        self._writer_lost = lost
+        self.own_error: BaseException | None = None if lost is None else lost.error()
         self._given_up: Decision | None = None
         self._hopeless: Exception | None = None
         self._doubted: Decision | None = None
         """The abort that this rank asks for at every look, since its yes vote may exist or not."""
         self._no: tuple[Decision, float] | None = None
         """The abort that follows from this rank's no, and the time at which this rank puts it itself (ATTEMPT-4)."""
-        self._own_vote_stands, self._bases_forgotten = False, 0
+        self._bases_forgotten = 0
         self._stands: LoggedAttempt | None = None  # as this rank's append has found it
         self._unseen = ""  # the error of the last look that failed
         self._index: Index | None = None  # the durable index of this rank's shard
@@ -152,10 +149,11 @@ class Attempt:
     def _end_now(self, decision: Decision) -> None:
         self._given_up, self._deadline = decision, asyncio.get_running_loop().time()
 
-    async def run(self, staged: Awaitable[Shard]) -> None:
+    async def run(self, staged: Awaitable[Shard] | None) -> None:
         """Persist the shard that `staged` gives, vote, and follow the attempt to its outcome.
 
-        If `staged` raises SkippedError, the save was skipped; any other error means a failed snapshot. Both vote no.
+        If `staged` raises SkippedError, the save was skipped; any other error means a failed snapshot. Both vote no. None: the
+        writer is lost.
         """
         reader = self._state.reader
         reader.pause(self)
@@ -173,7 +171,7 @@ class Attempt:
         if self.phase is Phase.COMMITTED and self.outcome is not None and self._state.commit.read_back:
             self._state.reader.committed(self.outcome, self.info.rank)
 
-    async def _run_tidily(self, staged: Awaitable[Shard]) -> None:
+    async def _run_tidily(self, staged: Awaitable[Shard] | None) -> None:
         """Run the attempt, and then have dead attempts and old entries of the log removed, which this does not wait for
         (TIDY-1).
         """
@@ -189,7 +187,7 @@ class Attempt:
         if self.info.rank == COORDINATOR and self.outcome is not None:
             tidier.ask(self.info)
 
-    async def _run(self, staged: Awaitable[Shard]) -> None:
+    async def _run(self, staged: Awaitable[Shard] | None) -> None:
         work = asyncio.ensure_future(self._work(staged))
         try:
             outcome = await self._follow()
@@ -215,14 +213,16 @@ class Attempt:
             if self.info.rank == COORDINATOR:
                 await tried(drop_unfinished, self._store, self.info)
                 await reserve.take_aboard(self._store)
-        elif self.info.may_be_taken_over and not self._own_vote_stands:
-            await tried(drop_unless_named, self._store, self.info)
         if self.spool is not None:
             await self.spool.ended(committed=outcome.committed is not None)
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
-    async def _work(self, staged: Awaitable[Shard]) -> None:
+    async def _work(self, staged: Awaitable[Shard] | None) -> None:
+        if self._writer_lost is not None:
+            await self._refused(self._writer_lost)
+            return
+        assert staged is not None
         if self.spool is not None and self.spool.shard is not None:
             await self._ended_well(self._upload(self.spool))
             return
@@ -271,9 +271,9 @@ class Attempt:
     async def _upload(self, spool: SpoolSide) -> None:
         """Upload the shard from the spool, and vote."""
         voted = await spool.upload(lambda: self._fire(Event.UPLOAD_STARTED) if self.phase is Phase.SPOOLED else None)
-        self._index, self._own_vote_stands = spool.index, spool.own_vote_stands
+        self._index = spool.index
         if voted:
-            self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
+            self._fire(Event.VOTED_YES)
 
     async def _persist_at_root(self, shard: Shard) -> None:
         self._on_root()
@@ -287,7 +287,7 @@ class Attempt:
         freed = tidier.freed
         try:
             await unless(self._over, self._announcement.awaited(self._deadline))
-            vote = await persist(await self._job(shard))
+            await persist(await self._job(shard))
         except StoreFullError as error:
             await drop_shard(self._store, self.info)
             if not await unless(self._over, tidier.more_room_for(self.info, self._deadline, freed)):
@@ -295,9 +295,8 @@ class Attempt:
             log.warning("%s: rank %d writes it once more, as space has come free: %s", self.info.prefix, self.info.rank, error)
             self.progress.raw_done = self.progress.stored = 0
             await unless(self._over, self._announcement.awaited(self._deadline))
-            vote = await persist(await self._job(shard))
-        self._own_vote_stands = is_own(self.info, vote)
-        self._fire(Event.VOTED_YES if self._own_vote_stands else Event.OTHER_WRITER_VOTED)
+            await persist(await self._job(shard))
+        self._fire(Event.VOTED_YES)
 
     async def _ends_fenced(self) -> bool:
         """Whether there is a newer start that does not spare this attempt (ATTEMPT-6). That start has aborted it, if it was
@@ -363,33 +362,36 @@ class Attempt:
         report = ErrorReport.of(error, str(phase), decisions.shortened(str(error) or repr(error)))
         if event is not Event.SKIP:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
-        while not await self._refused(report, phase, error) and self.spool is not None:
+        while not await self._refused(report) and self.spool is not None:
             with suppress(Stopped):
                 await self.spool.pause()  # SPOOL-9
             if self._is_decided():
                 return
 
-    async def _refused(self, report: ErrorReport, phase: Phase, error: BaseException) -> bool:
+    async def _refused(self, report: ErrorReport) -> bool:
         """Vote no. False if a shard in the spool has to try that again."""
-        if self.spool is not None:
-            await self.spool.give_up(error)
+        if self.spool is not None and self.own_error is not None:
+            await self.spool.give_up(self.own_error)
         try:
             await self._check_root()
             await self._announcement.make()
-            if await vote_no(self._store, self.info, report):
+            has_no = await vote_no(self._store, self.info, report, has_written=self._writer_lost is None)
+            if has_no or not self._may_find_yes:
+                if self._writer_lost is not None:
+                    self._fire(Event.SNAPSHOT_FAILED)
                 self._no = decisions.refused({self.info.rank: report}), asyncio.get_running_loop().time() + NO_S
             else:
                 self.own_error = None
-                self._fire(Event.OTHER_WRITER_VOTED)
+                self._fire(Event.YES_FOUND)
         except FencedError as fenced:
             self._hopeless = fenced
         except Exception as why:  # ATTEMPT-1
-            if phase in IN_SPOOL and isinstance(why, StoreError) and not is_out_of_reach(why):
+            if report.phase in IN_SPOOL and self.spool is not None and isinstance(why, StoreError) and not is_out_of_reach(why):
                 log.warning("%s: rank %d cannot store its no: %s; trying again", self.info.prefix, self.info.rank, why)
                 return False
             log.error("%s: rank %d cannot store its no: %s; it tries to store the abort", self.info.prefix, self.info.rank, why)
             refused = await self._put_abort(report)
-            if not self.info.may_be_taken_over or is_out_of_reach(refused) or (self.spool is None and lasts(refused)):
+            if not self._may_find_yes or is_out_of_reach(refused) or (self.spool is None and lasts(refused)):
                 # Without this rank's yes there can be no commit, so its save has failed even if no other rank hears of it.
                 self._hopeless = refused
         return True
@@ -412,14 +414,16 @@ class Attempt:
 
     async def _voted(self, work: asyncio.Future[None], commit: LoggedAttempt) -> None:
         """Return when this rank has entered `prepared`, since `commit` counts its vote."""
-        if not self.info.may_be_taken_over:
-            await work  # the vote is this writer's, and its put is about to return
-            return
-        self.outcome = commit  # stops persisting, since the vote counts already
-        if self.phase is not Phase.STAGING:
-            await work
-        if self.phase is not Phase.PREPARED:
-            self._fire(Event.OTHER_WRITER_VOTED)
+        if self._may_find_yes:
+            self.outcome = commit  # stops the upload, since the vote counts already
+        await work  # otherwise the vote is of this process, and its put is about to return
+        if self._may_find_yes and self.phase is not Phase.PREPARED:
+            self._fire(Event.YES_FOUND)
+
+    @property
+    def _may_find_yes(self) -> bool:
+        """Whether another process may have voted for this rank before this one (PHASE-5)."""
+        return self._writer_lost is not None or self.spool is not None
 
     # --- the outcome -----------------------------------------------------------------------------------------
 
@@ -558,7 +562,7 @@ class Attempt:
 
     def _conclude(self, outcome: LoggedAttempt) -> None:
         if (commit := outcome.committed) is not None:
-            if self._index is not None and self._own_vote_stands:
+            if self._index is not None:
                 self._state.bases.saw(self._index, commit.order, self._bases_forgotten)
             if commit.no_progress and self._state.commit.on_no_progress != "ignore":
                 self.progress.no_progress = True

@@ -12,11 +12,10 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from checkpointd.errors import UsageError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias, PlanTensor, Scope
 from checkpointd.layout.keys import COORDINATOR as COORDINATOR
-from checkpointd.layout.keys import TAKEOVERS_MAX, AttemptId, attempt_prefix, object_key
+from checkpointd.layout.keys import AttemptId, attempt_prefix, object_key
 from checkpointd.layout.manifest import Branches, Inline
 from checkpointd.layout.save_timings import PhaseSeconds
 from checkpointd.pipeline.meter import SaveMeter
@@ -42,12 +41,7 @@ def finite(metrics: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptInfo:
-    """One attempt as one rank sees it. `n` is the number of the save among this rank's saves in its start.
-
-    `takeover`: the number of this snapshot's writer; the first writer is 0, and each takeover from a lost writer has the next
-    number. `may_be_taken_over`: other writers may write the same snapshot, so a vote of this rank may be another writer's.
-    Raises UsageError for a `takeover` outside its limits.
-    """
+    """One attempt as one rank sees it. `n` is the number of the save among this rank's saves in its start."""
 
     tag: str
     attempt: AttemptId
@@ -60,8 +54,6 @@ class AttemptInfo:
     """The metrics that the user passed to save(): finite numbers by name, which retention uses."""
     left: Branches = ()
     """The branches that were left on the way to this save (`CommitRecord.left`)."""
-    takeover: int = 0
-    may_be_taken_over: bool = False
     inline: Inline | None = None
     """Set if this is an inline save."""
     unfinished: str = ""
@@ -70,12 +62,6 @@ class AttemptInfo:
     """For a state: an empty directory appears here at the commit, and goes with the checkpoint. Relative, as for files."""
     required: bool = False
     """Whether it must not be dropped for a newer save."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.takeover < TAKEOVERS_MAX:
-            raise UsageError(
-                f"takeover {self.takeover} cannot be: a shard has at most {TAKEOVERS_MAX} writers, one after the other"
-            )
 
     @property
     def prefix(self) -> str:

@@ -44,7 +44,8 @@ class Checkpointer:
     `sidecar`: "auto" starts a process on each node that persists the snapshots and outlives this one, or uses the one that an
     earlier start has left. Or the socket of this node's `checkpointd serve`.
     `sidecar_uid`: the user that the sidecar runs as, if not you. Only you, root and that user get snapshots.
-    `on_sidecar_loss`: "inline" persists here until it is back, "wait" waits until the save's deadline, "raise" fails the save.
+    `on_sidecar_loss`: while no sidecar takes saves, "inline" persists them here, and "raise" fails them. In both cases, a save
+    that a sidecar has in its hands when it is lost fails, unless its spool has it.
     `dedup`: do not write unchanged data again; a checkpoint then refers to objects of older ones, which stay while needed.
     `full_every`: store only one in so many checkpoints in full, and those between as differences from it, which is smaller.
     They need its objects, which stay; if one of those is damaged, so are they. None: store every checkpoint in full.

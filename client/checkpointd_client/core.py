@@ -161,7 +161,7 @@ class Core:
         """Connect to the sidecar; returns the attempts of earlier starts ("tag/attempt") that it still works at."""
         if self._sidecar is None:
             return ()
-        joined = self._ask_sidecar(self._sidecar, self._sidecar.start(SIDECAR_PATIENCE_S))
+        joined = self._ask_sidecar(self._sidecar, self._sidecar.start())
         flights = () if joined is None else self._ask_sidecar(self._sidecar, self._sidecar.at_root(joined))
         return tuple(f"{flight.tag}/{flight.attempt}" for flight in flights if flight.rank == COORDINATOR)
 

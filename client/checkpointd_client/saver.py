@@ -174,7 +174,7 @@ class Saver:
         self._endings = Endings(self.history, start.latest, self._measured)
         inline = InlineRunner(state, self._endings)
         self._runner: Runner = inline if sidecar is None else SidecarRunner(sidecar, inline, self._endings, state)
-        self._may_be_taken_over, self._pickles = sidecar is not None, pickles
+        self._has_sidecar, self._pickles = sidecar is not None, pickles
         self._classes, self._capturer = classes, Capturer(classes, check_loadable)
         self._arrangement: object = None
         self._layout: SlotLayout | None = None
@@ -303,7 +303,7 @@ class Saver:
             finally:
                 self._refuse(job, error)
             return
-        if self._may_be_taken_over:
+        if self._has_sidecar:
             self._prewarm_another(job)
             job.announced.wait(ANNOUNCE_S)
 
@@ -341,7 +341,6 @@ class Saver:
             save_latest=request.save_latest,
             metrics=request.metrics,
             left=self.left.get(request.training, ()),
-            may_be_taken_over=self._may_be_taken_over,
             unfinished=request.unfinished,
             shown_at=request.shown_at,
             required=request.required,

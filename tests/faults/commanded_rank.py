@@ -126,6 +126,14 @@ class Rank:
             "source": loaded.source,
         }
 
+    def saves_that_waited(self) -> int:
+        """How many of the saves since open() waited for a slot."""
+        return sum(handle.timings.waited_s > 0 for handle in self._handles.values())
+
+    def slots_held(self) -> int:
+        """How many slots snapshots have."""
+        return len(self._ckpt._core._arena._holds)
+
     def fail_reads(self, like: str, number: int, works: int = 0) -> None:
         """After `works` more of them, and until mend_reads(), reads of what has `like` in its path raise `number`."""
         self._fault(Fault(like, number, works, fails=FOR_EVER))

@@ -27,8 +27,8 @@ from tests.forged_roots import edited, opened
 ABSENCE_S = 0.05
 FOR_LATEST = [tag for tag in STEPS if tag != "best"]
 """The checkpoints that a load without a tag may take, oldest first."""
-CHUNKS = ("raw chunks", "encoded chunks", "chunks of a takeover")
-READ = (*CHUNKS, "index", "index of a takeover", "ballot", "joint plan")
+CHUNKS = ("raw chunks", "encoded chunks")
+READ = (*CHUNKS, "index", "ballot", "joint plan")
 """The kinds whose damage costs their checkpoint: `verify` finds it."""
 DAMAGED_CODE = 5
 

@@ -99,7 +99,7 @@ def many_tensors_in_the_tree(index: dict[str, Any]) -> Raw:
 
 
 def objects_that_are_not_there(index: dict[str, Any]) -> Raw:
-    one = packed({"name": "00000-7.chunks", "size": 1})
+    one = packed({"name": "00000-1.chunks", "size": 1})
     return {"objects": listed(2_000, one * 2_000)}
 
 

@@ -60,7 +60,7 @@ class SidecarRounds(Rounds):
         return ("--bandwidth-mib", str(self.chance.choice(MIB_PER_S)))
 
     def launch(self) -> Torchrun:
-        self.loss = self.chance.choice(["inline", "inline", "wait", "raise"])
+        self.loss = self.chance.choice(["inline", "inline", "raise"])
         options = {
             "root": self.root,
             "seed": self.seed,

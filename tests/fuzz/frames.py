@@ -88,7 +88,7 @@ def conversation(source: random.Random, root: str) -> list[tuple[wire.Message, b
         said += [(wire.Slot(slot=0, nbytes=len(SHARD.buffer) + PAGE), True), (_layout(source, good=True), False)]
     if source.random() < 0.25:
         tag, attempt = source.choice("abcd"), f"00000001-{source.randrange(100)}"
-        save = wire.Save(save=0, tag=tag, attempt=attempt, step=1, n=1, save_latest=True, takeover=0, left_s=10.0)
+        save = wire.Save(save=0, tag=tag, attempt=attempt, step=1, n=1, save_latest=True, left_s=10.0)
         announced = wire.Announced(save=0, slot=0, layout=0, mark=1)
         start = [save, wire.Contents(save=0, tree=SHARD.tree), announced, wire.Staged(save=0)]
         if source.random() < 0.3:
@@ -150,7 +150,6 @@ def _save(source: random.Random) -> wire.Save:
         step=source.choice(_COUNTS),
         n=source.choice(_COUNTS),
         save_latest=source.random() < 0.5,
-        takeover=source.choice((0, 0, 1, 999)),
         left_s=source.choice((1.0, 1.0, 0.0, 1e-9)),
         unfinished=source.choice(("", "", "00000001-0", "..", "../..", "a/b")),
     )

@@ -24,7 +24,6 @@ import uvloop
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.hub_status import standing
-from checkpointd.daemon.jobs import SaveJob
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel, Received
 from checkpointd.daemon.protocol.decoder import Decoder
@@ -113,18 +112,13 @@ class Stage:
         """One client from its first word to its end; how many messages it heard."""
         source = random.Random(seed)
         channel = ScriptedChannel(source, source.choice(self.slots))
-        gone: list[SaveJob] = []
-        session = RankSession(
-            self.hub, cast(Channel, channel), Peer(os.getpid(), os.getuid(), os.getgid()), lambda _, jobs: gone.extend(jobs)
-        )
+        session = RankSession(self.hub, cast(Channel, channel), Peer(os.getpid(), os.getuid(), os.getgid()))
         with contextlib.suppress(ConnectionError):
             await session.run()
         assert session._outbox.qsize() <= OUTBOX
         assert sum(not job.has_voted for job in self.hub.jobs.all()) <= 4 * self.hub.config.saves_max
         assert self.hub.account.used <= self.hub.account.limit
         assert self.hub.account_of(os.getuid()).used == self.hub.account.used
-        for job in gone:
-            job.client_died(StagingError("the client has gone"))
         for job in self.hub.jobs.all():
             job.attempt._deadline = 0.0
         if source.random() < 0.1:

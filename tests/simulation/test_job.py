@@ -157,13 +157,14 @@ def test_with_sidecars_and_without_faults_every_save_commits() -> None:
 
 @pytest.mark.parametrize(("first", "rank", "how"), [(1, 0, "killed"), (2, 0, "cut off"), (3, 1, "stopped")])
 def test_sidecar_lost_at_every_effect(first: int, rank: int, how: Literal["killed", "stopped", "cut off"], stride: int) -> None:
-    """Whoever takes over finishes the save: nothing but a stop past the deadline keeps it from its commit."""
+    """This costs the save in its hands, unless its vote stands, and no other."""
     job = JobConfig(seed=8, steps=1, sidecars=True)
     for number in itertools.count(first, stride):
         report = run_schedule(Schedule(job=job, faults=((number, LoseSidecar(rank, how, 5.0)),)))
         if not report.struck:
             break
-        assert (report.committed, report.aborted, report.incarnations) == (2, 0, 2)
+        assert (report.committed + report.aborted, report.incarnations) == (2, 2)
+        assert report.aborted <= 1
     assert number > 100
 
 

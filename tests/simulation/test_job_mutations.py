@@ -26,7 +26,7 @@ from checkpointd.commit import log as table
 from checkpointd.commit import log_access as steps
 from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import Event
-from checkpointd.errors import StoreError
+from checkpointd.errors import StagingError, StoreError
 from checkpointd.layout import keys
 from checkpointd.layout.log_records import (
     AbortRecord,
@@ -46,8 +46,8 @@ from checkpointd.pipeline.gc import collect, retire
 from checkpointd.pipeline.outcome import publish, recover, starting
 from checkpointd.pipeline.root import latest, leases, log, root_view, starts
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.pipeline.write import persist, vote, write_objects
+from checkpointd.pipeline.shard import AttemptInfo, Shard
+from checkpointd.pipeline.write import persist, vote
 from checkpointd.store.base import Store
 from checkpointd.testing.job import simrank
 from checkpointd.testing.job.simjob import run_schedule
@@ -65,6 +65,7 @@ from checkpointd.testing.job.simschedule import (
     Schedule,
     SecondJob,
 )
+from checkpointd.testing.job.simsidecar import SimSidecar, snapshot_of
 from checkpointd.testing.simdisk import ProcessDisk
 from checkpointd.testing.simfs import SimFile
 from tests.simulation.named_seeds import NamedSeeds
@@ -126,19 +127,18 @@ def commit_before_all_votes(patch: Patch) -> None:
 
 def vote_before_index(patch: Patch) -> None:
     """The yes vote is put before the index that it names."""
-    put_new, waiting = vote.put_new, dict[str, bytes]()
+    put_new, put_yes, waiting = persist.put_new, vote.put_yes, dict[str, bytes]()
 
-    async def turned_round(store: Store, key: str, data: bytes, *, durable: bool = True) -> None:
-        if key.endswith(".index"):
-            waiting[key] = data
-            return
-        await put_new(store, key, data, durable=durable)
-        index = key.replace(".vote", ".index")
-        if index in waiting:
-            await put_new(store, index, waiting.pop(index))
+    async def held_back(store: Store, key: str, data: bytes) -> None:
+        waiting[key] = data
 
-    for module in (persist, vote):
-        patch.setattr(module, "put_new", turned_round)
+    async def turned_round(store: Store, info: AttemptInfo, said: Vote) -> None:
+        await put_yes(store, info, said)
+        index = info.key(keys.index_name(info.rank))
+        await put_new(store, index, waiting.pop(index))
+
+    patch.setattr(persist, "put_new", held_back)
+    patch.setattr(vote, "put_yes", turned_round)
 
 
 def nothing(patch: Patch) -> None:
@@ -421,36 +421,30 @@ def attempts_of_others_overlooked(patch: Patch) -> None:
 # --- writers and surviving attempts ------------------------------------------------------------------------------------
 
 
-def hands_share_names(patch: Patch) -> None:
-    """Whoever takes an attempt over writes the objects that the one before it wrote."""
+def written_twice(patch: Patch) -> None:
+    """A trainer that has lost its sidecar in the middle of a save writes the shard itself."""
 
-    def index_name(rank: int, takeover: int = 0) -> str:
-        return keys.index_name(rank)
+    async def handed_over(
+        self: simrank.Rank, info: AttemptInfo, taking: asyncio.Task[Shard], sidecar: Callable[[], SimSidecar]
+    ) -> Attempt:
+        snapshot = snapshot_of(self.process, taking, StagingError(f"{self.name} died"))
+        current = sidecar()
+        work = current.begin(info, snapshot)
+        ended: list[asyncio.Future[Any]] = [work, current.lost]
+        await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        attempt = work.result() if work.done() else None
+        return await self._runner.run(info, snapshot) if attempt is None else attempt
 
-    def chunks_name(rank: int, part: int, takeover: int = 0) -> str:
-        return keys.chunks_name(rank, part)
-
-    for module in (write_objects, vote):
-        patch.setattr(module, "chunks_name", chunks_name)
-    for module in (persist, vote):
-        patch.setattr(module, "index_name", index_name)
-
-
-def every_hand_dropped(patch: Patch) -> None:
-    """A writer that drops its shard drops every other writer's as well."""
-
-    async def drop(store: Store, info: AttemptInfo) -> None:
-        for entry in await store.list(info.prefix):
-            if keys.object_rank(entry.name) == info.rank and keys.object_takeover(entry.name) is not None:
-                await store.delete(info.key(entry.name))
-
-    for module in (persist, vote, attempt):
-        patch.setattr(module, "drop_shard", drop)
+    patch.setattr(simrank.Rank, "_handed_over", handed_over)
 
 
-def dropped_unlooked(patch: Patch) -> None:
-    """A writer that is not sure of its own vote drops its shard after a commit, whatever the vote names."""
-    patch.setattr(attempt, "drop_unless_named", vote.drop_shard)
+def shard_of_the_lost_removed(patch: Patch) -> None:
+    """A trainer that has lost its sidecar removes the shard before its no is there."""
+
+    async def hasty(store: Store, info: AttemptInfo, error: ErrorReport, *, has_written: bool = True) -> bool:
+        return await vote.vote_no(store, info, error)
+
+    patch.setattr(attempt, "vote_no", hasty)
 
 
 def surviving_forgotten(patch: Patch) -> None:
@@ -591,20 +585,11 @@ MUTATIONS = {
     "removed before another one was read back": Mutation(removed_unproved, ("removed-newer",), steps=3, keeps=1),
     "what is undecided swept": Mutation(undecided_swept, ("objects-stay",), steps=3, deviations=True),
     "what others refer to swept": Mutation(references_ignored, ("objects-stay",), steps=3, keeps=1, frozen=True),
-    "writers that share names": Mutation(
-        hands_share_names,
-        ("latest-whole", "nothing-lost", "objects-stay"),
-        lambda seed: ((Moment("create", ".chunks", 1 + seed % 3), LoseSidecar(seed // 3 % 3, "cut off")),),
-        sidecars=True,
+    "a shard with two writers": Mutation(
+        written_twice, ("objects-stay", "latest-whole", "nothing-lost"), cut_off(".index", "link"), sidecars=True
     ),
-    "every writer's objects dropped": Mutation(
-        every_hand_dropped, ("objects-stay", "nothing-lost"), cut_off(".chunks", "create"), sidecars=True
-    ),
-    "one's own objects dropped without looking at the vote": Mutation(
-        dropped_unlooked,
-        ("objects-stay",),
-        lambda seed: ((Moment("link", ".index", 1 + seed % 3), Refuse(ACTOR, errno.ETIMEDOUT, 1, "link")),),
-        sidecars=True,
+    "the shard of a lost sidecar removed before the no": Mutation(
+        shard_of_the_lost_removed, ("objects-stay", "latest-whole", "nothing-lost"), cut_off(".index", "link"), sidecars=True
     ),
     "surviving forgotten": Mutation(
         surviving_forgotten, ("outlived", "surviving"), lambda seed: ((60 + seed, Kill(0)),), sidecars=True

@@ -194,7 +194,6 @@ class Save(_Message, frozen=True, kw_only=True, tag="save"):
     step: _Count
     n: _Count
     save_latest: bool
-    takeover: Annotated[int, Meta(ge=0, le=999)]
     left_s: _Seconds
     """Seconds until the deadline of the attempt."""
     metrics: Annotated[dict[_Metric, float], Meta(max_length=METRICS_MAX)] = {}

@@ -44,7 +44,7 @@ from checkpointd.layout.files import (
     unfinished_folder,
     unfinished_start,
 )
-from checkpointd.layout.keys import SERVICE, file_name, object_key, object_takeover, shown_key
+from checkpointd.layout.keys import SERVICE, file_name, object_key, shown_key
 from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import BesideFile, Shown, decode, encode
 from checkpointd.phrases import listed
@@ -425,9 +425,8 @@ async def files_of(store: Store, commit: CommitRecord) -> dict[str, str]:
     for rank, vote in (await votes_of(store, commit)).items():
         if isinstance(vote, DamagedError):
             raise vote
-        takeover = object_takeover(vote.index.name) if vote.index is not None else None
         for number, name in enumerate(vote.files or ()):
-            found[name] = object_key(commit.attempt, file_name(rank, number, takeover or 0))
+            found[name] = object_key(commit.attempt, file_name(rank, number))
     return found
 
 

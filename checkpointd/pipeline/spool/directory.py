@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from checkpointd.commit.facts import Order
 from checkpointd.config import SpoolConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
-from checkpointd.layout.keys import AttemptId, is_tag, object_key, object_rank, object_takeover
+from checkpointd.layout.keys import AttemptId, is_bulk, is_tag, object_key, object_rank
 from checkpointd.pipeline.root.root_view import objects_of
 from checkpointd.pipeline.shard import COORDINATOR
 from checkpointd.pipeline.spool.places import RESERVE, DiskPlace, Room, SpoolPlace, name_of
@@ -276,8 +276,8 @@ async def _swept(store: Store) -> int:
                 continue
             prefix = f"{tag}/{entry.name}"
             for found in await objects_of(store, prefix):
-                rank, takeover = object_rank(found.name), object_takeover(found.name)
-                if rank is None or takeover is None or record_key(prefix, rank, takeover) in records:
+                rank = object_rank(found.name)
+                if rank is None or not is_bulk(found.name) or record_key(prefix, rank) in records:
                     continue
                 await store.delete(object_key(prefix, found.name), durable=False)
                 removed += 1

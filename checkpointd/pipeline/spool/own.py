@@ -157,7 +157,6 @@ class OwnSpool:
             nonce=self.nonce,
             uid=self.uid,
             vote=vote,
-            takeover=info.takeover,
             required=info.required,
             keeps_before=keeps_before,
             commit_timeout_s=commit.timeout_s,
@@ -175,7 +174,7 @@ class OwnSpool:
     async def _forget(self, info: AttemptInfo) -> None:
         """Remove what was written of the shard, its record first (SPOOL-2): it may be there although its put has failed."""
         try:
-            await drop_record(self.root.store, record_key(info.prefix, info.rank, info.takeover))
+            await drop_record(self.root.store, record_key(info.prefix, info.rank))
             await drop_shard(self.root.store, info)
         except CheckpointdError as error:
             log.warning("%s: leftovers stay in the spool until the next start: %s", info.prefix, error)

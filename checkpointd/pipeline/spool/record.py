@@ -42,7 +42,6 @@ class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format",
     """The user whose save it is."""
     vote: Vote
     """The yes vote, as it is put once all that it names is at the root."""
-    takeover: int
     required: bool = False
     """Whether it must not be dropped for a newer save."""
     keeps_before: Order = KEEPS_NONE
@@ -72,13 +71,13 @@ class SpoolRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="format",
 
     @property
     def key(self) -> str:
-        return record_key(self.prefix, self.vote.rank, self.takeover)
+        return record_key(self.prefix, self.vote.rank)
 
 
-def record_key(prefix: str, rank: int, takeover: int) -> str:
+def record_key(prefix: str, rank: int) -> str:
     """The key of the record of a rank's shard of the attempt `prefix` (`<tag>/<attempt>`). All records lie in one directory."""
     tag, _, attempt = prefix.rpartition("/")
-    return f"{SPOOLED}/{attempt}-{rank:05d}-{takeover}-{digest(tag.encode())}"
+    return f"{SPOOLED}/{attempt}-{rank:05d}-{digest(tag.encode())}"
 
 
 def note_key(record: str, note: str) -> str:

@@ -94,8 +94,6 @@ class SpooledShard:
             save_latest=vote.save_latest,
             metrics=tuple(vote.metrics.items()),
             left=vote.left,
-            takeover=record.takeover,
-            may_be_taken_over=True,
             shown_at=vote.shown_at if vote.files is None else "",
             required=record.required,
         )

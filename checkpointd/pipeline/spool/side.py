@@ -30,7 +30,7 @@ from checkpointd.pipeline.spool.uploads import SpoolUnreadError, Upload
 from checkpointd.pipeline.workers import unless
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.rates import Rates
-from checkpointd.pipeline.write.vote import as_own, is_own, put_yes, standing_vote
+from checkpointd.pipeline.write.vote import has_voted, put_yes
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -78,7 +78,6 @@ class SpoolSide:
     shard: SpooledShard | None = None
     index: Index | None = None
     """This rank's durable index at the root, without its tree."""
-    own_vote_stands: bool = False
     is_left: bool = False
     """Whether this process has left the shard to the next one on this node."""
     _said: str = ""
@@ -150,9 +149,7 @@ class SpoolSide:
         await unless(self.hooks.over, asyncio.sleep(seconds))
 
     async def _uploaded(self, shard: SpooledShard) -> bool:
-        standing = await unless(self.hooks.over, standing_vote(self.state.store, self.info))
-        if standing is not None:  # this rank has voted before a crash, or another writer has
-            self.own_vote_stands = is_own(self.info, as_own(self.info, standing))
+        if await unless(self.hooks.over, has_voted(self.state.store, self.info, shard.record.vote)):  # before a crash
             return True
         if await unless(self.hooks.over, self.hooks.ends_fenced()):
             return False
@@ -178,8 +175,7 @@ class SpoolSide:
         self.hooks.check_stop()
         await unless(self.hooks.over, self.hooks.check_root())
         shard.may_have_voted = True  # SPOOL-10
-        standing = await put_yes(self.state.store, self.info, shard.record.vote)
-        self.own_vote_stands = is_own(self.info, standing)
+        await put_yes(self.state.store, self.info, shard.record.vote)
         return True
 
     async def _announce(self, shard: SpooledShard, until: float) -> None:

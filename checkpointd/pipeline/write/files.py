@@ -117,7 +117,7 @@ async def write_files(job: PersistJob, files: FilesNode) -> Index:
     job = job.in_small_writes()
     async with discarded_on_error() as opened:
         for layout in layouts:
-            key = job.info.key(file_name(job.info.rank, layout.number, job.info.takeover))
+            key = job.info.key(file_name(job.info.rank, layout.number))
             opened.append(await job.store.open_writer(key, size_hint=layout.file.size))
         await _write(job, layouts, opened)
         for layout, target in zip(layouts, opened, strict=True):
@@ -243,5 +243,5 @@ async def _write_block(
 def _index(job: PersistJob, layouts: Sequence[FileProgress]) -> Index:
     chunks = {fqn: parts for layout in layouts for fqn, parts in layout.chunks.items()}
     info = job.info
-    objects = [ObjectRef(name=file_name(info.rank, one.number, info.takeover), size=one.file.size) for one in layouts]
+    objects = [ObjectRef(name=file_name(info.rank, one.number), size=one.file.size) for one in layouts]
     return index_of(job, objects, lambda tensor: tuple(chunk for _, chunk in sorted(chunks.get(tensor.fqn, {}).items())))

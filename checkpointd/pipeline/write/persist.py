@@ -28,21 +28,18 @@ from checkpointd.pipeline.write.chunks import write_chunks
 from checkpointd.pipeline.write.dedup import damaged, lost
 from checkpointd.pipeline.write.files import write_files
 from checkpointd.pipeline.write.job import PersistJob
-from checkpointd.pipeline.write.vote import StoredShard, as_own, drop_shard, put_new, standing_vote, vote_yes
+from checkpointd.pipeline.write.vote import StoredShard, drop_shard, taken, vote_yes
+from checkpointd.store.base import Store
 from checkpointd.store.showing import plain_files_of
 
 log = logging.getLogger("checkpointd")
 
 
 async def persist(job: PersistJob) -> Vote:
-    """Write the shard of `job` and vote yes. Returns the rank's yes vote, which may be another writer's.
+    """Write the shard of `job` and vote yes. Returns the vote.
 
-    Raises Stopped if `job` is stopped, else the error that struck, or the error of another writer's no vote.
+    Raises Stopped if `job` is stopped, else the error that struck, or that of this rank's no (`put_yes`).
     """
-    if job.info.takeover:
-        standing = await standing_vote(job.store, job.info)
-        if standing is not None:
-            return as_own(job.info, standing)
     try:
         stored = await _stored(job)
     except StoreFullError as error:
@@ -93,8 +90,13 @@ async def write_shard(job: PersistJob) -> StoredShard:
     if info.unfinished and plain is not None:
         # All ranks had filled it when this save began. Each machine must make the files in its own cache durable.
         await plain.unfinished.settle(info.unfinished)
-    ref, data = await aside(len(index.tensors), encode_index, index, index_name(info.rank, info.takeover))
+    ref, data = await aside(len(index.tensors), encode_index, index, index_name(info.rank))
     job.check_stop()
     with job.spent.disk.busy():
         await put_new(job.store, info.key(ref.name), data)
     return StoredShard(index, ref)
+
+
+async def put_new(store: Store, key: str, data: bytes) -> None:
+    if not await store.put_if_absent(key, data):
+        raise taken(key)

@@ -2,8 +2,9 @@
 
 Invariants
   PERSIST-4  Once this rank has tried to put its yes vote, it removes no object that the vote names.
-  PERSIST-6  A writer removes only its own objects, and only if this rank's vote does not name them. If another writer may have
-      voted (`AttemptInfo.may_be_taken_over`), the stored vote is this rank's vote, whichever writer put it.
+  PERSIST-6  A rank has one vote, and the first that is put counts. Only the writer of the shard puts a yes. A trainer that has
+      lost its sidecar puts a no, and the sidecar may be alive. So the trainer removes the shard only after the abort: before
+      that, the sidecar's yes may stand.
   PERSIST-7  A vote is visible, and not durable. No commit needs it, since the ballot has the bytes of every vote (COMMIT-4).
       If a power cut takes the vote of an undecided attempt away or tears it, the attempt is aborted.
 """
@@ -17,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from checkpointd.errors import AbortedError, CheckpointdError, DamagedError, NotFoundError, StoreError
+from checkpointd.errors import AbortedError, CheckpointdError, NotFoundError, StoreError
 from checkpointd.layout.indexes import Index
-from checkpointd.layout.keys import chunks_name, group_prefix, index_name, object_rank, object_takeover, rank_group, vote_name
+from checkpointd.layout.keys import chunks_name, group_prefix, index_name, object_rank, rank_group, vote_name
 from checkpointd.layout.manifest import NO_REASON, ErrorReport, IndexRef, Vote, encode
 from checkpointd.layout.tree import files_of
 from checkpointd.pipeline.identity import writer
@@ -50,10 +51,11 @@ class StoredShard:
 
 
 async def vote_yes(job: PersistJob, stored: StoredShard) -> Vote:
-    """Vote yes for the `stored` shard. Returns the rank's yes vote, which may be another writer's."""
+    """Vote yes for the `stored` shard. Returns the vote; raises as `put_yes`."""
     vote = await yes_vote(job, stored)
     await job.before_vote()
-    return await put_yes(job.store, job.info, vote)
+    await put_yes(job.store, job.info, vote)
+    return vote
 
 
 async def yes_vote(job: PersistJob, stored: StoredShard) -> Vote:
@@ -62,16 +64,49 @@ async def yes_vote(job: PersistJob, stored: StoredShard) -> Vote:
     return await aside(len(stored.index.tensors), _yes, job, stored)
 
 
-async def put_yes(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
-    """Put the yes `vote` unless this rank has a vote. Returns the rank's yes vote, which may be another writer's."""
-    vote = msgspec.structs.replace(vote, root=RootLog.of(store).root_id)
+async def put_yes(store: Store, info: AttemptInfo, vote: Vote) -> None:
+    """Put the yes `vote`, unless it is there. If this rank has voted no, raises the error that the no reports. Raises
+    VoteUncertain if the store fails, or if another process runs as this rank.
+    """
+    key, data = info.key(vote_name(info.rank)), encode(msgspec.structs.replace(vote, root=RootLog.of(store).root_id))
     try:
-        standing = await _put_vote(store, info, vote)
+        if await store.put_if_absent(key, data, durable=False):  # PERSIST-7
+            return
+        standing = await _standing(store, info, vote)
     except CheckpointdError as error:
         raise VoteUncertain(f"the yes vote of rank {info.rank} could not be stored for certain: {error}") from error
-    if standing != vote:
-        await _drop_beaten(store, info)
-    return as_own(info, standing)
+    _check_yes(standing)
+
+
+async def has_voted(store: Store, info: AttemptInfo, vote: Vote) -> bool:
+    """Whether the yes `vote` of this rank is there. Raises as `put_yes` if there is another one, but no VoteUncertain."""
+    try:
+        standing = await _standing(store, info, vote)
+    except NotFoundError:
+        return False
+    _check_yes(standing)
+    return True
+
+
+async def _standing(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
+    """The vote of this rank: the yes `vote`, or a no. Raises StoreError for one of another process that runs as this rank."""
+    standing = await _own(store, info)
+    if standing.vote == "yes" and standing.index != vote.index:
+        raise taken(info.key(vote_name(info.rank)))
+    return standing
+
+
+async def _own(store: Store, info: AttemptInfo) -> Vote:
+    standing = await read_vote(store, info.key(vote_name(info.rank)))
+    if (standing.prefix, standing.rank, standing.step, standing.n) != (info.prefix, info.rank, info.step, info.n):
+        raise taken(info.key(vote_name(info.rank)))
+    return standing
+
+
+def _check_yes(standing: Vote) -> None:
+    if standing.vote == "no":
+        report = standing.error or NO_REASON
+        raise report.error(f"rank {standing.rank} has voted no: {report.message}", unknown=AbortedError)
 
 
 def _vote(info: AttemptInfo, **said: Any) -> Vote:
@@ -112,77 +147,32 @@ def _yes(job: PersistJob, stored: StoredShard) -> Vote:
     )
 
 
-async def _put_vote(store: Store, info: AttemptInfo, vote: Vote) -> Vote:
-    """Put `vote` if this rank has none. Returns the rank's vote. Raises StoreError if a process that is not a writer of this
-    save put it.
-    """
-    key, data = info.key(vote_name(info.rank)), encode(vote)
-    if not info.may_be_taken_over:
-        await put_new(store, key, data, durable=False)  # PERSIST-7
-        return vote
-    if await store.put_if_absent(key, data, durable=False):
-        return vote
-    return _checked(info, await read_vote(store, key))
+async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport, *, has_written: bool = True) -> bool:
+    """Vote no, unless this rank has a vote. Returns False if that is a yes, so that the attempt may commit.
 
-
-async def standing_vote(store: Store, info: AttemptInfo) -> Vote | None:
-    """This rank's vote by any writer; None if there is none."""
-    try:
-        return _checked(info, await read_vote(store, info.key(vote_name(info.rank))))
-    except NotFoundError:
-        return None
-
-
-def _checked(info: AttemptInfo, vote: Vote) -> Vote:
-    """`vote`, if a writer of this rank and this save can have put it. Raises StoreError if not."""
-    if (vote.prefix, vote.rank, vote.step, vote.n) != (info.prefix, info.rank, info.step, info.n):
-        raise _taken(info.key(vote_name(info.rank)))
-    return vote
-
-
-def as_own(info: AttemptInfo, standing: Vote) -> Vote:
-    """The rank's vote `standing` if it is a yes. A no raises the error that it reports."""
-    if standing.vote == "yes":
-        return standing
-    report = standing.error or NO_REASON
-    message = f"another writer of rank {info.rank} failed while {report.phase or 'at work'}: {report.message}"
-    raise report.error(message, unknown=AbortedError)
-
-
-def is_own(info: AttemptInfo, vote: Vote) -> bool:
-    """Whether this writer put `vote`, a yes of this rank."""
-    return vote.index is not None and vote.index.name == index_name(info.rank, info.takeover)
-
-
-async def vote_no(store: Store, info: AttemptInfo, error: ErrorReport) -> bool:
-    """Remove this writer's objects, which frees the space that a vote may need, and vote no.
-
-    Returns False if another writer of this rank has voted yes. If this rank has a vote and can have no other writer, another
-    process runs as the same rank. The objects that its vote names stay (PERSIST-4).
+    If this process `has_written` the shard, it is removed first, which frees the space that a vote may need. Without it, a
+    sidecar has written it, and may vote until the no is there (PERSIST-6).
     """
     key = info.key(vote_name(info.rank))
-    if not info.may_be_taken_over:
+    if has_written:
         try:
             await drop_unfinished(store, info)
         except CheckpointdError as refused:
             log.warning("%s: its unfinished directory stays for now: %s", info.prefix, refused)
-    if await store.stat(key) is None:
-        await drop_shard(store, info)
-    elif info.may_be_taken_over:
-        await drop_unless_named(store, info)
+        if await store.stat(key) is None:  # else the vote may name the objects (PERSIST-4)
+            await drop_shard(store, info)
     vote = _vote(info, vote="no", root=RootLog.of(store).root_id, error=error)
-    if await store.put_if_absent(key, encode(vote), durable=False) or not info.may_be_taken_over:
+    if await store.put_if_absent(key, encode(vote), durable=False):
         return True
-    return _checked(info, await read_vote(store, key)).vote == "no"
+    return (await _own(store, info)).vote == "no"
 
 
 async def drop_shard(store: Store, info: AttemptInfo) -> None:
-    """Delete the chunks, files and index that this writer wrote for an attempt that does not commit with them."""
-    parts = [chunks_name(info.rank, part, info.takeover) for part in (RAW_OBJECT, ENCODED_OBJECT)]
+    """Delete the chunks, files and index of this rank in an attempt that does not commit with them."""
+    parts = [chunks_name(info.rank, part) for part in (RAW_OBJECT, ENCODED_OBJECT)]
     entries = await store.list(group_prefix(info.prefix, rank_group(info.rank)))
-    files = [entry.name for entry in entries if entry.name.endswith(".file")]
-    own = [name for name in files if (object_rank(name), object_takeover(name)) == (info.rank, info.takeover)]
-    for name in (index_name(info.rank, info.takeover), *parts, *own):
+    files = [entry.name for entry in entries if entry.name.endswith(".file") and object_rank(entry.name) == info.rank]
+    for name in (index_name(info.rank), *parts, *files):
         await store.delete(info.key(name))
 
 
@@ -194,8 +184,8 @@ async def drop_unfinished(store: Store, info: AttemptInfo) -> None:
 
 
 async def tried(drop: Callable[[Store, AttemptInfo], Awaitable[None]], store: Store, info: AttemptInfo) -> None:
-    """Remove this writer's unused objects by `drop`, as far as possible: the coordinator may have tidied up before this writer
-    wrote them.
+    """Remove the unused objects of this rank by `drop`, as far as possible: the coordinator may have tidied up before they were
+    written.
     """
     try:
         await drop(store, info)
@@ -203,31 +193,6 @@ async def tried(drop: Callable[[Store, AttemptInfo], Awaitable[None]], store: St
         log.warning("%s: leftovers could not be removed: %s; the next start tries again", info.prefix, error)
 
 
-async def drop_unless_named(store: Store, info: AttemptInfo) -> None:
-    """Do `drop_shard` if this rank has a vote that does not name this writer's index (PERSIST-6). Without a vote, do
-    nothing."""
-    try:
-        standing = await read_vote(store, info.key(vote_name(info.rank)))
-    except (NotFoundError, DamagedError):
-        return
-    if not is_own(info, standing):
-        await drop_shard(store, info)
-
-
-async def _drop_beaten(store: Store, info: AttemptInfo) -> None:
-    """Remove the objects of a writer that lost the race for the vote. If that fails, they go when the tag is tidied up."""
-    try:
-        await drop_unless_named(store, info)
-    except CheckpointdError as error:
-        log.warning(
-            "%s: unused objects of takeover %d of rank %d stay for now: %s", info.prefix, info.takeover, info.rank, error
-        )
-
-
-async def put_new(store: Store, key: str, data: bytes, *, durable: bool = True) -> None:
-    if not await store.put_if_absent(key, data, durable=durable):
-        raise _taken(key)
-
-
-def _taken(key: str) -> StoreError:
+def taken(key: str) -> StoreError:
+    """The error for an object of this rank that exists already."""
     return StoreError(f"{key} exists already: another process writes the same attempt; is the job running twice as one rank?")

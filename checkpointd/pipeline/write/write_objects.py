@@ -75,14 +75,14 @@ async def write_objects(
 
 
 async def _open(job: PersistJob, part: int, *, size_hint: int = 0, size_max: int = 0) -> ObjectWriter:
-    key = job.info.key(chunks_name(job.info.rank, part, job.info.takeover))
+    key = job.info.key(chunks_name(job.info.rank, part))
     return await job.store.open_writer(key, size_hint=size_hint, size_max=size_max)
 
 
 async def _finish(job: PersistJob, part: int, target: ObjectWriter, size: int, written: WrittenObjects) -> None:
     with job.spent.disk.busy():
         await target.finish(size)
-    written.objects.append(ObjectRef(name=chunks_name(job.info.rank, part, job.info.takeover), size=size))
+    written.objects.append(ObjectRef(name=chunks_name(job.info.rank, part), size=size))
 
 
 # --- raw --------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 A job is a series of incarnations, each with `world_size` ranks in processes of their own. The seed decides the faults: ranks
 are killed, or stopped for a while; the power fails; the disk refuses one rank's calls for a while, or requests to the bucket
 are lost, late, repeated or refused; a new incarnation starts while ranks of the old one still run; sidecars, if the job has
-them, are lost and their saves taken over. After the faults, one more incarnation must load and commit. `simledger.py` has the
-invariants; a run that breaks one raises an error with schedule and trace as notes.
+them, are lost, and the ranks vote no on the saves in their hands. After the faults, one more incarnation must load and commit.
+`simledger.py` has the invariants; a run that breaks one raises an error with schedule and trace as notes.
 """
 
 from __future__ import annotations

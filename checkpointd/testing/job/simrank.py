@@ -2,13 +2,12 @@
 
 The steps have the order of `checkpointd_client`: rank 0 takes the start, recovers and tells the other ranks; all ranks load the
 newest checkpoint; each save is an `Attempt`, with at most two in flight. If the job has sidecars, another process runs the
-attempt, and after the loss of that process the rank takes the attempt over with the next writer.
+attempt, and after the loss of that process the rank votes no.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -20,10 +19,11 @@ import numpy as np
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig
-from checkpointd.errors import CheckpointdError, SkippedError, StagingError
+from checkpointd.errors import CheckpointdError, SidecarError, SkippedError, StagingError
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.keys import AttemptId, default_tag
 from checkpointd.layout.log_records import BeginRecord, LoggedAttempt
+from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.outcome.starting import begin
@@ -177,6 +177,8 @@ class Rank:
     _runner: SimRunner = field(init=False)
     _surviving: tuple[str, ...] = ()
     _lease: HeldLease | None = None
+    _is_alone: bool = False
+    """Whether its sidecar was lost, and the next one is not there yet, so that the rank persists its next save itself."""
 
     async def train(self) -> None:
         """Start, load, and save after every step up to the last. Raises CheckpointdError if starting or loading fails."""
@@ -289,7 +291,8 @@ class Rank:
         if self.config.frozen and not plan.thawed:
             contents = {**contents, **frozen_tensors(f"{self.config.seed} {self.rank}", contents)}
         self.ledger.save_called(info.prefix, self.rank, contents)
-        if self.sidecar is None:
+        is_alone, self._is_alone = self._is_alone, False
+        if self.sidecar is None or is_alone:
             attempt = await self._runner.run(info, self._staged(plan, contents), free)
         else:
             attempt = await self._handed_over(info, asyncio.create_task(self._staged(plan, contents)), self.sidecar)
@@ -297,19 +300,17 @@ class Rank:
         self.done[info.prefix] = attempt.phase
 
     async def _handed_over(self, info: AttemptInfo, taking: asyncio.Task[Shard], sidecar: Callable[[], SimSidecar]) -> Attempt:
-        """The attempt, run by the sidecar or, if that is lost, by the next sidecar or this process."""
+        """The attempt, run by the sidecar or, if that is lost, followed by this process, which votes no."""
         snapshot = snapshot_of(self.process, taking, StagingError(f"{self.name} died while its snapshot was being taken"))
-        for takeover in itertools.count():
-            info = replace(info, takeover=takeover, may_be_taken_over=True)
-            if takeover and self.rng.random() < 0.5:
-                return await self._runner.run(info, snapshot)
-            current = sidecar()
-            work = current.begin(info, snapshot)
-            ended: list[asyncio.Future[Any]] = [work, current.lost]
-            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
-            if work.done() and (attempt := work.result()) is not None:
-                return attempt
-        raise AssertionError("unreachable")
+        current = sidecar()
+        work = current.begin(info, snapshot)
+        ended: list[asyncio.Future[Any]] = [work, current.lost]
+        await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        if work.done() and (attempt := work.result()) is not None:
+            return attempt
+        self._is_alone = self.rng.random() < 0.5
+        lost = ErrorReport(code=SidecarError.__name__, message=f"{current.name} was lost", phase=str(Phase.PERSISTING))
+        return await self._runner.run(info, None, lost=lost)
 
     async def _staged(self, plan: SavePlan, contents: Contents) -> Shard:
         await asyncio.sleep(self.rng.random())

@@ -85,9 +85,7 @@ class SecondJob:
 
 @dataclass(frozen=True, slots=True)
 class LoseSidecar:
-    """The rank gives its sidecar up and takes over from it: it was killed, is stopped for some virtual seconds, or only the
-    connection broke and it goes on.
-    """
+    """The rank gives its sidecar up. It was killed, is stopped for some virtual seconds, or goes on without a connection."""
 
     rank: int
     how: Literal["killed", "stopped", "cut off"]

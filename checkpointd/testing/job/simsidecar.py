@@ -1,7 +1,7 @@
 """The sidecar of one rank of a simulated job: runs the rank's attempts in a process of its own, which outlives the rank.
 
-A sidecar is *lost* when its rank gives it up, because it died, was stopped, or lost its connection. The rank then takes its
-attempts over with the next writer. A lost sidecar that is still alive, or wakes up, also continues its attempts.
+A sidecar is *lost* when its rank gives it up, because it died, was stopped, or lost its connection. The rank then votes no. A
+lost sidecar that is still alive, or wakes up, continues its attempts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.daemon.roots.in_doubt import InDoubtAttempts
 from checkpointd.errors import CheckpointdError
+from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
@@ -35,7 +36,13 @@ class SimRunner:
     ledger: Ledger
 
     async def run(
-        self, info: AttemptInfo, staged: Awaitable[Shard], on_free: Callable[[], None] = lambda: None, *, outlives: bool = False
+        self,
+        info: AttemptInfo,
+        staged: Awaitable[Shard] | None,
+        on_free: Callable[[], None] = lambda: None,
+        *,
+        outlives: bool = False,
+        lost: ErrorReport | None = None,
     ) -> Attempt:
         """The finished attempt. InvariantError if it raised an error or did not end."""
         timeout_s, loop = self.state.commit.timeout_s, asyncio.get_running_loop()
@@ -47,6 +54,7 @@ class SimRunner:
             on_phase=lambda phase: self._entered(attempt, phase),
             on_free=on_free,
             outlives=outlives,
+            lost=lost,
         )
         try:
             await attempt.run(staged)

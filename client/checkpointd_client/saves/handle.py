@@ -264,7 +264,7 @@ class OwnHandle(SaveHandle):
         return time.perf_counter() - self._began
 
     def advance(self, phase: Phase, error: CheckpointdError | None = None, at_end: Callable[[], object] = lambda: None) -> None:
-        """Enter `phase`, unless the save has ended or has reached it. So a takeover, which begins again, never leads back.
+        """Enter `phase`, unless the save has ended or has reached it: the next sidecar tells all phases of a spooled save.
 
         If this ends the save, `at_end` is called before anybody who waits for the end goes on.
         """

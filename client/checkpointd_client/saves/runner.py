@@ -3,7 +3,6 @@
 Invariants
   RUNNER-1  A runner's `run` returns when the job has ended. It never raises: the handle gets the error.
   RUNNER-2  The slot is released once, when nobody reads it any more.
-  RUNNER-3  A snapshot is persisted only while its slot is held: the next save overwrites a released slot.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 
 from checkpointd.commit.machine import Phase, shown
 from checkpointd.errors import CheckpointdError, SupersededError
+from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.meter import SaveMeter
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
@@ -66,12 +66,6 @@ class PendingSave:
         await asyncio.wait({asyncio.wrap_future(self.returned)}, timeout=RETURN_S)
         return self.save.handle.timings.held_s
 
-    @property
-    def has_snapshot(self) -> bool:
-        """False if the slot was released, and the snapshot with it; True while it is taken, is whole, or was spoiled."""
-        spoiled = self.staged.done() and self.staged.exception() is not None
-        return spoiled or self.lease is None or self.lease.wanted
-
     def free(self) -> None:
         """Release the slot: nobody reads it for this job any more."""
         if self.lease is not None:
@@ -79,8 +73,6 @@ class PendingSave:
 
     async def free_when_copied(self) -> None:
         """Release the slot when the copy into it has ended, well or not."""
-        if self.lease is not None:
-            self.lease.wanted = False
         try:
             await self.snapshot()
         except Exception as error:
@@ -147,13 +139,13 @@ class InlineRunner:
         self._refusing = 0
 
     async def run(self, job: PendingSave) -> None:
-        await self.take(job, job.info)
+        await self.take(job)
 
-    async def take(self, job: PendingSave, info: AttemptInfo) -> None:
-        """Run the attempt as the writer that `info` names."""
+    async def take(self, job: PendingSave, lost: ErrorReport | None = None) -> None:
+        """Run the attempt. `lost`: why this process votes no for a sidecar that is lost, and writes nothing."""
         job.announced.set()
-        job.progress.begin(0)  # the bytes of an earlier writer do not count for this one
-        job.progress.told, job.progress.spent = None, SaveMeter(staging_s=job.save.handle.timings.staged_s)
+        if lost is None:
+            job.progress.spent = SaveMeter(staging_s=job.save.handle.timings.staged_s)  # the snapshot may be whole by now
 
         def entered(phase: Phase) -> None:
             running = own()
@@ -161,11 +153,12 @@ class InlineRunner:
 
         attempt = Attempt(
             self._state,
-            info,
+            job.info,
             deadline=asyncio.get_running_loop().time() + job.left_s(self._state.commit.timeout_s),
             progress=job.progress,
             on_phase=entered,
             on_free=job.free,
+            lost=lost,
         )
         own = weakref.ref(attempt)  # with `attempt` itself, a cycle would keep the snapshot's memory after close()
         job.save.voting = attempt
@@ -173,9 +166,9 @@ class InlineRunner:
         if task is not None:
             self._running[task] = job
         try:
-            await attempt.run(_held_over(job))
+            await attempt.run(_held_over(job) if lost is None else None)
         except Exception as error:  # a defect of ours must not hang the trainer that waits for the handle
-            log.exception("%s: the writer failed in an unforeseen way; please report it", info.prefix)
+            log.exception("%s: the writer failed in an unforeseen way; please report it", job.info.prefix)
             failed = CheckpointdError(f"the writer failed: {error!r}; please report it")
             self._endings.entered(job, Phase.FAILED, failed)
         finally:
@@ -183,21 +176,18 @@ class InlineRunner:
             if task is not None:
                 self._running.pop(task, None)
 
-    async def refuse(self, job: PendingSave, error: CheckpointdError, *, takeover: int) -> None:
-        """Vote no with `error`, unless another writer has voted, and end as the attempt ends. If many such attempts wait for
-        their ends, the slot is kept until then, so that no trainer begins saves faster than they can end.
+    async def refuse(self, job: PendingSave, why: ErrorReport) -> None:
+        """Vote no, unless the sidecar's yes stands, and end as the attempt ends. If many such attempts wait for their ends, the
+        slot is kept until then, so that no trainer begins saves faster than they can end.
         """
-        refused: Future[Shard] = Future()
-        refused.set_exception(error)
-        info = replace(job.info, takeover=takeover, may_be_taken_over=True)
-        has_failed = replace(job, staged=refused, lease=None)
+        has_failed = replace(job, lease=None)
         self._refusing += 1
         try:
             if self._refusing <= REFUSED_MAX:
-                await asyncio.gather(self.take(has_failed, info), job.free_when_copied())
+                await asyncio.gather(self.take(has_failed, why), job.free_when_copied())
                 return
             try:
-                await self.take(has_failed, info)
+                await self.take(has_failed, why)
             finally:
                 await job.free_when_copied()
         finally:

@@ -1,8 +1,9 @@
 """Keeps a connection to the sidecar, and handles the saves in flight when the connection is lost.
 
 Invariants
-  SIDECAR-1  The loss of the sidecar never loses a save whose snapshot this process still holds. As `on_sidecar_loss` says, this
-      process takes the save over, hands it over again, or votes no. A takeover is always the next writer of the same attempt.
+  SIDECAR-1  A shard has one writer. If the sidecar is lost after it was told of a save, this process votes no, and writes
+      nothing of that shard. If the sidecar has voted yes before, that vote counts. While no sidecar takes saves, this process
+      persists its saves itself, or fails them, as `on_sidecar_loss` says.
   SIDECAR-3  A save whose shard is in the sidecar's spool needs this process no more. If the sidecar is lost, this process waits
       for the next one, which goes on with it. It votes no only if that one has not got it, or after the spool's time-out.
   SIDECAR-2  Nothing here delays training: all of it runs on the writer's loop.
@@ -26,28 +27,33 @@ from checkpointd.commit.decide import no_progress_words
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, PersistConfig, Ranks
 from checkpointd.daemon.protocol import wire
-from checkpointd.errors import CheckpointdError, SidecarError, WireError
+from checkpointd.errors import CheckpointdError, NotFoundError, SidecarError, WireError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import ErrorReport, Inline, InlineReason
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import starts
-from checkpointd.pipeline.shard import COORDINATOR
+from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
+from checkpointd.pipeline.spool.record import decode_record, record_key
 from checkpointd.store.base import Store
+from checkpointd.store.posix.store import PosixStore
 from checkpointd.waits import Waiting
 from checkpointd_client.saves.runner import Endings, InlineRunner, PendingSave
 from checkpointd_client.sidecar import link as links
-from checkpointd_client.sidecar.link import Link, LinkLost, NoAnswer, SidecarRefusal, SpoolForgot
+from checkpointd_client.sidecar.link import Link, LinkLost, NoAnswer, SidecarRefusal, SpoolForgot, WriterLost
 from checkpointd_client.sidecar.own_daemon import OwnDaemon
 
 log = logging.getLogger("checkpointd")
 
-OnSidecarLoss = Literal["inline", "wait", "raise"]
+OnSidecarLoss = Literal["inline", "raise"]
 _MEANWHILE: Final[dict[OnSidecarLoss, str]] = {
     "inline": "this process persists its saves itself",
-    "wait": "saves wait for it",
     "raise": "saves fail",
 }
 _NUMBER: Final = re.compile(r"\d+")
+NEXT: Final[dict[OnSidecarLoss, str]] = {
+    "inline": "training goes on, and this rank persists its next saves itself until the sidecar is back",
+    "raise": "training goes on, and saves of this rank fail until the sidecar is back",
+}
 UNTOLD_MAX = 64
 WHY_MAX = 500
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.05, 2.0
@@ -56,8 +62,8 @@ _REJOIN_S_MIN, _REJOIN_S_MAX = 2.0, 30.0
 _REFUSED_S = 2 * _REJOIN_S_MAX
 """How long saves avoid a daemon that refused the start. The refusal takes the daemon seconds; `_rejoin` tries meanwhile."""
 _LAST_WORD_S = 5.0
-"""A rank that waits for its sidecar votes no this long before the save's deadline, or a tenth of the commit time-out before it
-if that is less. The vote tells the other ranks why the shard is missing.
+"""A rank that waits for the next sidecar votes no this long before the deadline, or a tenth of the commit time-out before it if
+that is less. The vote tells the other ranks why the shard is missing.
 """
 
 
@@ -184,35 +190,27 @@ class SidecarClient:
             aged = {"began_s": message.began_s + now - since, "ended_s": message.ended_s + now - since}
             link.tell_inline(msgspec.structs.replace(message, **aged))
 
-    async def start(self, patience_s: float) -> wire.Joined | None:
+    async def start(self) -> wire.Joined | None:
         """Connect before the job takes its start; returns the daemon's snapshots and attempts.
 
-        If the daemon is out of reach: "inline" returns None, "raise" raises LinkLost, and "wait" tries again for `patience_s`
-        before it raises LinkLost. A daemon that refuses this rank always raises SidecarError, unless nobody has chosen it: then
-        it counts as lost.
+        If the daemon is out of reach, "inline" returns None, and "raise" raises LinkLost. Raises SidecarError if the daemon
+        refuses this rank, unless nobody has chosen it: then it counts as lost.
         """
         if self._own is not None and not self._own.has_root:
             return None
-        until, pause_s = asyncio.get_running_loop().time() + patience_s, _PAUSE_S_MIN
-        while True:
-            try:
-                return self._heard(await (await self.link()).look())
-            except SidecarError as error:
-                if not isinstance(error, LinkLost) and self._own is None:
-                    raise
-                if self.on_loss == "inline":
-                    self.say_lost(error)
-                    return None
-                if self.on_loss == "raise" or asyncio.get_running_loop().time() >= until:
-                    raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+        try:
+            return self._heard(await (await self.link()).look())
+        except SidecarError as error:
+            is_refused = not isinstance(error, LinkLost) and self._own is None
+            if is_refused or self.on_loss == "raise":
+                raise
+            self.say_lost(error)
+            return None
 
     async def begin(self, number: int, nonce: str, persist: PersistConfig, commit: CommitConfig) -> None:
         """Tell the daemon, now or when it is back, which start the saves belong to and how to persist them.
 
-        If the daemon refuses, "raise" and "wait" raise SidecarError. If it does not answer, only "raise" does. In all other
-        cases the daemon counts as lost for now.
+        If the daemon refuses or does not answer, "raise" raises SidecarError. Otherwise the daemon counts as lost for now.
         """
         self._begin = wire.Begin(
             start=number,
@@ -232,7 +230,7 @@ class SidecarClient:
             try:
                 await self._begin_on(self._open_link, self._begin)
             except SidecarError as error:
-                if self.on_loss == "raise" or (self.on_loss == "wait" and not isinstance(error, LinkLost)):
+                if self.on_loss == "raise":
                     raise
                 self.say_lost(error)
 
@@ -296,6 +294,24 @@ class SidecarClient:
         """A retained snapshot and the descriptor of its memory. SidecarError if the daemon does not give it."""
         return await (await self.link()).fetch(held)
 
+    async def has_spooled(self, info: AttemptInfo) -> bool:
+        """Whether the spool of the sidecar that was there last has this rank's shard of the attempt."""
+        if self.spool is None or self._begin is None:
+            return False
+        path, loop = self.spool.path, asyncio.get_running_loop()
+        if not await loop.run_in_executor(None, os.path.isdir, path):
+            return False
+        store = PosixStore(path, anchor=os.path.dirname(path), read_only=True)
+        key = record_key(info.prefix, info.rank)
+        try:
+            return decode_record(await store.get(key), key).nonce == self._begin.nonce
+        except CheckpointdError as error:
+            if not isinstance(error, NotFoundError):
+                log.warning("%s: the spool cannot be read: %s", info.prefix, error)
+            return False
+        finally:
+            await store.close()
+
     def drop_slot(self, number: int) -> None:
         """Tell the daemon that the arena has replaced a slot. Runs on the loop."""
         if self._link is not None:
@@ -351,7 +367,7 @@ def _defect(job: PendingSave, error: Exception) -> SidecarError:
 
 
 class SidecarRunner:
-    """Hands jobs to the sidecar, and takes them back if it is lost."""
+    """Hands jobs to the sidecar, and ends them if it is lost."""
 
     def __init__(self, sidecar: SidecarClient, inline: InlineRunner, endings: Endings, state: WriterState) -> None:
         self._sidecar, self._inline, self._endings, self._state = sidecar, inline, endings, state
@@ -363,33 +379,33 @@ class SidecarRunner:
             self._endings.entered(job, Phase.FAILED, _defect(job, error))
 
     async def _run(self, job: PendingSave) -> None:
-        takeover, pause_s = 0, _PAUSE_S_MIN
+        pause_s, lost_in = _PAUSE_S_MIN, ""
         waiting = Waiting(lambda: f"{job.info.prefix}: the sidecar at {self._sidecar.path} is not back")
         while not job.save.handle.is_left:
-            waiting.look()
-            try:
-                link = await self._sidecar.link()
-            except (SidecarError, WireError) as error:
-                lost: CheckpointdError = error
-            else:
-                if self._sidecar.spool is not None:
-                    self._state.outlast_s = self._sidecar.spool.timeout_s
-                failed = await self._handed_over(job, link, takeover)
-                if failed is None:
-                    self._sidecar.say_back()
-                    return
-                lost, takeover = failed, takeover + 1  # the objects of that writer have its number
-            if await self._without(job, lost, takeover):
+            error = await self._handed_over(job)
+            job.announced.set()  # save() need not wait for a sidecar that is not there
+            if error is None or job.save.handle.is_left:
                 return
+            lost_in = lost_in or job.save.handle.phase
+            self._sidecar.say_lost(error)
+            if not await self._is_spooled(job, error):
+                await self._without(job, error, lost_in)
+                return
+            waiting.look()
             await asyncio.sleep(min(pause_s, max(_PAUSE_S_MIN, self._left_to_wait_s(job))))
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    async def _handed_over(self, job: PendingSave, link: Link, takeover: int) -> CheckpointdError | None:
+    async def _handed_over(self, job: PendingSave) -> CheckpointdError | None:
         """Let the daemon run `job`. Returns None when the job has ended there, else the error that prevented it."""
+        try:
+            link = await self._sidecar.link()
+        except (SidecarError, WireError) as error:
+            return error
+        if self._sidecar.spool is not None:
+            self._state.outlast_s = self._sidecar.spool.timeout_s
         try:
             await link.persist(
                 job,
-                takeover=takeover,
                 left_s=self._left_s(job),
                 keeps_before=self._state.tidier.keeps_before,
                 on_phase=lambda p, e: self._entered(job, p, e),
@@ -399,31 +415,34 @@ class SidecarRunner:
         except Exception as error:  # a defect of ours: half a save may have been sent, so nothing more is sent on this link
             defect = _defect(job, error)
             link.lose(str(defect))
-            return defect
+            return WriterLost(str(defect))
+        self._sidecar.say_back()
         return None
 
-    async def _without(self, job: PendingSave, error: CheckpointdError, takeover: int) -> bool:
-        """Do what `on_sidecar_loss` says; True if the job has ended."""
-        if job.save.handle.is_left:
-            return True  # this process closes, and the sidecar goes on with what it has in its spool
-        job.announced.set()  # save() need not wait for a sidecar that is not there
-        self._sidecar.say_lost(error)
-        if job.save.handle.was_spooled and not isinstance(error, SpoolForgot) and self._left_to_wait_s(job) > 0:
-            return False  # SIDECAR-3
-        if not job.has_snapshot:
-            # The vote of the sidecar, if it is there, counts more than this one.
-            told = SidecarError(f"{job.info.tag}: the sidecar had given its memory back before it was lost: {error}")
-        elif self._sidecar.on_loss == "inline":
-            why = Inline(reason=_reason(error), why=str(error)[:WHY_MAX])
-            await self._inline.take(job, replace(job.info, takeover=takeover, may_be_taken_over=True, inline=why))
-            self._sidecar.tell_inline(_inlined(job, why, await job.held_s()))
-            return True
-        elif self._sidecar.on_loss == "wait" and self._left_to_wait_s(job) > 0:
+    async def _is_spooled(self, job: PendingSave, error: CheckpointdError) -> bool:
+        """Whether the next daemon goes on with the save from the spool (SIDECAR-3). The last one may have been lost before it
+        said that the shard is there.
+        """
+        handle = job.save.handle
+        if isinstance(error, WriterLost) and not handle.was_spooled and await self._sidecar.has_spooled(job.info):
+            self._endings.entered(job, Phase.SPOOLED, None)
+        if not handle.was_spooled or isinstance(error, SpoolForgot) or self._left_to_wait_s(job) <= 0:
             return False
-        else:
-            told = SidecarError(f"{job.info.tag} was not persisted: {error}")
-        await self._inline.refuse(job, told, takeover=takeover)
+        await job.free_when_copied()
         return True
+
+    async def _without(self, job: PendingSave, error: CheckpointdError, lost_in: str) -> None:
+        """End the job without a sidecar (SIDECAR-1)."""
+        was_begun = isinstance(error, WriterLost) or job.save.handle.was_spooled
+        if not was_begun and self._sidecar.on_loss == "inline":
+            why = Inline(reason=_reason(error), why=str(error)[:WHY_MAX])
+            await self._inline.take(replace(job, info=replace(job.info, inline=why)))
+            self._sidecar.tell_inline(_inlined(job, why, await job.held_s()))
+            return
+        where, then = f"the sidecar at {self._sidecar.path}", NEXT[self._sidecar.on_loss]
+        words = f"{where} was lost while this save was {lost_in}" if was_begun else f"{where} does not take this save"
+        told = SidecarError(f"{words}: {str(error)[:WHY_MAX]}; {then}")
+        await self._inline.refuse(job, ErrorReport.of(told, lost_in))
 
     def _entered(self, job: PendingSave, phase: Phase, error: CheckpointdError | None) -> None:
         ends = phase is Phase.COMMITTED and not job.save.handle.done()

@@ -1,7 +1,8 @@
 """One connection to the sidecar: the handshake, the saves, and the daemon's messages. Runs on the writer's loop.
 
 Invariants
-  LINK-1  Every save on a link ends with the daemon's final phase or with LinkLost.
+  LINK-1  Every save on a link ends with the daemon's final phase, with WriterLost if the daemon may have begun it, or with
+      another LinkLost if it has not.
   LINK-2  A slot that the daemon may read returns to the arena only after the daemon has freed it, or after the link was lost.
       After a loss the slot is marked lost, and the arena never uses it again.
   LINK-3  If `persist` raises, the link has forgotten the save and its slot. Later messages of the daemon change neither.
@@ -65,6 +66,10 @@ class LinkLost(SidecarError):
 
 class SidecarRefusal(LinkLost):
     """The sidecar is there, but does not take a save or its snapshot."""
+
+
+class WriterLost(LinkLost):
+    """The connection ended while a save was in the sidecar's hands: nobody else may write its shard."""
 
 
 class SpoolForgot(SidecarRefusal):
@@ -376,9 +381,8 @@ class Link:
         try:
             await self._channel.send(message, descriptor)
         except OSError as error:
-            self.lose(f"the connection to the sidecar broke: {error}")
-            assert self.error is not None
-            raise self.error from error
+            self._channel.expect_no_more()  # what the daemon has said before is heard; then the link is lost
+            raise LinkLost(f"the connection to the sidecar broke: {error}") from error
 
     async def _ask(self, message: wire.Message, kind: type[T]) -> tuple[T, int | None]:
         """Send `message`; returns the answer of type `kind`, and its descriptor. SidecarError if the daemon refuses."""
@@ -435,12 +439,12 @@ class Link:
         self,
         job: PendingSave,
         *,
-        takeover: int,
         left_s: float,
         keeps_before: tuple[int, int],
         on_phase: OnPhase,
     ) -> None:
-        """Hand `job` over and follow it to its end. LinkLost if the link is lost before that.
+        """Hand `job` over and follow it to its end. SidecarError if the daemon does not take it, WriterLost if the link is lost
+        after that.
 
         If an earlier daemon had the snapshot in its spool, the next one has it there. SpoolForgot if it has not.
         """
@@ -450,15 +454,19 @@ class Link:
         number, track = next(self._numbers), Track(job, on_phase)
         self._saves[number] = track
         job.save.voting, job.save.handle.trouble = track, self.trouble
+        is_told = False
         try:
-            await self._send(_save(number, job, takeover, left_s, keeps_before))
+            await self._send(_save(number, job, left_s, keeps_before))
+            is_told = True  # before that, the daemon cannot know of the save
             if not was_spooled:
                 await self._announce(number, job)
                 self._follow_pace(number, job)
                 await self._follow_staging(number, track)
             await track.ended
-        except BaseException:
+        except BaseException as error:
             self._take_back(job)  # LINK-3
+            if is_told and isinstance(error, LinkLost) and not isinstance(error, SidecarRefusal):
+                raise WriterLost(str(error)) from error
             raise
         finally:
             job.save.voting, job.save.handle.trouble = None, ""
@@ -514,7 +522,7 @@ class Link:
     async def _hand_over(self, job: PendingSave) -> None:
         """Give the daemon the slot and the layout of `job` if it lacks them. SidecarError if it refuses one of them.
 
-        This comes before the save: a daemon without room has then begun nothing, and the next writer is the first to vote.
+        This comes before the save: a daemon without room has then begun nothing, and this process may write the shard.
         """
         if job.lease is None or job.shard is None:
             return
@@ -570,7 +578,7 @@ def _close(descriptor: int | None) -> None:
         os.close(descriptor)
 
 
-def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_before: tuple[int, int]) -> wire.Save:
+def _save(number: int, job: PendingSave, left_s: float, keeps_before: tuple[int, int]) -> wire.Save:
     return wire.Save(
         save=number,
         tag=(info := job.info).tag,
@@ -578,7 +586,6 @@ def _save(number: int, job: PendingSave, takeover: int, left_s: float, keeps_bef
         step=info.step,
         n=info.n,
         save_latest=info.save_latest,
-        takeover=takeover,
         left_s=left_s,
         metrics=dict(info.metrics),
         left=info.left,

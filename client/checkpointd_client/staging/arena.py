@@ -198,8 +198,6 @@ class SlotHold:
         self._arena = arena
         self.held: Slot | None = None
         """The slot, once there is one. The arena sets it."""
-        self.wanted = True
-        """Whether the snapshot in the slot may still be read."""
 
     @property
     def slot(self) -> Slot:
@@ -209,7 +207,6 @@ class SlotHold:
 
     def release(self) -> None:
         """Give the slot back: nobody reads or writes it for this snapshot any more. A second call does nothing."""
-        self.wanted = False
         self._arena.release(self)
 
 

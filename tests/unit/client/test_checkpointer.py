@@ -644,7 +644,7 @@ def test_a_handle_never_goes_back_a_phase_and_knows_its_speed() -> None:
     now[0] = 5.0
     progress.add(40, 20)
     assert (handle.progress, handle.speed_bps, handle.eta_s) == (0.6, 20.0, 2.0)
-    handle.advance(Phase.STAGED)  # another writer begins anew
+    handle.advance(Phase.STAGED)  # the next sidecar tells all phases
     assert handle.phase == "persisting"
     now[0] = 7.0
     progress.add(40, 20)

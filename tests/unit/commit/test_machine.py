@@ -82,12 +82,13 @@ def test_phase_3_committed_is_entered_on_seeing_a_commit_and_on_nothing_else() -
     assert {pair for pair, after in TABLE.items() if after is Phase.COMMITTED} == {(Phase.PREPARED, Event.SAW_COMMIT)}
 
 
-def test_phase_5_another_writers_yes_prepares_every_rank_that_has_not_voted_yes() -> None:
-    for phase in (Phase.STAGING, Phase.STAGED, Phase.PERSISTING, Phase.FAILING, Phase.SKIPPING):
-        assert step(phase, Event.OTHER_WRITER_VOTED) is Phase.PREPARED
-    for phase in (Phase.PREPARED, *FINAL):
+def test_phase_5_a_yes_that_is_found_prepares_a_process_that_goes_on_for_a_lost_one() -> None:
+    going_on = {Phase.STAGING, Phase.SPOOLED, Phase.UPLOADING, Phase.FAILING}
+    for phase in going_on:
+        assert step(phase, Event.YES_FOUND) is Phase.PREPARED
+    for phase in set(Phase) - going_on:
         with pytest.raises(ProtocolError):
-            step(phase, Event.OTHER_WRITER_VOTED)
+            step(phase, Event.YES_FOUND)
 
 
 def test_an_abort_or_a_lost_outcome_ends_an_attempt_in_any_phase() -> None:
@@ -99,17 +100,17 @@ def test_an_abort_or_a_lost_outcome_ends_an_attempt_in_any_phase() -> None:
 
 @given(st.lists(st.sampled_from(Event), max_size=12))
 def test_whatever_happens_a_run_commits_only_after_its_yes(events: list[Event]) -> None:
-    phase, votes, others = Phase.STAGING, [], 0
+    phase, votes, found = Phase.STAGING, [], 0
     for event in events:
         try:
             before, phase = phase, step(phase, event)
         except ProtocolError:
             continue
-        others += event is Event.OTHER_WRITER_VOTED
+        found += event is Event.YES_FOUND
         votes += ["yes"] if event in (Event.VOTED_YES, Event.VOTE_UNCERTAIN) else ["no"] if votes_no(before, event) else []
     assert len(votes) <= 1
     if phase is Phase.COMMITTED:
-        assert votes == ["yes"] or others == 1
+        assert votes == ["yes"] or found == 1
 
 
 @pytest.mark.parametrize(("phase", "until"), list(product(Phase, ORDER)))

@@ -24,7 +24,7 @@ def main(path: str, root: str, *how: str) -> None:
     connection.sendall(wire.encode(wire.Hello(protocols=wire.PROTOCOLS, release="child")))
     assert connection.recv(1 << 16), "the daemon hung up"
     begin = wire.Begin(start=1, nonce=N1, compression="none", chunk_bytes=4096, budget_bytes=64 << 20, commit_timeout_s=60.0)
-    save = wire.Save(save=1, tag="global_step1", attempt="00000001-0", step=1, n=1, save_latest=True, takeover=0, left_s=60.0)
+    save = wire.Save(save=1, tag="global_step1", attempt="00000001-0", step=1, n=1, save_latest=True, left_s=60.0)
     said: list[wire.Message] = [wire.Join(root=root, rank=0, world_size=1), begin, save]
     for message in said:
         connection.sendall(wire.encode(message))

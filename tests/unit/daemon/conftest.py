@@ -199,7 +199,6 @@ class RawClient:
             "step": number,
             "n": number,
             "save_latest": True,
-            "takeover": 0,
             "left_s": 60.0,
             **options,
         }

@@ -30,7 +30,7 @@ from checkpointd.daemon.protocol.parts import (
 )
 from checkpointd.daemon.service import ConnectionLimit
 from checkpointd.daemon.status.model import JSON_BYTES_MAX, DaemonStatus
-from checkpointd.errors import SidecarFullError, StagingError, UsageError, WireError
+from checkpointd.errors import SidecarFullError, UsageError, WireError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Alias, Index
 from checkpointd.layout.manifest import ErrorReport, Vote, WriterIdentity, encode
@@ -225,7 +225,7 @@ async def test_the_tree_of_a_save_is_charged_until_its_process_died(root: Path, 
         await until(lambda: daemon.hub.clients == 0)
         assert daemon.hub.account.used > SIZE + len(tree)
         (job,) = daemon.hub.jobs.all()
-        job.client_died(StagingError("it has gone"))
+        job.client_left(1)
         await until(lambda: len(daemon.hub.memory) == 0)
         await until(lambda: daemon.hub.memory.release_lingering() == 0 and daemon.hub.account.used == 0)
         assert daemon.hub.jobs.all() == [job]

@@ -24,6 +24,8 @@ from tests.unit.daemon.conftest import (
     answered,
     serving,
     shard_of,
+    slot_bytes,
+    slot_of,
     until,
 )
 
@@ -268,15 +270,18 @@ async def test_a_snapshot_that_is_whole_by_its_mark_alone_is_not_held_for_ever(r
     """Its trainer's connection ended before the daemon knew that it was whole."""
     async with serving(root.parent, hold_s=0.0) as daemon:
         client = await daemon.client()
-        await client.ready(root, SHARD)
+        await client.join(root)
+        await client.begin(1)
+        descriptor = slot_of(SHARD, mark=7)
+        await client.send(wire.Slot(slot=0, nbytes=slot_bytes(SHARD)), descriptor)
+        os.close(descriptor)
+        await client.layout(0, SHARD)
         await client.save(1)
         await client.announced(1, SHARD, mark=7)
         await answered(client)
-        [job] = daemon.hub.jobs.all()
-        daemon.service._deaths.clear()
         client.close()
-        await until(lambda: daemon.hub.clients == 0)
-        job.staged()
+        await until(lambda: bool(daemon.hub.jobs.ended_at(str(root))))
+        assert await load_arrays(store, "global_step1", 0) == expected()
         await until(lambda: not list(daemon.hub.tier))
 
 

@@ -107,18 +107,9 @@ def test_no_other_spelling_names_an_attempt(name: str) -> None:
     assert found is None or str(found) == name
 
 
-@given(ranks, st.integers(0, 9999))
-def test_every_object_of_a_rank_is_known_as_its_own(rank: int, part: int) -> None:
-    for name in (keys.chunks_name(rank, part), keys.index_name(rank), keys.vote_name(rank)):
-        assert keys.check_object_name(name) == name
-        assert keys.object_rank(name) == rank
-        assert keys.vote_rank(name) == (rank if name.endswith(".vote") else None)
-    assert keys.check_chunks_ref(keys.chunks_name(rank, part), rank)
-
-
 @pytest.mark.parametrize(("rank", "group"), [(0, 0), (255, 0), (256, 1), (300, 1), (16_383, 63), ((1 << 18) - 1, 1023)])
 def test_the_objects_of_256_ranks_share_a_directory(rank: int, group: int) -> None:
-    for name in (keys.index_name(rank, 3), keys.vote_name(rank), keys.read_back_name(rank), keys.file_name(rank, 2)):
+    for name in (keys.index_name(rank), keys.vote_name(rank), keys.read_back_name(rank), keys.file_name(rank, 2)):
         folder = f"tag/00000001-0/{group}" if group else "tag/00000001-0"
         assert keys.object_key("tag/00000001-0", name) == f"{folder}/{name}"
         assert keys.holder_of(keys.object_key("tag/00000001-0", name)) == "tag/00000001-0"
@@ -132,23 +123,22 @@ def test_no_other_spelling_names_a_group(name: str) -> None:
     assert not keys.is_group(name)
 
 
-takeovers = st.integers(0, keys.TAKEOVERS_MAX - 1)
-
-
-@given(ranks, takeovers, st.integers(0, keys.PARTS_PER_TAKEOVER - 1))
-def test_every_object_of_a_hand_is_known_as_its_own(rank: int, takeover: int, part: int) -> None:
-    chunks, index = keys.chunks_name(rank, part, takeover), keys.index_name(rank, takeover)
-    for name in (chunks, index):
+@given(ranks, st.sampled_from((0, 1)), st.integers(0, keys.FILES_MAX - 1))
+def test_every_object_of_a_rank_is_known_as_its_own(rank: int, part: int, number: int) -> None:
+    chunks, index, file = keys.chunks_name(rank, part), keys.index_name(rank), keys.file_name(rank, number)
+    for name in (chunks, index, file, keys.vote_name(rank)):
         assert keys.check_object_name(name) == name
-        assert (keys.object_rank(name), keys.object_takeover(name)) == (rank, takeover)
+        assert keys.object_rank(name) == rank
+        assert keys.vote_rank(name) == (rank if name.endswith(".vote") else None)
     assert (keys.index_rank(index), keys.index_rank(chunks)) == (rank, None)
-    assert keys.check_chunks_ref(chunks, rank) == chunks
+    assert [keys.check_chunks_ref(name, rank) for name in (chunks, file)] == [chunks, file]
 
 
-@pytest.mark.parametrize("name", ["00000.vote", "ballot-" + "0" * 32, "00000-0.index", "00000-5000.index", "00000-01.index"])
-def test_objects_of_no_hand(name: str) -> None:
-    assert keys.object_takeover(name) is None
-    assert keys.index_rank(name) is None
+@pytest.mark.parametrize("name", ["00000-2.chunks", "00000-00.chunks", "00000-1.index", "00000-0-1.file", "00000-01.file"])
+def test_a_shard_has_one_writer_and_its_objects_one_name(name: str) -> None:
+    assert keys.object_rank(name) is None
+    with pytest.raises(FormatError, match="not the name of an object"):
+        keys.check_object_name(name)
 
 
 @pytest.mark.parametrize("name", [keys.ballot_name("0" * 32), keys.joint_plan_name("0" * 32)])

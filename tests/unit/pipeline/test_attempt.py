@@ -142,10 +142,8 @@ class LinkedStore(MemoryStore):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_link_in_the_way_ends_a_save_that_another_hand_may_write(rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    info = AttemptInfo(
-        tag="global_step1", attempt=AttemptId(1, 0), rank=rank, world_size=2, step=1, n=0, takeover=1, may_be_taken_over=True
-    )
+def test_a_link_in_the_way_ends_a_save(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    info = AttemptInfo(tag="global_step1", attempt=AttemptId(1, 0), rank=rank, world_size=2, step=1, n=0)
 
     async def staged() -> Shard:
         await asyncio.sleep(DEADLINE_S / 10)  # while this rank looks in vain

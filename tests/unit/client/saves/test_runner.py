@@ -10,6 +10,7 @@ import pytest
 
 from checkpointd.errors import SidecarError
 from checkpointd.layout.keys import AttemptId
+from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
 from checkpointd_client.saves.history import SaveRecord
@@ -18,13 +19,14 @@ from checkpointd_client.staging.arena import SlotHold
 
 
 class Hold:
-    wanted = True
-
     def __init__(self) -> None:
         self.is_released = False
 
     def release(self) -> None:
         self.is_released = True
+
+
+GONE = ErrorReport(code="SidecarError", message="it is gone", phase="persisting")
 
 
 def pending(number: int, hold: Hold) -> PendingSave:
@@ -47,7 +49,7 @@ async def test_a_trainer_begins_saves_that_fail_at_once_no_faster_than_their_att
     holds = [Hold() for _ in range(REFUSED_MAX + 2)]
     async with asyncio.TaskGroup() as refused:
         for number, hold in enumerate(holds):
-            refused.create_task(runner.refuse(pending(number, hold), SidecarError("it is gone"), takeover=1))
+            refused.create_task(runner.refuse(pending(number, hold), GONE))
         for _ in range(20):
             await asyncio.sleep(0)
         assert [hold.is_released for hold in holds] == [True] * REFUSED_MAX + [False] * 2

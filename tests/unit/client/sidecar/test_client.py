@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,11 @@ from checkpointd import waits
 from checkpointd.config import Ranks
 from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel
-from checkpointd.errors import AbortedError, DeadlineError, SidecarError, StoreError, WaitTimeoutError
+from checkpointd.errors import AbortedError, SidecarError, StoreError, WaitTimeoutError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.store.memory import MemoryStore
 from checkpointd_client import Checkpointer
 from checkpointd_client.sidecar import client, link
-from checkpointd_client.sidecar.client import OnSidecarLoss
 from tests.unit.client.scripted_sidecar import LIMIT_S, ScriptedSidecar, well_behaved
 
 COMMITTED = "committed"
@@ -79,27 +77,31 @@ def _tries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return tries
 
 
-def test_what_the_sidecar_gave_back_unsaved_is_not_persisted_with_another_saves_bytes(
+def test_saves_in_the_hands_of_a_sidecar_that_is_lost_fail_by_its_name_and_the_next_one_is_persisted_here(
     tmp_path: Path, sidecar: ScriptedSidecar
 ) -> None:
-    """The sidecar frees the slot without a vote, the next save takes it, and the sidecar dies: step 1 must not commit 2."""
+    """SIDECAR-1: nobody else writes their shards. Their slots are free."""
     root = tmp_path / "root"
     with Checkpointer(root, sidecar=sidecar.path) as ckpt:
         one = ckpt.save(1, _state(1.0))
-        slot = sidecar.expect(wire.Announced).slot
+        save = sidecar.expect(wire.Save)
         sidecar.expect(wire.Staged)
-        other = ckpt.save(2, _state(2.0))
-        sidecar.say(wire.Free(slot=slot))
-        three = ckpt.save(3, _state(3.0))  # waits for the slot
-        _until(lambda: sidecar.expect(wire.Announced).slot == slot)
+        sidecar.say(wire.PhaseEntered(save=save.save, phase="persisting"))
+        one.wait("persisting", timeout=LIMIT_S)
+        two = ckpt.save(2, _state(2.0))
+        sidecar.expect(wire.Staged)
+        two.wait("staged", timeout=LIMIT_S)
         sidecar.stop_listening()
         sidecar.hang_up()
-        with pytest.raises(SidecarError, match="given its memory back"):
-            one.wait(LIMIT_S)
-        assert other.wait(LIMIT_S).phase == three.wait(LIMIT_S).phase == COMMITTED
-        with pytest.raises(SidecarError):
-            one.wait()
-    assert _loaded(root, 2) == 2.0
+        for handle, phase in ((one, "persisting"), (two, "staged")):
+            words = (
+                f"{sidecar.path} was lost while this save was {phase}: the sidecar has closed the connection; training goes on"
+            )
+            with pytest.raises(SidecarError, match=words):
+                handle.wait(LIMIT_S)
+            assert handle.phase == "failed"
+        assert ckpt.save(3, _state(3.0)).wait(LIMIT_S).phase == COMMITTED
+        _until(lambda: ckpt._core._arena._holds == [])
     assert _loaded(root, 3) == 3.0
 
 
@@ -161,7 +163,7 @@ def test_a_sidecar_that_hangs_costs_its_patience_once_and_not_each_save(
         sidecar.reply = lambda _: None
         monkeypatch.setattr(link, "ANSWER_S", 0.25)
         sidecar.hang_up()
-        _until(lambda: not ckpt.status().sidecar_connected)  # or the save is lost with the connection, and goes inline
+        _until(lambda: not ckpt.status().sidecar_connected)  # or the save is lost with the connection
         assert ckpt.save(1, _state(1.0)).wait(LIMIT_S).phase == COMMITTED
         monkeypatch.setattr(link, "ANSWER_S", LIMIT_S)
         ckpt._core._sidecar._silence = (ckpt._core._sidecar._silence[0] + 3600.0, ckpt._core._sidecar._silence[1])  # type: ignore[union-attr,index]
@@ -171,69 +173,50 @@ def test_a_sidecar_that_hangs_costs_its_patience_once_and_not_each_save(
         assert len(tries) == asked
 
 
-def test_with_wait_and_no_sidecar_the_save_ends_at_its_deadline(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
-    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
-        handle = ckpt.save(1, _state(1.0))
-        sidecar.expect(wire.Staged)
-        ckpt._core._saver._state.commit = replace(ckpt._core._saver._state.commit, timeout_s=0.5)
-        sidecar.stop_listening()
-        sidecar.hang_up()
-        with pytest.raises((SidecarError, DeadlineError), match=r"was not persisted|no vote"):
-            handle.wait(LIMIT_S)
-        _until(lambda: ckpt.status().in_flight == 0)
-
-
-def test_only_a_hand_that_was_handed_over_is_counted(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
-    """The sidecar is away for a while: the writer that the next one gets is the second, however often it was looked for."""
-    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
-        handle = ckpt.save(1, _state(1.0))
-        sidecar.expect(wire.Staged)
-        sidecar.stop_listening()
-        sidecar.hang_up()
-        looks = []
-        original = type(ckpt._core._sidecar).link
-
-        async def counted(sidecar: object) -> object:
-            looks.append(1)
-            return await original(sidecar)  # type: ignore[arg-type]
-
-        ckpt._core._sidecar.link = counted.__get__(ckpt._core._sidecar)  # type: ignore[method-assign,union-attr]
-        _until(lambda: len(looks) >= 3)
-        with ScriptedSidecar(tmp_path / "root") as again:
-            ckpt._core._sidecar.path = again.path  # type: ignore[union-attr]
-            save = again.expect(wire.Save)
-            assert save.takeover == 1
-            again.expect(wire.Staged)
-            again.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
-            assert handle.wait(LIMIT_S).phase == COMMITTED
-
-
-def test_the_phase_never_goes_back_when_another_hand_begins_again(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
-    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+def test_a_spooled_save_waits_for_the_next_sidecar_and_its_phase_never_goes_back(
+    tmp_path: Path, sidecar: ScriptedSidecar
+) -> None:
+    """SIDECAR-3"""
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
         handle = ckpt.save(1, _state(1.0))
         save = sidecar.expect(wire.Save)
         sidecar.expect(wire.Staged)
-        sidecar.say(wire.PhaseEntered(save=save.save, phase="prepared"))
-        handle.wait("prepared", timeout=LIMIT_S)
-        durable_s = handle.timings.durable_s
-        sidecar.hang_up()
-        save = sidecar.expect(wire.Save)
-        sidecar.expect(wire.Staged)
-        for phase in ("staged", "persisting", "prepared"):
+        for phase in ("persisting", "spooled", "uploading"):
             sidecar.say(wire.PhaseEntered(save=save.save, phase=phase))
+        handle.wait("uploading", timeout=LIMIT_S)
+        spooled_s = handle.timings.spooled_s
+        sidecar.hang_up()
+        save = sidecar.expect(wire.Save)
+        assert save.spooled
+        _until(lambda: ckpt._core._arena._holds == [])
+        sidecar.say(wire.PhaseEntered(save=save.save, phase="spooled"))
         sidecar.say(wire.Progress(save=save.save, raw_total=8, raw_done=7, stored=5))
         _until(lambda: handle.bytes_stored == 5)
-        assert handle.phase == "prepared"
-        assert handle.timings.durable_s == durable_s
+        assert (handle.phase, handle.timings.spooled_s) == ("uploading", spooled_s)
         sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
         assert handle.wait(LIMIT_S).phase == COMMITTED
+
+
+def test_a_spooled_save_that_the_next_sidecar_has_not_got_fails(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    """SIDECAR-3"""
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        handle = ckpt.save(1, _state(1.0))
+        save = sidecar.expect(wire.Save)
+        sidecar.expect(wire.Staged)
+        sidecar.say(wire.PhaseEntered(save=save.save, phase="spooled"))
+        handle.wait("spooled", timeout=LIMIT_S)
+        forgot = ErrorReport(code="NotFoundError", message="the spool of this daemon does not have it")
+        sidecar.reply = lambda m: wire.Refused(error=forgot, save=m.save) if isinstance(m, wire.Save) else well_behaved(m)
+        sidecar.hang_up()
+        with pytest.raises(SidecarError, match=r"was lost while this save was spooled: .* does not have it"):
+            handle.wait(LIMIT_S)
 
 
 def test_a_sidecar_that_does_not_reach_the_root_is_named_everywhere(
     tmp_path: Path, sidecar: ScriptedSidecar, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_REJOIN_S_MIN", 10 * LIMIT_S)  # this one answers every look that all is well
-    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
         assert ckpt.status().sidecar_trouble == ""
         handle = ckpt.save(1, _state(1.0))
         save = sidecar.expect(wire.Save)
@@ -263,7 +246,7 @@ def test_a_trouble_that_is_over_is_forgotten_although_no_save_is_in_flight(
     tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_REJOIN_S_MIN", 0.01)
-    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
         handle = ckpt.save(1, _state(1.0))
         save = sidecar.expect(wire.Save)
         sidecar.expect(wire.Staged)
@@ -275,14 +258,14 @@ def test_a_trouble_that_is_over_is_forgotten_although_no_save_is_in_flight(
         _until(lambda: ckpt.status().sidecar_trouble == "")
 
 
-def test_a_word_that_is_not_understood_ends_the_link_and_not_the_save(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+def test_a_word_that_is_not_understood_ends_the_link(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
     with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
         handle = ckpt.save(1, _state(1.0))
         save = sidecar.expect(wire.Save)
         sidecar.expect(wire.Staged)
         sidecar.say(wire.PhaseEntered(save=save.save, phase="transcended"))
-        assert handle.wait(LIMIT_S).phase == COMMITTED
-    assert _loaded(tmp_path / "root", 1) == 1.0
+        with pytest.raises(SidecarError, match="sent a message that this process does not understand"):
+            handle.wait(LIMIT_S)
 
 
 def test_a_save_that_failed_for_no_reason_given_ends_with_an_error(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
@@ -312,25 +295,28 @@ def test_slots_that_the_sidecar_was_not_reading_are_used_on_when_it_is_lost(tmp_
     with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
         ckpt.save(1, _state(1.0)).wait(LIMIT_S)
         sidecar.hang_up()
-        _until(lambda: not ckpt.status().sidecar_connected)  # or the second save is lost with the connection, and goes inline
+        _until(lambda: not ckpt.status().sidecar_connected)  # or the second save is lost with the connection
         ckpt.save(2, _state(2.0)).wait(LIMIT_S)
         _until(lambda: ckpt._core._arena._holds == [])
         assert len(announced) == 2
         assert {message.slot for message in announced} <= {slot.number for slot in ckpt._core._arena._free}
 
 
-def test_a_slot_that_was_lost_is_taken_from_the_next_sidecar_as_well(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
-    """Or its memory would stay mapped there, and count, as long as the connection lasts."""
-    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
-        handle = ckpt.save(1, _state(1.0))
+def test_a_slot_that_a_lost_sidecar_may_still_read_is_given_to_no_other(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path) as ckpt:
+        lost = ckpt.save(1, _state(1.0))
+        slot = sidecar.expect(wire.Announced).slot
         sidecar.expect(wire.Staged)
         sidecar.hang_up()
-        save = sidecar.expect(wire.Save)
-        slot = sidecar.expect(wire.Announced).slot
-        sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
-        handle.wait(LIMIT_S)
-        sidecar.say(wire.Free(slot=slot))
-        assert sidecar.expect(wire.DropSlot).slot == slot
+        with pytest.raises(SidecarError, match="was lost while this save was staged"):
+            lost.wait(LIMIT_S)
+        for step in (2, 3):  # one for each slot
+            handle = ckpt.save(step, _state(float(step)))
+            save = sidecar.expect(wire.Save)
+            assert sidecar.expect(wire.Announced).slot != slot
+            sidecar.expect(wire.Staged)
+            sidecar.say(wire.PhaseEntered(save=save.save, phase=COMMITTED))
+            handle.wait(LIMIT_S)
 
 
 def test_the_end_and_the_hanging_up_together_release_the_slot(tmp_path: Path, sidecar: ScriptedSidecar) -> None:
@@ -558,26 +544,26 @@ def test_a_sidecar_that_falls_silent_at_the_start_holds_nobody(
     assert said in caplog.messages[begun_at[0]]  # and not that the storage is silent
 
 
-@pytest.mark.parametrize("on_loss", ["raise", "wait"])
 def test_a_sidecar_that_does_not_see_the_job_stops_the_start_where_its_loss_is_an_error(
-    tmp_path: Path, sidecar: ScriptedSidecar, on_loss: OnSidecarLoss
+    tmp_path: Path, sidecar: ScriptedSidecar
 ) -> None:
     sidecar.reply = sees_nothing
     with pytest.raises(SidecarError, match="does not see that the job began there"):
-        Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss=on_loss)
+        Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="raise")
 
 
-def test_a_save_that_waited_for_a_sidecar_in_vain_says_why_it_was_refused(
-    tmp_path: Path, sidecar: ScriptedSidecar, monkeypatch: pytest.MonkeyPatch
+def test_where_its_loss_is_an_error_a_save_says_why_the_sidecar_does_not_take_it(
+    tmp_path: Path, sidecar: ScriptedSidecar
 ) -> None:
-    left = iter([1.0])
-    monkeypatch.setattr(client.SidecarRunner, "_left_to_wait_s", lambda _self, _job: next(left, 0.0))
-    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="wait") as ckpt:
+    with Checkpointer(tmp_path / "root", sidecar=sidecar.path, on_sidecar_loss="raise") as ckpt:
         sidecar.expect(wire.Begin)
         sidecar.reply = sees_nothing
         sidecar.hang_up()
         _until(lambda: not ckpt.status().sidecar_connected)  # or the first reason is the lost connection
-        with pytest.raises(SidecarError, match=r"was not persisted: .*does not see that the job began there"):
+        words = (
+            "does not take this save: .*does not see that the job began there; training goes on, and saves of this rank fail"
+        )
+        with pytest.raises(SidecarError, match=words):
             ckpt.save(1, _state(1.0)).wait(LIMIT_S)
 
 

@@ -33,7 +33,7 @@ EVERY: tuple[wire.Message, ...] = (
     wire.Slot(slot=0, nbytes=4096),
     wire.DropSlot(slot=0),
     wire.Layout(layout=1, nbytes=4096, tensors=(TENSOR,)),
-    wire.Save(save=1, tag="t", attempt="00000001-0", step=1, n=0, save_latest=True, takeover=0, left_s=1.0),
+    wire.Save(save=1, tag="t", attempt="00000001-0", step=1, n=0, save_latest=True, left_s=1.0),
     wire.Contents(save=1, aliases=(Alias("a", "w", (2, 3), (3, 1), 0),), excluded=("x",), tree=b"{}"),
     wire.Announced(save=1, slot=0, layout=1, mark=3),
     wire.Staged(save=1, held_s=0.5),

@@ -199,7 +199,7 @@ async def test_indoubt_3_what_a_job_works_at_is_left_alone(
     hub: Hub, root: Path, store: Store, voting: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save: Save = await leave_in_doubt(store, voting=voting)
-    await store.put(save.info(0).key("00000-2.chunks"), b"being written")
+    await store.put(save.info(0).key("00000-1.chunks"), b"being written")
     monkeypatch.setattr(hub.jobs.__class__, "at", lambda *_: [SimpleNamespace(info=save.info(1))])
     await look(hub, root)
     assert await state(store) == "in-doubt"

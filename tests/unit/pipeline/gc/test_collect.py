@@ -16,7 +16,7 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
 from checkpointd.errors import RootGoneError, StagingError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout import keys
-from checkpointd.layout.keys import chunks_name
+from checkpointd.layout.keys import file_name
 from checkpointd.layout.log_records import entry_key
 from checkpointd.pipeline.gc.collect import Kept, Removal, references, remove, survey, sweep
 from checkpointd.pipeline.gc.retire import retire, retire_tag
@@ -331,7 +331,7 @@ async def test_a_removal_that_is_cancelled_begins_nothing_more() -> None:
         await leave_in_doubt(store, tag=f"global_step{step}", world_size=1, voting=())
     await starts.take(store, 1)
     for step, n in itertools.product((1, 2), range(100)):
-        await store.put(f"global_step{step}/00000001-0/{chunks_name(0, n)}", b"put")
+        await store.put(f"global_step{step}/00000001-0/{file_name(0, n)}", b"put")
     before = store.begun
     removal = asyncio.create_task(sweep(store))
     while store.begun == before:

@@ -9,7 +9,7 @@ import pytest
 
 from checkpointd.commit.retention import Retention
 from checkpointd.errors import DamagedError, RootGoneError, StoreError, UnreadableError
-from checkpointd.layout.keys import AttemptId, attempt_lease_key, chunks_name
+from checkpointd.layout.keys import AttemptId, attempt_lease_key, file_name
 from checkpointd.layout.log_records import CommitRecord
 from checkpointd.pipeline.gc.collect import remove
 from checkpointd.pipeline.gc.retire import retire
@@ -129,7 +129,7 @@ def test_outlived_1_an_attempt_that_others_still_write_is_not_decided_although_i
         async def write() -> None:
             for number in range(8):
                 await asyncio.sleep(LENGTH_S / 2)
-                await store.put(f"{PREFIX}/{chunks_name(1, number)}", b"chunks")
+                await store.put(f"{PREFIX}/{file_name(1, number)}", b"chunks")
 
         writing = asyncio.create_task(write())
         assert await outlived(store, [PREFIX], 4 * LENGTH_S, sight("a"), hurried=False) == (PREFIX,)

@@ -24,7 +24,7 @@ async def objects(store: Store, prefix: str) -> dict[str, int]:
 async def test_recover_2_a_surviving_attempt_is_left_alone_and_the_next_start_decides_it(voting: tuple[int, ...]) -> None:
     store = MemoryStore()
     save = await leave_in_doubt(store, voting=voting)
-    await store.put(save.info(0).key("00000-2.chunks"), b"being written")
+    await store.put(save.info(0).key("00000-1.chunks"), b"being written")
     before = await objects(store, PREFIX)
     done = await restart(store, PREFIX)
     assert (done.decided, done.swept, done.strays) == ([], 0, 0)
