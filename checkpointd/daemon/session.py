@@ -378,11 +378,12 @@ class RankSession:
         )
         state.tidier.keeps_before = message.keeps_before
         key = job_key(record.root, self._nonce, self._peer.uid, info)
-        ended = self._hub.jobs.ended(key)
-        job = self._hub.jobs.live(key)
+        job, ended = self._hub.jobs.live(key), self._hub.jobs.ended(key)
+        if ended is not None and ended.phase is None:
+            ended = None  # its trainer said that it had persisted it by itself, which nobody believes
         if not message.spooled and (job is not None or ended is not None):
             raise UsageError(f"{info.prefix} was begun already, and a shard has one writer")
-        if job is None and ended is not None and ended.phase is not None:
+        if job is None and ended is not None:
             self._over.append(message.save)
             self._post(wire.PhaseEntered(save=message.save, phase=str(ended.phase), error=ended.save.error, ranks=ended.ranks))
             return

@@ -29,6 +29,7 @@ NEVER_LEAVE = {
     "SpoolForgot",
     "SpoolUnreadError",
     "VoteUncertain",
+    "WriterLost",
 }
 """What parts of the service tell each other: users get what becomes of it."""
 KINDS: dict[str, type[CheckpointdError]] = {"CheckpointdError": CheckpointdError, **ERRORS, **OF_DEEPSPEED}

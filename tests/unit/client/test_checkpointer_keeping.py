@@ -17,7 +17,7 @@ import torch
 from checkpointd.admin import gc
 from checkpointd.cli import run as cli
 from checkpointd.daemon.protocol import wire
-from checkpointd.errors import NoProgressError, StoreFullError, UsageError
+from checkpointd.errors import NoProgressError, SidecarError, StoreFullError, UsageError
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.read import readback
@@ -204,7 +204,8 @@ def test_the_sidecar_hears_of_all_of_it(tmp_path: Path, sidecar: ScriptedSidecar
         assert sidecar.expect(wire.Save).metrics == {"loss": 2.0}
         sidecar.stop_listening()
         sidecar.hang_up()
-        handle.wait(LIMIT_S)
+        with pytest.raises(SidecarError, match="was lost while this save"):
+            handle.wait(LIMIT_S)
 
 
 def test_rules_over_the_wire_are_checked() -> None:
@@ -340,7 +341,8 @@ def test_the_sidecar_hears_that_old_steps_are_saved(tmp_path: Path, sidecar: Scr
         sidecar.stop_listening()
         sidecar.hang_up()
         for one in saves:
-            one.wait(LIMIT_S)
+            with pytest.raises(SidecarError, match="was lost while this save"):
+                one.wait(LIMIT_S)
 
 
 def test_the_sidecar_hears_whether_the_job_has_loaded(left_by_another: Path, sidecar: ScriptedSidecar) -> None:
@@ -352,8 +354,9 @@ def test_the_sidecar_hears_whether_the_job_has_loaded(left_by_another: Path, sid
         assert sidecar.expect(wire.Save).keeps_before == (0, 0)
         sidecar.stop_listening()
         sidecar.hang_up()
-        first.wait(LIMIT_S)
-        second.wait(LIMIT_S)
+        for one in (first, second):
+            with pytest.raises(SidecarError, match="was lost while this save"):
+                one.wait(LIMIT_S)
 
 
 def test_a_save_without_the_metric_of_the_rules_is_said_once_and_stays(
