@@ -151,8 +151,9 @@ def test_the_daemon_has_nothing_of_the_trainer_that_started_it(
         if name.lower().endswith("_proxy") or name.startswith(("AWS_", "GOOGLE_", "AZURE_", "SSL_"))
     }
     assert _signals(_status(pid, "SigBlk")) == set()
-    assert _signals(_status(pid, "SigIgn")) <= {signal.SIGPIPE, signal.SIGXFSZ}  # as every Python
-    assert len(os.sched_getaffinity(pid)) == os.cpu_count()
+    # As every Python; and the two that the C library keeps for itself, which nobody can set.
+    assert _signals(_status(pid, "SigIgn")) <= {signal.SIGPIPE, signal.SIGXFSZ, 32, 33}
+    assert os.sched_getaffinity(pid) >= os.sched_getaffinity(0)
     _, _, group, session, terminal = (place / "stat").read_text().rpartition(")")[2].split()[:5]
     assert terminal == "0"
     assert session not in {str(os.getsid(0)), str(os.getsid(os.getppid()))}
