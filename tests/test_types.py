@@ -13,6 +13,7 @@ from tests.docs.snippets import write_modules
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_user_code_type_checks(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="needs mypy: make setup installs it")

@@ -31,7 +31,7 @@ print(*package.__path__)
 """
 
 # One process builds, and only once.
-pytestmark = pytest.mark.xdist_group("wheel")
+pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("wheel")]
 
 
 def run(*command: object) -> str:
@@ -144,7 +144,6 @@ def test_the_service_imports_without_torch(built: Built) -> None:
     assert found == str(built.target / "checkpointd")
 
 
-@pytest.mark.nightly
 def test_the_client_imports_with_torch(built: Built) -> None:
     pytest.importorskip("torch")
     found = built.python("\n" + IMPORT_ALL.format(package="checkpointd_client"))
