@@ -13,16 +13,17 @@ import numpy as np
 
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig, SpoolConfig
+from checkpointd.daemon.spool.directory import SpoolDirectory
+from checkpointd.daemon.spool.own import OwnSpool
+from checkpointd.daemon.spool.places import Room
+from checkpointd.daemon.spool.shards import SpooledShard
+from checkpointd.daemon.spool.spooled_attempt import SpooledAttempt
 from checkpointd.errors import StoreError, UnreadableError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.shard import AttemptInfo, Shard
-from checkpointd.pipeline.spool.directory import SpoolDirectory
-from checkpointd.pipeline.spool.own import OwnSpool
-from checkpointd.pipeline.spool.places import Room
-from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.store.base import Entry, ObjectWriter, Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.passing import PassingStore
@@ -175,6 +176,7 @@ class Node:
     commit: CommitConfig = field(default_factory=lambda: CommitConfig(timeout_s=600.0, read_back=False))
     persist: PersistConfig = field(default_factory=lambda: PersistConfig(compression="none", chunk_bytes=4096))
     directory: SpoolDirectory = field(init=False)
+    own: OwnSpool = field(init=False)
     state: WriterState = field(init=False)
     attempts: list[Attempt] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -185,8 +187,8 @@ class Node:
 
     async def begin(self) -> Node:
         self.directory = SpoolDirectory(self.config, self.place, clock=asyncio.get_running_loop().time)
-        own = OwnSpool(self.directory, await self.directory.at(self.root.url), self.nonce, os.geteuid())
-        self.state = WriterState(store=self.root, persist=self.persist, commit=self.commit, spool=own)
+        self.own = OwnSpool(self.directory, await self.directory.at(self.root.url), self.nonce, os.geteuid())
+        self.state = WriterState(store=self.root, persist=self.persist, commit=self.commit, waiting=self.directory.led_here)
         return self
 
     def save(
@@ -221,13 +223,14 @@ class Node:
         loop = asyncio.get_running_loop()
         seen: list[tuple[float, Phase]] = []
         self.phases.append(seen)
-        attempt = Attempt(
+        attempt = SpooledAttempt(
             self.state,
             info,
+            self.own,
             deadline=loop.time() + self.commit.timeout_s,
             on_phase=lambda phase: seen.append((loop.time(), phase)),
             on_free=lambda: self.freed.append(len(seen)),
-            spooled=spooled,
+            shard=spooled,
         )
         self.saves += 1
         self.attempts.append(attempt)

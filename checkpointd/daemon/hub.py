@@ -22,6 +22,7 @@ from checkpointd.daemon.process.logs import Rationed, Subject, about, regarding
 from checkpointd.daemon.protocol.channel import LoopTurns
 from checkpointd.daemon.protocol.peers import Peer
 from checkpointd.daemon.served_roots import ServedRoots
+from checkpointd.daemon.spool.own import OwnSpool
 from checkpointd.daemon.status.model import CheckpointStatus, PastSave, SaveStatus, SpaceStatus, SpoolStatus
 from checkpointd.daemon.status.tally import Tally, took
 from checkpointd.daemon.tiers.exports import Exports
@@ -30,7 +31,6 @@ from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.read.readback import BackgroundReadBack
-from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.store.posix.users import User
 
 log = logging.getLogger("checkpointd")

@@ -31,6 +31,9 @@ from checkpointd.daemon.accounts import Charge
 from checkpointd.daemon.memory.mapped import SlotMemory
 from checkpointd.daemon.process.logs import Subject, about, told
 from checkpointd.daemon.protocol.wire import RANKS_TOLD
+from checkpointd.daemon.spool.own import OwnSpool
+from checkpointd.daemon.spool.shards import SpooledShard
+from checkpointd.daemon.spool.spooled_attempt import SpooledAttempt
 from checkpointd.daemon.status.model import SaveStatus
 from checkpointd.errors import CheckpointdError, SidecarFullError, StagingError, UsageError
 from checkpointd.layout.manifest import ErrorReport
@@ -39,7 +42,6 @@ from checkpointd.phrases import byte_size, lasting
 from checkpointd.pipeline import identity
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Shard, ShardProgress
-from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.report.advice import after_abort
 
 log = logging.getLogger("checkpointd")
@@ -115,6 +117,7 @@ class SaveJob:
         *,
         left_s: float,
         on_change: Callable[[SaveJob], None],
+        spool: OwnSpool | None = None,
         spooled: SpooledShard | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -129,16 +132,15 @@ class SaveJob:
         self.safe = asyncio.Event()
         """Set when the shard is in the spool, or when the job has ended."""
         self.progress = ShardProgress()
-        self.attempt = Attempt(
-            state,
-            info,
-            deadline=loop.time() + left_s,
-            progress=self.progress,
-            on_phase=self._entered,
-            on_free=self._free,
-            outlives=True,
-            spooled=spooled,
-        )
+        deadline, progress, entered, free = loop.time() + left_s, self.progress, self._entered, self._free
+        if spool is None:
+            self.attempt = Attempt(
+                state, info, deadline=deadline, progress=progress, on_phase=entered, on_free=free, outlives=True
+            )
+        else:
+            self.attempt = SpooledAttempt(
+                state, info, spool, deadline=deadline, progress=progress, on_phase=entered, on_free=free, shard=spooled
+            )
         self._snapshot = _Snapshot(self._staged)
         if spooled is not None:
             self._take_up(spooled)
@@ -195,7 +197,7 @@ class SaveJob:
     @property
     def is_in_spool(self) -> bool:
         """Whether the next daemon on this node could go on with the job."""
-        return self.attempt.spool is not None and self.attempt.spool.is_there
+        return isinstance(self.attempt, SpooledAttempt) and self.attempt.is_in_spool
 
     @property
     def has_snapshot(self) -> bool:

@@ -23,9 +23,9 @@ from checkpointd.daemon.protocol.listener import make_directory
 from checkpointd.daemon.roots.root_monitor import RootMonitor
 from checkpointd.daemon.served_roots import ServedRoots, on_a_thread
 from checkpointd.daemon.service import Service
+from checkpointd.daemon.spool.places import DiskPlace
 from checkpointd.daemon.users import check_users
 from checkpointd.errors import SidecarError, StoreError, UsageError
-from checkpointd.pipeline.spool.places import DiskPlace
 from checkpointd.store.opening import import_client
 from checkpointd.system_errors import in_words
 

@@ -33,6 +33,7 @@ from checkpointd.daemon.protocol import wire
 from checkpointd.daemon.protocol.channel import Channel, Received
 from checkpointd.daemon.protocol.parts import snapshot_parts
 from checkpointd.daemon.protocol.peers import Peer
+from checkpointd.daemon.spool.own import OwnSpool
 from checkpointd.daemon.users import user_of
 from checkpointd.errors import (
     ERRORS,
@@ -74,6 +75,7 @@ class RankSession:
         self._user: User | None = None
         """The user with whose rights the client's saves are made; None: the daemon's own."""
         self._state: WriterState | None = None
+        self._spool: OwnSpool | None = None
         self._world_size, self._start, self._nonce = 0, -1, ""
         self._slots: dict[int, SlotMemory] = {}
         self._layouts = KnownLayouts(self._account)
@@ -308,7 +310,9 @@ class RankSession:
         known = {record.begun} if kept is None else {record.begun, (kept.order[0], kept.nonce)}
         state, removed = await beginning.begun(message, store, self._hub.config, known, say)
         if self._hub.spool is not None:
-            state.spool = await self._hub.spool.own(record.root, self._user, message.nonce, self._peer.uid)
+            self._spool = await self._hub.spool.own(record.root, self._user, message.nonce, self._peer.uid)
+            if self._spool is not None:
+                state.waiting = self._spool.directory.led_here
         state.take_reader(self._hub.readers.setdefault((record.root, record.rank, self._user), state.reader))
         self._hub.tidiers.add(state.tidier)
         self._state, self._start, self._nonce = state, message.start, message.nonce
@@ -404,7 +408,16 @@ class RankSession:
         if self._hub.leaving:
             raise ClosedError("this daemon is leaving, and takes no new saves")
         self._hub.jobs.check_room(record.root, info.rank, self._peer.uid, self._hub.config)
-        job = SaveJob(record.root, self._nonce, self._peer.uid, state, info, left_s=message.left_s, on_change=self._hub.changed)
+        job = SaveJob(
+            record.root,
+            self._nonce,
+            self._peer.uid,
+            state,
+            info,
+            left_s=message.left_s,
+            on_change=self._hub.changed,
+            spool=self._spool,
+        )
         self._hub.jobs.add(job)
         return job
 

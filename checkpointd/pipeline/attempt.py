@@ -7,18 +7,15 @@ Invariants
   ATTEMPT-4  A rank that has voted no waits NO_S for the coordinator's abort, which names all failed ranks. Then it puts the
       abort itself, since the coordinator may have died. It tries that until the deadline if there are other ranks to tell.
   ATTEMPT-5  A trainer that has lost its sidecar in the middle of a save writes nothing of the shard, and votes no. If the
-      sidecar's yes stands, that vote counts, and this process follows the attempt to its end in place of the sidecar. The same
-      holds for a yes that was put before a crash, of a shard in the spool.
+      sidecar's yes stands, that vote counts, and this process follows the attempt to its end in place of the sidecar.
   ATTEMPT-6  If a rank finds a newer start that does not spare the attempt, it writes nothing of its shard.
   ATTEMPT-7  A rank puts no vote and appends nothing if the root is not the one in which the job began (OWNROOT-1 in
       `own_root.py`).
   ATTEMPT-8  A rank puts the first object of an attempt only after the log has announced it (LOG-8). The coordinator announces
       it when there is room for it, if possible while the snapshot is taken (TIDY-3 in `tidying.py`). Another rank does so if it
       sees no announcement for some time.
-  ATTEMPT-9  With a spool, the snapshot is free and the phase `spooled` is reported as soon as the shard is durable in it
-      (SPOOL-1 in `spool/shards.py`). From then on, and after its vote, a rank waits as long as the spool's time-out says.
-  ATTEMPT-10  Without a spool, a rank does not wait for the storage when no wait can help (`system_errors.lasts`), as on a full
-      disk. It puts the abort at once, in place of the ballast if need be. If that is refused, too, its save ends there.
+  ATTEMPT-9  A rank does not wait for the storage when no wait can help (`system_errors.lasts`), as on a full disk. It puts the
+      abort at once, in place of the ballast if need be. If that is refused, too, its save ends there.
 """
 
 from __future__ import annotations
@@ -26,13 +23,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from functools import partial
+from typing import ClassVar
 
 from checkpointd.commit import decide as decisions
 from checkpointd.commit.decide import Decision
 from checkpointd.commit.log import is_admitted, pinned_by
-from checkpointd.commit.machine import FINAL, IN_SPOOL, Event, Phase, step
+from checkpointd.commit.machine import FINAL, Event, Phase, step
 from checkpointd.errors import CheckpointdError, FencedError, SkippedError, StoreError, StoreFullError
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.log_records import LoggedAttempt, LogState
@@ -42,11 +39,9 @@ from checkpointd.pipeline.attempt_errors import error_of, is_out_of_reach, lost_
 from checkpointd.pipeline.awaited import Awaited, stirred
 from checkpointd.pipeline.outcome.after_commit import point_latest, show_files
 from checkpointd.pipeline.outcome.publish import Ballot, append, draft_of, missing_ranks
-from checkpointd.pipeline.pauses import pauses, spooled_pause_s
+from checkpointd.pipeline.pauses import pauses
 from checkpointd.pipeline.root import leases, reserve, root_view, starts
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo, Shard, ShardProgress
-from checkpointd.pipeline.spool.shards import SpooledShard
-from checkpointd.pipeline.spool.side import SpoolHooks, SpoolSide
 from checkpointd.pipeline.workers import Stopped, answered, unless
 from checkpointd.pipeline.write.dedup import Base, base_in_time
 from checkpointd.pipeline.write.job import PersistJob
@@ -70,18 +65,21 @@ ANSWER_S = 10.0
 """How long a store may take once the deadline has passed."""
 SLOW_S = 1.0
 """A look at the store that has taken so long is said."""
-BASE_S = 10.0
-"""How long a save that goes to the spool waits for the root to tell the checkpoint before (SPOOL-7)."""
 
 
 class Attempt:
-    """One attempt on one rank.
+    """One attempt on one rank, whose shard goes straight to the root. `SpooledAttempt` of `daemon/spool/` is the other kind.
 
     Called on the writer's thread: `on_phase` at every change of phase, and `on_free` when the snapshot is not read any more.
     The coordinator puts a commit only when `may_commit` returns True, and keeps a lease if this process may outlive the trainer
-    (`outlives`; SAVEJOB-5 in `jobs.py`). `spooled`: the shard, if an earlier process has left it in the spool; then there is no
-    snapshot. `lost`: why this rank votes no, if the process that was to write the shard is lost (ATTEMPT-5).
+    (`outlives`; SAVEJOB-5 in `jobs.py`). `lost`: why this rank votes no, if the process that was to write the shard is lost
+    (ATTEMPT-5).
     """
+
+    begins_early: ClassVar[bool] = True
+    """Whether room is made at the root, and the attempt is announced, while the snapshot is taken."""
+    base_s: ClassVar[float | None] = None
+    """How long a save waits for the root to tell the checkpoint before; None: as long as it takes."""
 
     def __init__(
         self,
@@ -94,10 +92,9 @@ class Attempt:
         on_free: Callable[[], None] = lambda: None,
         may_commit: Callable[[], bool] = lambda: True,
         outlives: bool = False,
-        spooled: SpooledShard | None = None,
         lost: ErrorReport | None = None,
     ) -> None:
-        self.info, self.phase = info, Phase.STAGING if spooled is None else Phase.SPOOLED
+        self.info, self.phase = info, Phase.STAGING
         self.error: CheckpointdError | None = None
         self.outcome: LoggedAttempt | None = None
         """The attempt once it is decided."""
@@ -109,8 +106,6 @@ class Attempt:
         self._check_root = partial(state.own_root.check, info.attempt.start)
         self._lease = leases.of_attempt(state.store, info.prefix, state.sight, self._check_root)
         self._on_root: Callable[[], None] = self._lease.keep if outlives and info.rank == COORDINATOR else lambda: None
-        if spooled is not None and spooled.is_announced:
-            self._on_root()
         self._ballot = Ballot(state.store, info.tag, info.attempt)
         self._writer_lost = lost
         self.own_error: BaseException | None = None if lost is None else lost.error()
@@ -128,12 +123,7 @@ class Attempt:
         self._over = asyncio.Event()
         """Set when nothing more needs to be written."""
         self._announcement = Announcement(info, state.log, state.commit, self._check_root, partial(base_of, state.persist))
-        self.spool: SpoolSide | None = None
-        if state.spool is not None:
-            hooks = SpoolHooks(self._check_root, self._ends_fenced, self._check_stop, self._over, self._announcement)
-            self.spool = SpoolSide(state.spool, state, info, self.progress, hooks, spooled)
-            self._deadline = deadline if spooled is None else self._began + state.spool.left_s(spooled)
-        self._entered_at, self._timeout_s = self._began, state.commit.timeout_s
+        self._timeout_s = state.commit.timeout_s
 
     @property
     def votes_missing(self) -> tuple[int, ...] | None:
@@ -161,22 +151,20 @@ class Attempt:
             await self._run_tidily(staged)
         finally:
             reader.resume(self)
-            if self.spool is not None and self.spool.shard is not None:
-                self._over.set()  # if this is cancelled, the upload ends by itself
-                self.spool.leave()
-            if self.spool is not None and self.spool.is_left:
-                self._lease.lapse()
-            else:
-                await self._lease.release()
+            await self._leave()
         if self.phase is Phase.COMMITTED and self.outcome is not None and self._state.commit.read_back:
             self._state.reader.committed(self.outcome, self.info.rank)
+
+    async def _leave(self) -> None:
+        """This process works at the attempt no more, decided or not."""
+        await self._lease.release()
 
     async def _run_tidily(self, staged: Awaitable[Shard] | None) -> None:
         """Run the attempt, and then have dead attempts and old entries of the log removed, which this does not wait for
         (TIDY-1).
         """
         tidier, showing = self._state.tidier, self._state.showing
-        if self.spool is None:
+        if self.begins_early:
             tidier.expect(self.info)
         showing.expect(self.info)
         try:
@@ -196,8 +184,8 @@ class Attempt:
             self._state.showing.end(self.info)  # so that later saves do not wait for a storage that may hang
             self._over.set()
             await work
-            if self.spool is not None and isinstance(error, FencedError):
-                await self.spool.ended(committed=False)
+            if isinstance(error, FencedError):
+                await self._ended(committed=False)
             return
         self._over.set()
         if outcome.committed:
@@ -213,8 +201,10 @@ class Attempt:
             if self.info.rank == COORDINATOR:
                 await tried(drop_unfinished, self._store, self.info)
                 await reserve.take_aboard(self._store)
-        if self.spool is not None:
-            await self.spool.ended(committed=outcome.committed is not None)
+        await self._ended(committed=outcome.committed is not None)
+
+    async def _ended(self, *, committed: bool) -> None:
+        """The attempt is decided."""
 
     # --- this rank's shard -----------------------------------------------------------------------------------
 
@@ -223,11 +213,7 @@ class Attempt:
             await self._refused(self._writer_lost)
             return
         assert staged is not None
-        if self.spool is not None and self.spool.shard is not None:
-            await self._ended_well(self._upload(self.spool))
-            return
-        # With a spool, the root need not be there until the upload, and many snapshots may come before that.
-        is_early = self.spool is None and self._state.tidier.begins_early(self.info)
+        is_early = self.begins_early and self._state.tidier.begins_early(self.info)
         early = asyncio.ensure_future(self._announcement.make_early()) if is_early else None
         try:
             await self._ended_well(self._persist(staged))
@@ -257,29 +243,13 @@ class Attempt:
         if self.outcome is not None:
             return
         self._fire(Event.SNAPSHOT_TAKEN)
-        if self.spool is not None and not self.info.unfinished:
-            self._fire(Event.PERSIST_STARTED)
-            if await self.spool.take(await self._job(shard)):
-                self._fire(Event.SPOOLED)
-                self._let_go()
-                del shard, staged
-                await self._upload(self.spool)
-                return
-            self.progress.begin(0)
         await self._persist_at_root(shard)
-
-    async def _upload(self, spool: SpoolSide) -> None:
-        """Upload the shard from the spool, and vote."""
-        voted = await spool.upload(lambda: self._fire(Event.UPLOAD_STARTED) if self.phase is Phase.SPOOLED else None)
-        self._index = spool.index
-        if voted:
-            self._fire(Event.VOTED_YES)
 
     async def _persist_at_root(self, shard: Shard) -> None:
         self._on_root()
         await unless(self._over, self._check_root())
         tidier = self._state.tidier
-        if self.spool is not None:
+        if not self.begins_early:
             tidier.expect(self.info)
         await unless(self._over, tidier.room_for(self.info, self._deadline, shard.nbytes))
         if self.phase is Phase.STAGED:
@@ -298,22 +268,9 @@ class Attempt:
             await persist(await self._job(shard))
         self._fire(Event.VOTED_YES)
 
-    async def _ends_fenced(self) -> bool:
-        """Whether there is a newer start that does not spare this attempt (ATTEMPT-6). That start has aborted it, if it was
-        announced. If the store does not answer, the save goes on: nothing commits without the log.
-        """
-        try:
-            await starts.check_fence(self._store, self.info.attempt.start, self.info.prefix)
-        except FencedError:
-            return True
-        except CheckpointdError as error:
-            log.warning("%s: cannot look for a newer start: %s", self.info.prefix, error)
-        return False
-
     async def _job(self, shard: Shard) -> PersistJob:
         state = self._state
         self._bases_forgotten = state.bases.forgotten
-        seconds = None if self.spool is None else BASE_S
         compares = state.persist.dedup or state.persist.full_every is not None or state.commit.on_no_progress != "ignore"
         return PersistJob(
             store=self._store,
@@ -323,23 +280,19 @@ class Attempt:
             rates=state.rates,
             progress=self.progress,
             stopped=self._is_decided,
-            base=await self._known_base(seconds) if compares else None,
+            base=await self._known_base() if compares else None,
             on_stored=self._keep,
             before_vote=self._check_vote,
         )
 
-    async def _known_base(self, seconds: float | None) -> Base | None:
+    async def _known_base(self) -> Base | None:
         """This rank's part of the checkpoint before, as far as the save may refer to it."""
-        base = await unless(self._over, base_in_time(self._state.bases, self.info, seconds))
+        base = await unless(self._over, base_in_time(self._state.bases, self.info, self.base_s))
         state, seen = self._log.state, self._announcement.seen
         return base and base.within(pinned_by(state, base_of(self._state.persist, state) if seen is None else seen.base))
 
     def _is_decided(self) -> bool:
         return self.outcome is not None or self._over.is_set()
-
-    def _check_stop(self) -> None:
-        if self._is_decided():
-            raise Stopped
 
     async def _check_vote(self) -> None:
         await self._check_root()
@@ -362,16 +315,21 @@ class Attempt:
         report = ErrorReport.of(error, str(phase), decisions.shortened(str(error) or repr(error)))
         if event is not Event.SKIP:
             log.info("%s: rank %d failed while %s: %s", self.info.prefix, self.info.rank, phase, error)
-        while not await self._refused(report) and self.spool is not None:
-            with suppress(Stopped):
-                await self.spool.pause()  # SPOOL-9
-            if self._is_decided():
-                return
+        await self._vote_no(report)
+
+    async def _vote_no(self, report: ErrorReport) -> None:
+        await self._refused(report)
+
+    def _tries_again(self, report: ErrorReport, why: Exception) -> bool:
+        """Whether the no of `report`, which `why` has prevented, is tried again."""
+        return False
+
+    def _is_in_vain(self, why: Exception | None) -> bool:
+        """Whether `why` keeps this rank from the storage, and no wait can help (ATTEMPT-9)."""
+        return lasts(why)
 
     async def _refused(self, report: ErrorReport) -> bool:
-        """Vote no. False if a shard in the spool has to try that again."""
-        if self.spool is not None and self.own_error is not None:
-            await self.spool.give_up(self.own_error)
+        """Vote no. False if that is tried again."""
         try:
             await self._check_root()
             await self._announcement.make()
@@ -386,12 +344,12 @@ class Attempt:
         except FencedError as fenced:
             self._hopeless = fenced
         except Exception as why:  # ATTEMPT-1
-            if report.phase in IN_SPOOL and self.spool is not None and isinstance(why, StoreError) and not is_out_of_reach(why):
+            if self._tries_again(report, why):
                 log.warning("%s: rank %d cannot store its no: %s; trying again", self.info.prefix, self.info.rank, why)
                 return False
             log.error("%s: rank %d cannot store its no: %s; it tries to store the abort", self.info.prefix, self.info.rank, why)
             refused = await self._put_abort(report)
-            if not self._may_find_yes or is_out_of_reach(refused) or (self.spool is None and lasts(refused)):
+            if not self._may_find_yes or is_out_of_reach(refused) or self._is_in_vain(refused):
                 # Without this rank's yes there can be no commit, so its save has failed even if no other rank hears of it.
                 self._hopeless = refused
         return True
@@ -423,7 +381,7 @@ class Attempt:
     @property
     def _may_find_yes(self) -> bool:
         """Whether another process may have voted for this rank before this one (PHASE-5)."""
-        return self._writer_lost is not None or self.spool is not None
+        return self._writer_lost is not None
 
     # --- the outcome -----------------------------------------------------------------------------------------
 
@@ -436,23 +394,21 @@ class Attempt:
             outcome = self._stands or await self._look_in_time()
             if outcome is not None:
                 return outcome
-            if self.spool is not None:
-                self.spool.looked()
             if hopeless is not None:
                 raise hopeless
             if loop.time() >= self._deadline and self._hopeless is None:
                 return await self._give_up()
             self._missing.look(self.phase, self.votes_missing, stands_in=self._announcement.stands_in)
             pause_s = max(0.0, min(next(delays), self._deadline - loop.time()))
-            if await stirred(self._stirred, self._spooled_pause_s(pause_s) if self.spool is not None else pause_s):
+            if await stirred(self._stirred, self._longer(pause_s)):
                 delays = self._delays()
 
     def _delays(self) -> Iterator[float]:
         return pauses(self._state.commit, self._store.capabilities, self.info.world_size)
 
-    def _spooled_pause_s(self, pause_s: float) -> float:
-        now = asyncio.get_running_loop().time()
-        return max(0.0, min(max(pause_s, spooled_pause_s(self.phase, now - self._entered_at)), self._deadline - now))
+    def _longer(self, pause_s: float) -> float:
+        """How long to pause before the next look, at least `pause_s`."""
+        return pause_s
 
     async def _look_in_time(self) -> LoggedAttempt | None:
         """One look, which ends at the deadline even if the store does not answer."""
@@ -482,14 +438,14 @@ class Attempt:
             if (cause := str(error)) != self._unseen:  # else the look before has logged it
                 log.warning("%s: cannot look for the outcome: %s", self.info.prefix, error)
             self._unseen = cause
-            if lasts(error) and self.spool is None and (self._no is None or self.info.world_size == 1):
+            if self._is_in_vain(error) and (self._no is None or self.info.world_size == 1):
                 self._end_in_vain(error)
             elif no is not None and self.info.world_size == 1:
                 self._hopeless = error
             return None  # the storage may come back before the deadline
 
     def _end_in_vain(self, error: CheckpointdError) -> None:
-        """`error` keeps this rank from seeing or putting the outcome, and no wait can help (ATTEMPT-10)."""
+        """`error` keeps this rank from seeing or putting the outcome, and no wait can help (ATTEMPT-9)."""
         self.own_error = self.own_error or error
         report = ErrorReport.of(error, str(self.phase), decisions.shortened(str(error)))
         self._end_now(decisions.refused({self.info.rank: report}))
@@ -584,16 +540,16 @@ class Attempt:
             self._enter(phase)
 
     def _enter(self, phase: Phase) -> None:
-        self.phase, self._entered_at = phase, asyncio.get_running_loop().time()
-        if self.spool is not None or (phase is Phase.PREPARED and self.info.rank == COORDINATOR):
-            self._stirred.set()  # a coordinator that has just voted may have all votes
-        if phase in (Phase.SPOOLED, Phase.PREPARED):  # ATTEMPT-9
-            outlast_s = self._state.outlast_s if self.spool is None else self.spool.own.timeout_s
-            self._timeout_s = max(self._timeout_s, outlast_s)
-            self._deadline = max(self._deadline, self._entered_at + outlast_s) if outlast_s else self._deadline
-        if phase is Phase.UPLOADING:
-            self._on_root()
-        elif phase is Phase.SPOOLED:
-            self._state.reader.resume(self)  # what waits for an upload keeps nobody from reading back
+        self.phase = phase
+        if phase is Phase.PREPARED:
+            if self.info.rank == COORDINATOR:
+                self._stirred.set()  # it may have all votes
+            self._outlast(self._state.outlast_s)
         self.progress.spent.entered(phase)
         self._on_phase(phase)
+
+    def _outlast(self, seconds: float) -> None:
+        """Wait for the outcome for so long from now on, if that is longer; 0: do not."""
+        self._timeout_s = max(self._timeout_s, seconds)
+        if seconds:
+            self._deadline = max(self._deadline, asyncio.get_running_loop().time() + seconds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
 from checkpointd.store.base import Capabilities
 
@@ -14,19 +13,6 @@ LOOKS_PER_S: Final = 500
 _GROWTH: Final = 1.5
 _LONGEST: Final = 10
 """The longest pause, in looks, where each look is charged."""
-
-UPLOAD_POLL_S, SPOOL_POLL_S = 5.0, 60.0
-"""The longest pause between two looks for the outcome of an attempt that is uploaded for long, here or by other ranks, and of
-one that waits in the spool: many may wait, and each look is a request to the root."""
-SPOOL_POLL_S_MIN = 1.0
-"""The shortest pause in the spool, where a rank waits until the coordinator has announced the attempt."""
-
-
-def spooled_pause_s(phase: Phase, waited_s: float) -> float:
-    """The least pause between two looks. It grows while an attempt waits for long in `phase`."""
-    if phase is Phase.SPOOLED:
-        return min(max(SPOOL_POLL_S_MIN, waited_s / 20), SPOOL_POLL_S)
-    return min(waited_s / 20, UPLOAD_POLL_S)
 
 
 def pauses(commit: CommitConfig, capabilities: Capabilities, ranks: int = 1) -> Iterator[float]:

@@ -14,7 +14,6 @@ from checkpointd.pipeline.read.readback import BackgroundReadBack
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.own_root import OwnRoot
-from checkpointd.pipeline.spool.own import OwnSpool
 from checkpointd.pipeline.write.dedup import Bases
 from checkpointd.pipeline.write.rates import Rates
 from checkpointd.store.base import Store
@@ -29,9 +28,10 @@ class WriterState:
     commit: CommitConfig = field(default_factory=CommitConfig)
     rates: Rates = field(default_factory=Rates)
     sight: Sight = field(default_factory=Sight)
-    spool: OwnSpool | None = None
     outlast_s: float = 0.0
     """How long a rank without a spool waits after its vote, since other ranks may still upload from theirs."""
+    waiting: Callable[[], Collection[str]] = tuple
+    """Gives the undecided attempts of which the coordinator's shard waits in this process's spool."""
     log: RootLog = field(init=False)
     plans: PlanCheck = field(init=False)
     bases: Bases = field(init=False)
@@ -51,8 +51,7 @@ class WriterState:
         self.reader = BackgroundReadBack(self.store, self.bases.forget)
 
     async def _decide_older(self, prefixes: Collection[str], timeout_s: float, check: Callable[[], Awaitable[None]]) -> None:
-        spooled = () if self.spool is None else self.spool.led_here()
-        await outlived(self.store, prefixes, timeout_s, self.sight, hurried=False, spooled=spooled, check=check)
+        await outlived(self.store, prefixes, timeout_s, self.sight, hurried=False, spooled=self.waiting(), check=check)
 
     def take_reader(self, reader: BackgroundReadBack) -> None:
         """Use the reader of an earlier writer of this rank."""

@@ -1,7 +1,7 @@
 """Runs each test file of `simulated/`, and those of `tests/gpu`, in a process that has the simulated device.
 
-The small ones share a process, which takes longer to start than each of them. Their cases show as subtests. The gate has the
-files of GATE, and the night all.
+Those of the gate share a process, and so do the small ones: it takes long to start. Their cases show as subtests. The gate has
+the files of GATE, and the night all.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted([*(HERE / "simulated").glob("test_*.py"), *(HERE.parent / "gpu").glob("test_*.py")])
-SMALL = {"test_benchmark_gpu", "test_chaos", "test_device", "test_offload", "test_several_devices"}
-TOGETHER = [[file] for file in FILES if file.stem not in SMALL] + [[file for file in FILES if file.stem in SMALL]]
-GATE = {"test_loading", "test_staging"}
+GATE = {"test_loading", "test_mistakes", "test_staging", "test_staging_hardships"}
 """The tests of staging and loading themselves."""
-assert {file.stem for file in FILES} >= GATE
+SMALL = {"test_benchmark_gpu", "test_chaos", "test_device", "test_offload", "test_several_devices"}
+TOGETHER = [
+    *([file] for file in FILES if file.stem not in {*GATE, *SMALL}),
+    *([file for file in FILES if file.stem in names] for names in (GATE, SMALL)),
+]
+assert {file.stem for file in FILES} >= GATE | SMALL
 
 
 def marks(files: list[Path]) -> list[pytest.MarkDecorator]:

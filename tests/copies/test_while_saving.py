@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from checkpointd.cli import run as cli
 from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UsageError
 from checkpointd.layout.keys import LATEST, LOG
+from checkpointd.report import verification
 from checkpointd_client import Checkpointer, Retention, list_checkpoints, open_checkpoint
 from tests.copies.jobs import PARTS, Run, copy_part, state
 
@@ -25,6 +27,7 @@ ORDERS = list(itertools.permutations(PARTS))
 def short_absence(short_looks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands, too, look only briefly for what is missing."""
     monkeypatch.setitem(LoadConfig.__init__.__kwdefaults__, "absence_s", 0.1)
+    monkeypatch.setattr(verification, "PATIENCE", replace(verification.PATIENCE, absence_s=0.1))
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
@@ -43,7 +46,7 @@ def copied(job: Run, copy: Path, order: tuple[str, ...], first: int) -> int:
     return there
 
 
-@pytest.mark.parametrize("order", [ORDERS[0], ORDERS[9], ORDERS[-1]], ids=" ".join)
+@pytest.mark.parametrize("order", [ORDERS[0], ORDERS[-1]], ids=" ".join)
 def test_parts_copied_in_any_order_give_the_newest_that_is_whole(order: tuple[str, ...], tmp_path: Path) -> None:
     copies_load(order, tmp_path)
 
@@ -73,7 +76,7 @@ def test_a_copy_over_an_older_one_beside_a_job_that_removes(tmp_path: Path) -> N
     job, copy = Run(tmp_path / "root", retention=Retention(keep_last=2)), tmp_path / "copy"
     with Checkpointer(job.root, retention=job.retention, afresh=True) as ckpt:
         for first in (1, 101):
-            for step in range(first, first + 100):
+            for step in range(first, first + 40):
                 job.save(ckpt, step)
             ckpt.wait()
             for part in PARTS:
@@ -81,9 +84,9 @@ def test_a_copy_over_an_older_one_beside_a_job_that_removes(tmp_path: Path) -> N
     assert cli(["verify", str(copy), "--copy-of", str(job.root)]) == 0
     found = job.at(copy).start((201, 201.0))
     assert found.loaded is not None
-    assert (found.loaded.step, found.loaded.fell_back_from) == (200, ())
+    assert (found.loaded.step, found.loaded.fell_back_from) == (140, ())
     assert [one.step for one in list_checkpoints(copy)][:1] == [201]
-    assert (copy / "global_step100").exists(), "no command removes what the log does not name"
+    assert (copy / "global_step40").exists(), "no command removes what the log does not name"
 
 
 @pytest.fixture

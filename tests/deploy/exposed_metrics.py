@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from checkpointd.config import ServeConfig, ServedExport, ServedMirror
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import Hub, RootScan
+from checkpointd.daemon.spool.places import Room
 from checkpointd.daemon.status.model import SpaceStatus
 from checkpointd.daemon.tiers.node_spool import NodeSpool
-from checkpointd.pipeline.spool.places import Room
 from checkpointd.store.requests import Requests
 
 ROOT = "/scratch/run-1"

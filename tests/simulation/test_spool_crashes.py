@@ -11,10 +11,10 @@ import pytest
 
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.config import CommitConfig, LoadConfig, SpoolConfig
+from checkpointd.daemon.spool.places import name_of
+from checkpointd.daemon.spool.record import SPOOLED
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.spool.places import name_of
-from checkpointd.pipeline.spool.record import SPOOLED
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore

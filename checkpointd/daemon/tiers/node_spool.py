@@ -15,12 +15,12 @@ import os
 from checkpointd.config import PersistConfig, SpoolConfig
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.jobs import SaveJob
+from checkpointd.daemon.spool.directory import SpoolDirectory
+from checkpointd.daemon.spool.own import OwnSpool
+from checkpointd.daemon.spool.places import DiskPlace, hold, name_of
+from checkpointd.daemon.spool.shards import SpooledShard
 from checkpointd.daemon.status.model import SpoolStatus
 from checkpointd.errors import CheckpointdError, StoreError, UsageError
-from checkpointd.pipeline.spool.directory import SpoolDirectory
-from checkpointd.pipeline.spool.own import OwnSpool
-from checkpointd.pipeline.spool.places import DiskPlace, hold, name_of
-from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.writer_state import WriterState
 from checkpointd.store.posix.users import User
 
@@ -41,7 +41,7 @@ class NodeSpool:
         self.directory = SpoolDirectory(config, DiskPlace(config.directory))
         self._hub = hub
         self._lock = hold(config.directory)
-        self._states: dict[StateKey, WriterState] = {}
+        self._states: dict[StateKey, tuple[WriterState, OwnSpool]] = {}
         self._later: set[asyncio.Task[None]] = set()
         self._measuring: asyncio.Task[None] | None = None
 
@@ -89,7 +89,7 @@ class NodeSpool:
         """Make a save job of `shard`. False if its root does not answer now."""
         record = shard.record
         try:
-            state = await self._state(shard)
+            state, own = await self._state(shard)
         except StoreError as error:
             log.warning("%s: its root does not answer, so its upload waits: %s", shard.prefix, error)
             return False
@@ -105,6 +105,7 @@ class NodeSpool:
             shard.info,
             left_s=record.commit_timeout_s,
             on_change=self._hub.changed,
+            spool=own,
             spooled=shard,
         )
         self._hub.jobs.add(job)
@@ -112,7 +113,7 @@ class NodeSpool:
         self.directory.counts.resumed += 1
         return True
 
-    async def _state(self, shard: SpooledShard) -> WriterState:
+    async def _state(self, shard: SpooledShard) -> tuple[WriterState, OwnSpool]:
         record = shard.record
         root = self._hub.roots.as_served(record.url)
         key = (root, record.uid, record.vote.rank, record.nonce)
@@ -123,12 +124,12 @@ class NodeSpool:
             store = await self._hub.roots.opened(root, user)
             own = OwnSpool(self.directory, shard.spool, record.nonce, record.uid)
             config = PersistConfig(encoders=self._hub.config.encoders)
-            state = WriterState(store=store, persist=config, commit=shard.commit, spool=own)
+            state = WriterState(store=store, persist=config, commit=shard.commit, waiting=self.directory.led_here)
             state.tidier.keeps_before = record.keeps_before
             state.own_root.expect(record.attempt.start, record.nonce)
             state.take_reader(self._hub.readers.setdefault((root, record.vote.rank, user), state.reader))
-            self._states.setdefault(key, state)  # another shard of this rank may have come meanwhile
-            self._hub.tidiers.add(self._states[key].tidier)
+            self._states.setdefault(key, (state, own))  # another shard of this rank may have come meanwhile
+            self._hub.tidiers.add(self._states[key][0].tidier)
         return self._states[key]
 
     # --- the end -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import TypeVar
 from checkpointd.commit.facts import Order
 from checkpointd.commit.log import is_admitted
 from checkpointd.config import LoadConfig, Ranks
+from checkpointd.daemon.spool.record import SPOOLED, SpoolRecord, decode_record
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, SidecarError, StoreError
 from checkpointd.layout.indexes import Index, decode_index
 from checkpointd.layout.keys import holds_bytes, object_key
@@ -28,7 +29,6 @@ from checkpointd.layout.manifest import LISTING_BYTES_MAX, BallotRef, digest
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView
 from checkpointd.pipeline.root import starts
-from checkpointd.pipeline.spool.record import SPOOLED, SpoolRecord, decode_record
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 from checkpointd.store.passing import PassingStore

@@ -27,13 +27,13 @@ from checkpointd.commit.decide import no_progress_words
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, PersistConfig, Ranks
 from checkpointd.daemon.protocol import wire
+from checkpointd.daemon.spool.record import decode_record, record_key
 from checkpointd.errors import CheckpointdError, NotFoundError, SidecarError, WireError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.manifest import ErrorReport, Inline, InlineReason
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
-from checkpointd.pipeline.spool.record import decode_record, record_key
 from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
 from checkpointd.waits import Waiting

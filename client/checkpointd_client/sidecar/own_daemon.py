@@ -28,8 +28,8 @@ from typing import IO, Final, Self
 import checkpointd
 from checkpointd.bucket_urls import directory_of, is_bucket_url
 from checkpointd.config import MIB, SOCKET_PATH_BYTES_MAX, SpoolConfig, environment_of_daemon, scratch_directories
+from checkpointd.daemon.spool.places import name_of
 from checkpointd.layout.manifest import digest
-from checkpointd.pipeline.spool.places import name_of
 from checkpointd.store.posix.plain import can_show
 from checkpointd_client.sidecar.link import Link, LinkLost, NoAnswer, SidecarRefusal
 

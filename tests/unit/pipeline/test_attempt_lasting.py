@@ -87,7 +87,7 @@ def store(tmp_path: Path) -> Refusing:
 
 
 @pytest.mark.parametrize("number", LASTING)
-async def test_attempt_10_a_commit_that_is_refused_for_good_aborts_on_all_ranks_at_once(store: Refusing, number: int) -> None:
+async def test_attempt_9_a_commit_that_is_refused_for_good_aborts_on_all_ranks_at_once(store: Refusing, number: int) -> None:
     plan = await plan_save(store, world_size=3, timeout_s=LONG_S)
     store.number, store.refuses = number, commits
     attempts = await asyncio.gather(*(plan.run(rank) for rank in range(3)))
@@ -101,9 +101,7 @@ async def test_attempt_10_a_commit_that_is_refused_for_good_aborts_on_all_ranks_
 
 @pytest.mark.parametrize("number", LASTING)
 @pytest.mark.parametrize("world_size", [1, 2])
-async def test_attempt_10_nobody_waits_where_not_even_an_abort_can_be_put(
-    store: Refusing, number: int, world_size: int
-) -> None:
+async def test_attempt_9_nobody_waits_where_not_even_an_abort_can_be_put(store: Refusing, number: int, world_size: int) -> None:
     plan = await plan_save(store, world_size=world_size, timeout_s=LONG_S)
     store.number, store.refuses = number, decides
     for rank in range(1, world_size):
@@ -114,7 +112,7 @@ async def test_attempt_10_nobody_waits_where_not_even_an_abort_can_be_put(
     assert isinstance(attempt.error, StoreError)
 
 
-async def test_attempt_10_an_outcome_that_may_not_be_read_is_not_waited_for(store: Refusing) -> None:
+async def test_attempt_9_an_outcome_that_may_not_be_read_is_not_waited_for(store: Refusing) -> None:
     plan = await plan_save(store, world_size=2, timeout_s=LONG_S, absent=frozenset({0}))
     store.number, store.hides = errno.EACCES, is_entry
     attempt = await plan.run(1)

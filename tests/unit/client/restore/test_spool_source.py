@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from checkpointd.pipeline.spool.record import SPOOLED
+from checkpointd.daemon.spool.record import SPOOLED
 from checkpointd.store.base import Entry
 from checkpointd.store.posix.store import PosixStore
 from checkpointd_client.ranks.writer import WriterThread

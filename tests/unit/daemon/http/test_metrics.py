@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 from checkpointd.config import ServeConfig, ServedExport, ServedMirror
 from checkpointd.daemon.http import metrics
 from checkpointd.daemon.hub import FORGET_S, Hub, RootScan
+from checkpointd.daemon.spool.places import Room
 from checkpointd.daemon.status.model import DaemonStatus, SpaceStatus
 from checkpointd.daemon.status.tally import BOUNDS_S, RESULTS, Durations
 from checkpointd.daemon.tiers.node_spool import NodeSpool
 from checkpointd.errors import UsageError
 from checkpointd.layout.manifest import ErrorReport
-from checkpointd.pipeline.spool.places import Room
 from checkpointd.store.requests import Requests
 from tests.unit.daemon.example_statuses import BUSY_ROOT, busy, checkpoints, failing
 

@@ -13,9 +13,9 @@ from checkpointd.commit.machine import IN_SPOOL
 from checkpointd.config import ServeConfig
 from checkpointd.daemon.hub import Hub
 from checkpointd.daemon.served_roots import ServedRoots
+from checkpointd.daemon.spool.places import DiskPlace, Room, name_of
 from checkpointd.daemon.tiers import node_spool
 from checkpointd.daemon.tiers.node_spool import NodeSpool
-from checkpointd.pipeline.spool.places import DiskPlace, Room, name_of
 from checkpointd.store.memory import MemoryStore
 from tests.servers.s3_server import free_ports
 from tests.spooled_saves import AwayStore, Node, begun_root, until
@@ -29,8 +29,7 @@ async def test_what_was_left_at_a_bucket_goes_on_after_options_of_its_url_have_c
     assert config.spool_config is not None
     root, place = AwayStore(MemoryStore()), DiskPlace(str(tmp_path / "spool"))
     node = await Node(root, config.spool_config, nonce=await begun_root(root), place=place).begin()  # type: ignore[arg-type]
-    assert node.state.spool is not None
-    node.state.spool.root = await node.directory.at(f"s3://bucket/run1?{bucket}&retry_s=0.2")
+    node.own.root = await node.directory.at(f"s3://bucket/run1?{bucket}&retry_s=0.2")
     root.away = True
     node.save(1)
     await until(lambda: node.attempts[0].phase in IN_SPOOL)

@@ -20,10 +20,10 @@ import msgspec
 
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
+from checkpointd.daemon.spool.record import SPOOLED, Note, SpooledRules, SpoolRecord, encode_record, note_key
 from checkpointd.errors import CheckpointdError, StoreError
 from checkpointd.layout.keys import object_key
 from checkpointd.pipeline.shard import AttemptInfo
-from checkpointd.pipeline.spool.record import SPOOLED, Note, SpooledRules, SpoolRecord, encode_record, note_key
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")

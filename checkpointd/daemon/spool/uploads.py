@@ -22,6 +22,7 @@ from typing import TypeVar
 
 from checkpointd.codec.checksum import xxh3_64, xxh3_128
 from checkpointd.config import PersistConfig
+from checkpointd.daemon.spool.shards import SpooledShard
 from checkpointd.errors import DamagedError, LostReferenceError, NotFoundError, StoreError
 from checkpointd.layout.indexes import RAW, Chunk, Index, decode_index
 from checkpointd.layout.keys import object_key
@@ -29,7 +30,6 @@ from checkpointd.layout.manifest import LISTING_BYTES_MAX, ObjectRef, digest
 from checkpointd.pipeline.meter import Meter
 from checkpointd.pipeline.pages import page_buffer
 from checkpointd.pipeline.shard import Bytes, ShardProgress
-from checkpointd.pipeline.spool.shards import SpooledShard
 from checkpointd.pipeline.workers import aside, run_workers
 from checkpointd.pipeline.write.dedup import lost
 from checkpointd.store.base import ObjectWriter, Store

@@ -13,19 +13,19 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from checkpointd.commit.facts import Order
 from checkpointd.config import SpoolConfig
+from checkpointd.daemon.spool.places import RESERVE, DiskPlace, Room, SpoolPlace, name_of
+from checkpointd.daemon.spool.queue import UploadQueue
+from checkpointd.daemon.spool.record import SPOOLED, decode_record, record_key
+from checkpointd.daemon.spool.shards import RootSpool, SpooledShard, drop_quietly
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError
 from checkpointd.layout.keys import AttemptId, is_bulk, is_tag, object_key, object_rank
 from checkpointd.pipeline.root.root_view import objects_of
 from checkpointd.pipeline.shard import COORDINATOR
-from checkpointd.pipeline.spool.places import RESERVE, DiskPlace, Room, SpoolPlace, name_of
-from checkpointd.pipeline.spool.queue import UploadQueue
-from checkpointd.pipeline.spool.record import SPOOLED, decode_record, record_key
-from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_quietly
 from checkpointd.store.base import Store
 from checkpointd.store.limited import TokenBucket
 from checkpointd.store.posix.users import User
@@ -92,6 +92,10 @@ class SpoolDirectory:
         """Limit nothing from here on: the process is told to leave, and should upload what it can."""
         if self.bucket is not None:
             self.bucket.lift()
+
+    def led_here(self) -> Collection[str]:
+        """The undecided attempts of which the coordinator's shard is in the spool."""
+        return {one.prefix for one in self.live if one.record.vote.rank == COORDINATOR}
 
     # --- room ----------------------------------------------------------------------------------------------------
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from checkpointd.commit.facts import Order
 from checkpointd.config import CommitConfig
+from checkpointd.daemon.spool.directory import SpoolDirectory
+from checkpointd.daemon.spool.record import SpoolRecord, record_key
+from checkpointd.daemon.spool.shards import RootSpool, SpooledShard, drop_record, put_record, rules_of
 from checkpointd.errors import CheckpointdError, StoreError, StoreFullError
 from checkpointd.layout.manifest import Vote
 from checkpointd.phrases import byte_size
 from checkpointd.pipeline.identity import writer
-from checkpointd.pipeline.shard import COORDINATOR, AttemptInfo
-from checkpointd.pipeline.spool.directory import SpoolDirectory
-from checkpointd.pipeline.spool.record import SpoolRecord, record_key
-from checkpointd.pipeline.spool.shards import RootSpool, SpooledShard, drop_record, put_record, rules_of
+from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.pipeline.write.job import PersistJob
 from checkpointd.pipeline.write.persist import write_shard
 from checkpointd.pipeline.write.vote import drop_shard, yes_vote
@@ -88,10 +87,6 @@ class OwnSpool:
         """A save that asked for `latest`, and went straight to the root, has committed: older ones may go (QUEUE-3)."""
         key = (self.root.name, self.uid, info.rank)
         self.directory.drop_older(key, (info.attempt.start, info.n), info.prefix)
-
-    def led_here(self) -> Collection[str]:
-        """The undecided attempts of which the coordinator's shard is in the spool."""
-        return {one.prefix for one in self.directory.live if one.record.vote.rank == COORDINATOR}
 
     async def take(self, job: PersistJob, commit: CommitConfig, keeps_before: Order) -> SpooledShard | None:
         """Make the snapshot of `job` durable in the spool. None if the spool has no room, or fails (SPOOL-8).

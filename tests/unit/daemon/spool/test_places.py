@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from checkpointd.daemon.spool.places import DiskPlace, hold, name_of
 from checkpointd.errors import UsageError
-from checkpointd.pipeline.spool.places import DiskPlace, hold, name_of
 from checkpointd.store.posix.users import User
 
 HOLDS = """
 import sys, threading
-from checkpointd.pipeline.spool.places import hold
+from checkpointd.daemon.spool.places import hold
 hold(sys.argv[1])
 print("held", flush=True)
 threading.Event().wait()

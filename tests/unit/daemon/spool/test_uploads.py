@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from checkpointd.commit.machine import IN_SPOOL, Phase
 from checkpointd.config import CommitConfig, LoadConfig, PersistConfig, SpoolConfig
+from checkpointd.daemon.spool.uploads import runs_of
 from checkpointd.errors import LostReferenceError
 from checkpointd.layout.indexes import Chunk
 from checkpointd.pipeline.attempt import Attempt
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.spool.uploads import runs_of
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
 from tests.builders import rank_arrays

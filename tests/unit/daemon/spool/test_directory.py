@@ -9,9 +9,9 @@ import pytest
 
 from checkpointd.commit.machine import IN_SPOOL
 from checkpointd.config import SpoolConfig
+from checkpointd.daemon.spool.directory import SpoolDirectory
+from checkpointd.daemon.spool.record import SPOOLED
 from checkpointd.errors import NotFoundError, UnreadableError
-from checkpointd.pipeline.spool.directory import SpoolDirectory
-from checkpointd.pipeline.spool.record import SPOOLED
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
 from tests.spooled_saves import AwayStore, MemoryPlace, Node, begun_root, contents, until
@@ -74,8 +74,7 @@ def test_what_was_saved_with_other_options_of_the_url_is_found() -> None:
     async def main() -> None:
         url, root = "s3://bucket/run?retry_s=60", AwayStore(MemoryStore())
         node = await Node(root, SpoolConfig(directory="/spool"), nonce=await begun_root(root)).begin()
-        assert node.state.spool is not None
-        node.state.spool.root = await node.directory.at(url)
+        node.own.root = await node.directory.at(url)
         root.away = True
         node.save(1)
         await until(lambda: node.attempts[0].phase in IN_SPOOL)

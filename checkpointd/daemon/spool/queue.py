@@ -18,8 +18,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from checkpointd.commit.facts import Order
+from checkpointd.daemon.spool.shards import SpooledShard
 from checkpointd.errors import SupersededError
-from checkpointd.pipeline.spool.shards import SpooledShard
 
 HOLD_S = 600.0
 """How long the coordinator leaves the other ranks the time to upload what it has uploaded."""

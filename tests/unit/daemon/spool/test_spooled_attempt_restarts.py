@@ -120,6 +120,7 @@ def test_outlived_1_who_makes_room_decides_nothing_that_waits_in_its_own_spool()
     run(main())
 
 
+@pytest.mark.nightly
 def test_outlived_1_who_makes_room_decides_nothing_that_lies_in_the_spool() -> None:
     async def main() -> None:
         root = AwayStore(MemoryStore())
