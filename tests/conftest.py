@@ -10,11 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
+
+from checkpointd.report import verification
 
 R = TypeVar("R", pytest.TestReport, pytest.CollectReport)
 
@@ -127,6 +130,12 @@ def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("checkpointd.") and hasattr(module, "ABSENCE_S"):
             monkeypatch.setattr(module, "ABSENCE_S", 0.05)
+        if name.startswith(("checkpointd.", "checkpointd_client.")):
+            for thing in vars(module).values():
+                for call in (thing, getattr(thing, "__init__", None)):
+                    if "absence_s" in (getattr(call, "__kwdefaults__", None) or {}):
+                        monkeypatch.setitem(call.__kwdefaults__, "absence_s", 0.05)
+    monkeypatch.setattr(verification, "PATIENCE", replace(verification.PATIENCE, absence_s=0.05))
 
 
 # First: xdist reads the groups in the same hook.

@@ -7,27 +7,19 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from checkpointd.cli import run as cli
-from checkpointd.config import LoadConfig
 from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UsageError
 from checkpointd.layout.keys import LATEST, LOG
-from checkpointd.report import verification
 from checkpointd_client import Checkpointer, Retention, list_checkpoints, open_checkpoint
 from tests.copies.jobs import PARTS, Run, copy_part, state
 
 ORDERS = list(itertools.permutations(PARTS))
 
-
-@pytest.fixture(autouse=True)
-def short_absence(short_looks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands, too, look only briefly for what is missing."""
-    monkeypatch.setitem(LoadConfig.__init__.__kwdefaults__, "absence_s", 0.1)
-    monkeypatch.setattr(verification, "PATIENCE", replace(verification.PATIENCE, absence_s=0.1))
+pytestmark = pytest.mark.usefixtures("short_looks")
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from tests import format_reader
 from tests.builders import attempts_at
 from tests.unit.client.shown_files import ABSENCE_S, beside, delete, example, save
 
+pytestmark = pytest.mark.usefixtures("short_looks")
+
 
 @pytest.fixture
 def ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpointer]:

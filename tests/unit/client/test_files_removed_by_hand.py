@@ -17,6 +17,8 @@ from checkpointd_client import Checkpointer
 from checkpointd_client.checkpointer import core_of
 from tests.unit.client.shown_files import ABSENCE_S, beside, example, save
 
+pytestmark = pytest.mark.usefixtures("short_looks")
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:

@@ -25,6 +25,8 @@ from checkpointd.store.base import Store
 from checkpointd_client import Checkpointer, consolidate, open_checkpoint, rollback
 from tests.job_elsewhere import live_job
 
+pytestmark = pytest.mark.usefixtures("short_looks")
+
 
 def state(value: float) -> dict[str, torch.Tensor]:
     return {"w": torch.full((8, 8), float(value))}

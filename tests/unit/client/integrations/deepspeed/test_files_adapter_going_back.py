@@ -23,6 +23,8 @@ from checkpointd_client.integrations.deepspeed.files_adapter import FilesAdapter
 from checkpointd_client.integrations.huggingface.filling import Filled
 from tests.unit.client.integrations.deepspeed.deepspeed_engine import FILE, Engine
 
+pytestmark = pytest.mark.usefixtures("short_looks")
+
 
 @contextmanager
 def attached(**settings: Any) -> Iterator[FilesAdapter]:
