@@ -19,6 +19,7 @@ from checkpointd.errors import UsageError
 from checkpointd.export.bucket_output import BucketOutput
 from checkpointd.export.output import ExportOutput, Output, on_thread, translated
 from checkpointd.export.record import ExportRecord, ballot_of
+from checkpointd.export.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
 from checkpointd.export.selection import (
     METADATA,
     MODEL,
@@ -34,7 +35,6 @@ from checkpointd.export.stream import PlacedTensor, Turn, at_once, stream
 from checkpointd.layout import tree
 from checkpointd.layout.boxes import whole
 from checkpointd.layout.log_records import LoggedAttempt
-from checkpointd.layout.safetensors import INDEX, FilePlan, Item, Unsupported, file_names, index_json, plan_file, split
 from checkpointd.phrases import byte_count
 from checkpointd.pipeline.identity import writer
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view

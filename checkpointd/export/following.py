@@ -28,6 +28,7 @@ from checkpointd.export.beside import check_beside, read_beside
 from checkpointd.export.consolidate import Consolidation, ExportRequest, Safetensors, check_outside, export_checkpoint
 from checkpointd.export.hold import ExportHold
 from checkpointd.export.output import on_thread
+from checkpointd.export.own_lease import OwnExportLease
 from checkpointd.export.planning import ExportAgenda, planned
 from checkpointd.export.progress import ExportProgress, LeftReason
 from checkpointd.export.record import ExportRecord
@@ -36,7 +37,6 @@ from checkpointd.export.target import ExportTarget, records_at
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.phrases import byte_count, byte_size, lasting
-from checkpointd.pipeline.gc.export_leases import OwnExportLease
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog

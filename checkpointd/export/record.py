@@ -9,8 +9,8 @@ import msgspec
 
 from checkpointd.commit.facts import Order
 from checkpointd.errors import FormatError
+from checkpointd.export.safetensors import INDEX
 from checkpointd.layout.log_records import LoggedAttempt
-from checkpointd.layout.safetensors import INDEX
 
 NAME = "checkpointd.json"
 CONFIG = "config.json"

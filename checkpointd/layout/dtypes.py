@@ -2,7 +2,7 @@
 
 A new dtype is added here and in the list of docs/FORMAT.md; the client then takes it as soon as torch has it. If numpy does not
 know it, `codec/element.py` needs its width and kind. To convert or export its values, extend `codec/convert.py` and
-`layout/safetensors.py`.
+`export/safetensors.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from checkpointd.layout.indexes import Index
 from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.pipeline.read.chunks import read_chunks
 from checkpointd.pipeline.read.plan import ChunkRead
-from checkpointd.pipeline.read.stored_files import StoredFile, stored_files
 from checkpointd.pipeline.read.verify import checked_index, verify
 from checkpointd.pipeline.root.tag_directories import unseen_of
 from checkpointd.store.base import Capabilities, Store
@@ -24,7 +23,7 @@ from checkpointd.store.passing import PassingStore
 from checkpointd.store.patient import Patience, PatientStore
 from checkpointd_client.loader import call_patiently
 from checkpointd_client.ranks.writer import WriterThread
-from checkpointd_client.restore.verified import VerifiedFile
+from checkpointd_client.restore.verified import StoredFile, VerifiedFile, stored_files
 
 
 class Taker(Protocol):

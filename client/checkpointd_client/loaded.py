@@ -1,4 +1,12 @@
-"""The result of a load, and what follows from it for the log and for the saves after it."""
+"""The result of a load, and what follows from it for the log and for the saves after it.
+
+What a branch that is left means for others, `commit/log.py` decides.
+
+Invariants
+  BRANCH-3  A save that goes on from an older checkpoint leaves the branch only by its commit: an attempt that aborts changes
+      nothing.
+  BRANCH-4  If several trainings save in directories below one root, each has branches of its own (`training_of`).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +15,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from checkpointd.commit.branches import training
 from checkpointd.commit.facts import Order
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.manifest import Branches
-from checkpointd.pipeline.outcome import branches
+from checkpointd.pipeline.root.candidates import known_state
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience
 
@@ -58,7 +67,21 @@ def left_after(
     (`CommitRecord.left`). `begins`: the order of the first of them. `look` runs a look at the root patiently.
     """
     try:
-        return look(lambda patience: branches.after(store, patience, prefix, begins))
+        return look(lambda patience: _after(store, patience, prefix, begins))
     except CheckpointdError as error:  # the objects are filled
         log.error("%s is loaded, but whether newer ones are left behind cannot be told: %s", prefix, error)
         return "", ()
+
+
+async def _after(store: Store, patience: Patience, prefix: str, begins: Order) -> tuple[str, Branches]:
+    """The training of the checkpoint `prefix`, and `CommitRecord.left` of the saves that go on from it. `begins`: the order of
+    the first of them.
+    """
+    state = await known_state(store, patience)
+    one = state.attempts.get(prefix)
+    if one is None or one.committed is None:
+        return "", ()  # it lies in memory or in a spool, and is the newest
+    own = training(one.commit)
+    commits = [a for a in state.attempts.values() if a.status == "checkpoint" and a.commit.save_latest]
+    is_back = any(one.order < a.order < begins for a in commits if training(a.commit) == own)
+    return own, (*one.commit.left, (one.order, begins)) if is_back else one.commit.left

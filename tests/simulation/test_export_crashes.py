@@ -17,8 +17,9 @@ from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.errors import StoreError
 from checkpointd.export import bucket_output
+from checkpointd.export.own_lease import OwnExportLease
 from checkpointd.layout.keys import AttemptId
-from checkpointd.pipeline.gc.export_leases import ExportLeases, OwnExportLease
+from checkpointd.pipeline.gc.export_leases import ExportLeases
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import Sight

@@ -19,9 +19,8 @@ records of all ranks, puts `verified`, and removes the records, so that later li
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from checkpointd.commit.branches import commits_of
@@ -119,16 +118,6 @@ class BackgroundReadBack:
         self._wait_at_least(QUIET_S)
         if not self._busy:
             self._idle.set()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Pause reading while the block runs."""
-        token = object()
-        self.pause(token)
-        try:
-            yield
-        finally:
-            self.resume(token)
 
     def committed(self, checkpoint: LoggedAttempt, rank: int) -> None:
         """Read back the shard of `rank` in the committed `checkpoint` when there is time."""

@@ -23,11 +23,11 @@ from checkpointd.pipeline.outcome.recover import recover
 from checkpointd.pipeline.root import leases, reserve, starts
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.report.neighbours import is_new, neighbours
 from checkpointd.store import writers
 from checkpointd.store.base import Store
 from checkpointd.store.conditions import check_conditions_of
 from checkpointd_client.ranks.board import Board, broadcast_from_coordinator
+from checkpointd_client.ranks.neighbours import is_new, neighbours
 from checkpointd_client.ranks.writer import WriterThread
 
 log = logging.getLogger("checkpointd")

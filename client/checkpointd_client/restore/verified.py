@@ -1,14 +1,18 @@
-"""Stored files for torch.load: each byte is read once, into its final memory, and verified there.
+"""Stored files, and how torch.load reads them: each byte once, into its final memory, and verified there.
 
 Invariants
   VERIFIEDFILE-1  The bytes around the storages, which hold the pickle, are verified before any of them is given out.
   VERIFIEDFILE-2  Damaged bytes are noted and still given out, since torch's reader must not see an exception. The caller must
       throw away the loaded objects if `finish` returns damage.
+  VERIFIEDFILE-3  The chunks of a file cover it once, from its first byte to its last (FILE-6 in `files.py`). Otherwise the index
+      is damaged.
 """
 
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from checkpointd.errors import CheckpointdError, DamagedError
-from checkpointd.pipeline.read.plan import ChunkRead, Place
-from checkpointd.pipeline.read.stored_files import StoredFile
+from checkpointd.layout import tree
+from checkpointd.layout.indexes import Index
+from checkpointd.pipeline.read.plan import ChunkRead, Place, rank_reads
 from checkpointd.pipeline.shard import Bytes
 
 Read = Callable[[Sequence[ChunkRead]], list[DamagedError]]
@@ -25,6 +30,55 @@ Read = Callable[[Sequence[ChunkRead]], list[DamagedError]]
 DIRECT_BYTES = 256 << 10
 """Chunks of at least this size are read straight into the reader's memory; smaller ones are read together, ahead."""
 AHEAD_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file that a rank stored as one object: the reads of its chunks, in order. `around`: the FQN of the bytes around the
+    storages.
+    """
+
+    name: str
+    size: int
+    around: str
+    parts: tuple[ChunkRead, ...]
+
+    def first_at(self, offset: int) -> int:
+        """The number of the part that contains the byte `offset`."""
+        return bisect_right(self.parts, offset, key=lambda part: part.chunk.offset) - 1
+
+    @property
+    def fqns(self) -> set[str]:
+        """The tensors that make up the file."""
+        return {part.entry.fqn for part in self.parts}
+
+
+def stored_files(prefix: str, index: Index) -> list[StoredFile]:
+    """The files of one rank of the attempt `prefix`; empty if it stored a state. Raises DamagedError for incomplete files."""
+    files = tree.files_of(index.tree, prefix)
+    if files is None:
+        return []
+    by_object: dict[int, list[ChunkRead]] = defaultdict(list)
+    for part in rank_reads(prefix, index):
+        by_object[part.chunk.object].append(part)
+    found = []
+    for number, file in enumerate(files.files):
+        parts = tuple(sorted(by_object[number], key=lambda part: part.chunk.offset))
+        key = parts[0].key if parts else prefix
+        if fault := _cover_fault(parts, file.size):
+            raise DamagedError(f"the chunks of {file.name} of rank {index.rank} {fault}", key=key, rank=index.rank)
+        found.append(StoredFile(file.name, file.size, file.hollow, parts))
+    return found
+
+
+def _cover_fault(parts: Sequence[ChunkRead], size: int) -> str:
+    end = 0
+    for part in parts:
+        chunk = part.chunk
+        if chunk.offset != end or (chunk.codec, chunk.raw) != ("raw", chunk.stored):
+            return f"do not cover it once: byte {end}"
+        end = chunk.end
+    return "" if end == size else f"cover {end} of its {size} bytes"
 
 
 @dataclass(slots=True)

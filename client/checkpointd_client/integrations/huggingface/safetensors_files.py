@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from checkpointd.errors import StateError
-from checkpointd.layout.safetensors import Item, Unsupported, plan_file
+from checkpointd.export.safetensors import Item, Unsupported, plan_file
 from checkpointd_client.capture.torch_files import CapturedFile, FileBuilder
 
 

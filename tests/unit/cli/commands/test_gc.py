@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpointd.pipeline.gc.export_leases import OwnExportLease
+from checkpointd.export.own_lease import OwnExportLease
 from checkpointd.pipeline.root import root_view
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.store.base import Store

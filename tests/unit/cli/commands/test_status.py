@@ -6,10 +6,10 @@ import pytest
 
 from checkpointd.admin.gc import deletion
 from checkpointd.admin.recovery import recovery
+from checkpointd.cli.commands.status import changes
 from checkpointd.layout.log_records import DamageRecord
 from checkpointd.pipeline.root import starts
 from checkpointd.pipeline.root.log import RootLog
-from checkpointd.report.changes import changes
 from checkpointd.report.status import RECENT, standing
 from checkpointd.store.base import Store
 from tests.builders import begin_start, break_file, leave_in_doubt, plan_save, save_checkpoint

@@ -1,4 +1,4 @@
-"""Stored files that are verified while torch.load reads them. Invariants: STOREDFILE-1, VERIFIEDFILE-1,
+"""Stored files that are verified while torch.load reads them. Invariants: VERIFIEDFILE-3, VERIFIEDFILE-1,
 VERIFIEDFILE-2, FILE-6.
 """
 
@@ -19,9 +19,8 @@ from checkpointd.errors import DamagedError, UnreadableError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Chunk, TensorEntry
 from checkpointd.pipeline.read.plan import ChunkRead
-from checkpointd.pipeline.read.stored_files import StoredFile
 from checkpointd_client.capture.torch_files import placeholders_of
-from checkpointd_client.restore.verified import VerifiedFile
+from checkpointd_client.restore.verified import StoredFile, VerifiedFile
 
 CONTENT = {
     "small": [torch.arange(number + 1) for number in range(300)],

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
 from checkpointd.errors import StoreError
+from checkpointd.export.own_lease import OwnExportLease
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
 from checkpointd.layout.manifest import BallotRef
-from checkpointd.pipeline.gc.export_leases import LEASES_OF_EXPORTS, ExportLease, ExportLeases, OwnExportLease, is_wanted
+from checkpointd.pipeline.gc.export_leases import LEASES_OF_EXPORTS, ExportLease, ExportLeases, is_wanted
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.log import RootLog

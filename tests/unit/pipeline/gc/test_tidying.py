@@ -10,6 +10,7 @@ import pytest
 from checkpointd.commit.machine import FINAL, Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
+from checkpointd.export.own_lease import OwnExportLease
 from checkpointd.layout.keys import (
     AttemptId,
     attempt_lease_key,
@@ -25,7 +26,6 @@ from checkpointd.layout.manifest import NO_REASON
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.gc import room, tidying
 from checkpointd.pipeline.gc.collect import sweep
-from checkpointd.pipeline.gc.export_leases import OwnExportLease
 from checkpointd.pipeline.root import root_view, starts
 from checkpointd.pipeline.root.leases import Sight
 from checkpointd.pipeline.root.log import RootLog

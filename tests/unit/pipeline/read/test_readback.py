@@ -9,7 +9,8 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,17 @@ class Ranks:
             await state.reader.close()
 
 
+@contextmanager
+def paused(reader: BackgroundReadBack) -> Iterator[None]:
+    """A save is in flight beside the reader."""
+    token = object()
+    reader.pause(token)
+    try:
+        yield
+    finally:
+        reader.resume(token)
+
+
 async def view_of(store: Store, step: int) -> LoggedAttempt:
     return (await attempts_at(store, f"global_step{step}"))[0]
 
@@ -365,7 +377,7 @@ async def test_readback_1_each_rank_reads_its_own_shard_and_the_last_one_records
     store = MemoryStore()
     await save_start(store)
     ranks = Ranks(store)
-    with ranks.states[1].reader.paused():  # a save of rank 1 is in flight
+    with paused(ranks.states[1].reader):  # a save of rank 1 is in flight
         await ranks.save(1)
 
         async def one_has_read() -> bool:
@@ -425,7 +437,7 @@ async def test_a_record_that_a_power_cut_tore_counts_as_not_there() -> None:
     store = MemoryStore()
     await save_start(store)
     ranks = Ranks(store)
-    with ranks.states[1].reader.paused():
+    with paused(ranks.states[1].reader):
         await ranks.save(1)
         torn = f"{(await view_of(store, 1)).prefix}/{read_back_name(0)}"
 
@@ -455,7 +467,7 @@ async def test_readback_4_a_save_in_flight_stops_reading_back_and_it_goes_on_lat
     monkeypatch.setattr(readback, "BLOCK", readback.LoadConfig(reads=1, block_bytes=CHUNK))
     ranks, reads = Ranks(store), 0
     reader = ranks.states[0].reader
-    real, saving = MemoryStore.get_range, reader.paused()
+    real, saving = MemoryStore.get_range, paused(reader)
     begun = asyncio.Event()
 
     async def counting(self: MemoryStore, key: str, offset: int, out: memoryview) -> None:
@@ -491,7 +503,7 @@ async def test_readback_4_closing_gives_it_up() -> None:
     store = MemoryStore()
     await save_start(store)
     ranks = Ranks(store)
-    with ranks.states[0].reader.paused():
+    with paused(ranks.states[0].reader):
         await ranks.save(1)
         async with asyncio.timeout(60):
             await ranks.close()
@@ -535,7 +547,7 @@ async def test_a_rank_that_learns_of_damage_before_it_has_read_does_not_refer_to
         await save_start(store)
         ranks = Ranks(store)
         flipping(True)
-        with ranks.states[1].reader.paused():  # a save of rank 1 is in flight
+        with paused(ranks.states[1].reader):  # a save of rank 1 is in flight
             await ranks.save(1)
 
             async def recorded() -> bool:
@@ -555,7 +567,7 @@ async def test_what_went_meanwhile_is_no_damage() -> None:
     found = await saved(store, 1)
     await saved(store, 2)
     reader = BackgroundReadBack(store)
-    with reader.paused():
+    with paused(reader):
         reader.committed(found, 0)
         await delete_checkpoint(store, "global_step1")
     assert reader._task is not None

@@ -20,9 +20,9 @@ from checkpointd.config import MIB
 from checkpointd.errors import UsageError
 from checkpointd.export.consolidate import Container, ExportRequest, Safetensors
 from checkpointd.export.output import ExportOutput, Output, translated
+from checkpointd.export.safetensors import INDEX, Item, split
 from checkpointd.export.selection import Exported, Selection, StoredSourceTensor, whole_view
 from checkpointd.export.stream import PlacedTensor
-from checkpointd.layout.safetensors import INDEX, Item, split
 from checkpointd.phrases import byte_count
 from checkpointd_client.capture.dtypes import DTYPES, NAMES
 from checkpointd_client.export.torch_file import TorchFile

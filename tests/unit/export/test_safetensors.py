@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from checkpointd.export.safetensors import DTYPES, Item, Unsupported, file_names, index_json, plan_file, split
 from checkpointd.layout.dtypes import ITEM_BYTES
-from checkpointd.layout.safetensors import DTYPES, Item, Unsupported, file_names, index_json, plan_file, split
 
 items = st.builds(
     Item,
