@@ -24,7 +24,7 @@ def is_out_of_reach(error: BaseException | None) -> bool:
 
 def lost_error(info: AttemptInfo, own: BaseException | None, error: Exception) -> CheckpointdError:
     """The error of an attempt whose outcome could not be read or put because of `error`. `own`: this rank's earlier failure."""
-    if own is error or is_out_of_reach(own):
+    if str(own) == str(error) or is_out_of_reach(own):  # a newer start is found again by whoever tries to store a no
         message = f"{info.prefix} failed: {own}"
     elif own is not None:
         audience = "" if info.world_size == 1 else " for the other ranks"

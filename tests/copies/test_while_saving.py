@@ -271,6 +271,7 @@ def other_spelling(saved: Run, tmp_path: Path) -> Path:
     return tmp_path / "link" / "root"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("same_process", [True, False])
 def test_one_job_at_a_time_whatever_the_root_is_called(same_process: bool, saved: Run, other_spelling: Path) -> None:
     with Checkpointer(saved.root) as ckpt:

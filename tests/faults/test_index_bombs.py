@@ -153,6 +153,7 @@ def map_of(fields: dict[str, Any], changed: Raw) -> bytes:
     return bytes([0x80 | len(encoded)]) + b"".join(encoded)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.__name__)
 def test_no_command_takes_much_more_memory_than_the_index_has_bytes(saved: Path, bomb: Callable[[dict[str, Any]], Raw]) -> None:
     forger = Forger(saved, "t")

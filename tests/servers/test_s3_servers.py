@@ -26,6 +26,8 @@ from tests.servers.seaweed import SeaweedFS, why_no_seaweed
 
 CREATE = {"If-None-Match": "*"}
 
+pytestmark = pytest.mark.nightly
+
 
 def ask(place: Place, method: str, key: str, body: bytes = b"", headers: dict[str, str] | None = None) -> Answer:
     path = "/".join(filter(None, (place.bucket, place.prefix, key)))

@@ -226,6 +226,7 @@ def test_a_seed_replays(storage: Storage) -> None:
         assert story(seed, storage) == story(seed, storage)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["disk", pytest.param("bucket", marks=pytest.mark.nightly)])
 def test_a_seed_replays_in_another_process(storage: Storage) -> None:
     # No fixture of pytest reaches the other process.

@@ -4,8 +4,8 @@ Invariants
   VERIFIEDFILE-1  The bytes around the storages, which hold the pickle, are verified before any of them is given out.
   VERIFIEDFILE-2  Damaged bytes are noted and still given out, since torch's reader must not see an exception. The caller must
       throw away the loaded objects if `finish` returns damage.
-  VERIFIEDFILE-3  The chunks of a file cover it once, from its first byte to its last (FILE-6 in `files.py`). Otherwise the index
-      is damaged.
+  VERIFIEDFILE-3  The chunks of a file cover it once, from its first byte to its last (FILE-6 in `files.py`). Otherwise the
+      index is damaged.
 """
 
 from __future__ import annotations

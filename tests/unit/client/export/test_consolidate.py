@@ -145,6 +145,7 @@ def test_safetensors_loads_a_model_with_tied_weights(tmp_path: Path) -> None:
     assert "head.weight" not in load_file(tmp_path / "model.safetensors")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ties", [True, False])
 def test_transformers_loads_the_directory(tmp_path: Path, ties: bool) -> None:
     """Where it is installed: several files by their index, its own configuration beside them."""

@@ -79,6 +79,7 @@ def test_wrappers_1_every_order_around_a_module_gives_the_names_of_the_bare_one(
             assert names_of(wrapped(make(), names)) == bare, names
 
 
+@pytest.mark.nightly
 def test_wrappers_1_at_any_depth() -> None:
     def made(outer: Sequence[str], middle: Sequence[str], inner: Sequence[str]) -> nn.Module:
         block = Block()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.errors import SupersededError
 from checkpointd.store.memory import MemoryStore
@@ -113,6 +115,7 @@ def test_queue_3_a_commit_of_a_save_that_found_no_room_replaces_what_waits() -> 
     run(main())
 
 
+@pytest.mark.nightly
 def test_a_limit_of_bandwidth_slows_uploads_and_no_save_until_a_process_is_told_to_leave() -> None:
     async def main() -> None:
         root = AwayStore(MemoryStore())
