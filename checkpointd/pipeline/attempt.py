@@ -243,7 +243,9 @@ class Attempt:
         if self.outcome is not None:
             return
         self._fire(Event.SNAPSHOT_TAKEN)
-        await self._persist_at_root(shard)
+        persisting = self._persist_at_root(shard)
+        del shard  # `persisting` drops its own as soon as the shard is in a spool, where it may wait for hours
+        await persisting
 
     async def _persist_at_root(self, shard: Shard) -> None:
         self._on_root()

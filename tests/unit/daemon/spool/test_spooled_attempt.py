@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
 from checkpointd.commit.machine import FINAL, IN_SPOOL, Phase
 from checkpointd.errors import SupersededError
+from checkpointd.pipeline.shard import Shard
 from checkpointd.store.memory import MemoryStore
 from tests.spooled_saves import HOUR_S, AwayStore, Node, committed, node_at, phases, run, spool, until
 
@@ -131,5 +133,21 @@ def test_a_limit_of_bandwidth_slows_uploads_and_no_save_until_a_process_is_told_
         node.directory.hurry()
         await node.over()
         assert asyncio.get_running_loop().time() < 90.0
+
+    run(main())
+
+
+def test_nothing_of_the_snapshot_is_held_while_its_shard_waits_for_the_root() -> None:
+    async def main() -> None:
+        root = AwayStore(MemoryStore())
+        node = await node_at(root)
+        root.away = True
+        attempt = node.save(1)
+        await until(lambda: attempt.phase in (Phase.SPOOLED, Phase.UPLOADING))
+        gc.collect()
+        held = [one for one in gc.get_objects() if type(one) is Shard]
+        root.away = False
+        await node.over()
+        assert not held, "an upload may wait for hours, and thousands may wait"
 
     run(main())
