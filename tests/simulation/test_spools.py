@@ -250,7 +250,8 @@ class Job:
     async def _destroy(self, kind: str, rank: int) -> None:
         """Damage one shard in the spool of `rank`, or let its disk give no bytes of it any more."""
         for disk in self._disks(rank):
-            if found := sorted(key for key in contents(disk) if key.endswith(".chunks")):
+            chunks = [key for key in contents(disk) if key.endswith(".chunks")]
+            if found := sorted(key for key in chunks if not key.startswith(SPOOLED)):  # its notes are named for objects
                 key = self.rng.choice(found)
                 prefix = key.rpartition("/")[0]
                 self.losable.add(prefix)
