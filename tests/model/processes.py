@@ -225,7 +225,9 @@ def spooled(nonce: int) -> Program:
     return [Follow(lambda state: state.start > 5), *shifted(coordinator(nonce), 1)]
 
 
-def start(nonce: int, *, saves: bool = False, unannounced: bool = False, until: int = END, mistake: str = "") -> Program:
+def start(
+    nonce: int, *, saves: bool = False, unannounced: bool = False, until: int = END, mistake: str = "", plans: Plans = PLANS
+) -> Program:
     """The next start: it reads, decides about Y, begins, and decides what it has spared. With `saves`, it then saves Z."""
     owner = f"{nonce:016x}"
 
@@ -240,7 +242,7 @@ def start(nonce: int, *, saves: bool = False, unannounced: bool = False, until: 
         return options
 
     def records(state: LogState, choice: int) -> Sequence[Record]:
-        first = [commit(Y)] if choice & WHOLE and status(state, Y) == "undecided" else []
+        first = [commit(Y, plans)] if choice & WHOLE and status(state, Y) == "undecided" else []
         wishes = choice & 1 << Y and (unannounced or status(state, Y) == "undecided")
         spared = [Y] if wishes and rules.may_be_spared(state, NAMES[Y]) else []
         return [*first, begin(state.start + 1, nonce, spared=spared)]
@@ -252,7 +254,7 @@ def start(nonce: int, *, saves: bool = False, unannounced: bool = False, until: 
         return {"finds Y whole": WHOLE} if objects & VOTES == VOTES else {"finds Y incomplete": 0}
 
     def verdict(state: LogState, choice: int) -> Sequence[Record]:
-        return [commit(Y) if choice & WHOLE else abort(Y)]
+        return [commit(Y, plans) if choice & WHOLE else abort(Y)]
 
     def is_settled(state: LogState) -> bool:
         return status(state, Y) != "undecided"

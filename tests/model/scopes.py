@@ -178,7 +178,7 @@ def _retention(size: int, mistake: str) -> dict[str, Any]:
         programs=[
             program("A", announcing(Y, 1, plans), Put(Y_HERE | stored_of(Y)), committing(Y, 2, plans)),
             program("T", *keeps),
-            program("B", *start(0x21, until=6)),
+            program("B", *start(0x21, until=6, plans=plans)),
             *readers,
         ],
         state=state_of(*known),
