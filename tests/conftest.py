@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -127,15 +129,21 @@ def cancel_on_timeout(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
 @pytest.fixture
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service looks only briefly for what is missing, even where no option says how long."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("checkpointd.") and hasattr(module, "ABSENCE_S"):
-            monkeypatch.setattr(module, "ABSENCE_S", 0.05)
-        if name.startswith(("checkpointd.", "checkpointd_client.")):
-            for thing in vars(module).values():
-                for call in (thing, getattr(thing, "__init__", None)):
-                    if "absence_s" in (getattr(call, "__kwdefaults__", None) or {}):
-                        monkeypatch.setitem(call.__kwdefaults__, "absence_s", 0.05)
+    modules, defaults = lengths_of_looks(len(sys.modules))
+    for module in modules:
+        monkeypatch.setattr(module, "ABSENCE_S", 0.05)
+    for arguments in defaults:
+        monkeypatch.setitem(arguments, "absence_s", 0.05)
     monkeypatch.setattr(verification, "PATIENCE", replace(verification.PATIENCE, absence_s=0.05))
+
+
+@lru_cache(maxsize=1)
+def lengths_of_looks(imported: int) -> tuple[list[ModuleType], list[dict[str, Any]]]:
+    """The modules with a constant ABSENCE_S, and the defaults of calls with `absence_s`. `imported`: how many modules are."""
+    ours = [one for name, one in list(sys.modules.items()) if name.startswith(("checkpointd.", "checkpointd_client."))]
+    calls = [call for one in ours for thing in vars(one).values() for call in (thing, getattr(thing, "__init__", None))]
+    defaults = {id(found): found for call in calls if (found := getattr(call, "__kwdefaults__", None))}
+    return [one for one in ours if hasattr(one, "ABSENCE_S")], [one for one in defaults.values() if "absence_s" in one]
 
 
 # First: xdist reads the groups in the same hook.
