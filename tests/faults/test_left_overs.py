@@ -72,10 +72,10 @@ class Counter:
 
 
 def listed(folder: Path) -> list[Path]:
-    """What is in a directory that may go at any moment."""
+    """What is in a directory that may go at any moment; nothing if it is a file."""
     try:
         return list(folder.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from checkpointd.bucket_urls import parse
-from checkpointd.layout.keys import LEASES
+from checkpointd.layout.keys import ATTEMPT_LEASES
 from checkpointd_client import Checkpointer, SaveHandle
 from checkpointd_client.checkpointer import core_of
 from checkpointd_client.errors import LinkError, SidecarError, WaitTimeoutError
@@ -56,7 +56,7 @@ def _wait_for_latest(root: Path, tag: str, *daemons: Daemon) -> None:
 
 
 def _wait_for_lease(root: Path) -> None:
-    wait_until(lambda: list(root.glob("global_step3/*/lease")), "the daemon said that it works at it")
+    wait_until(lambda: list((root / ATTEMPT_LEASES).glob("global_step3/*")), "the daemon said that it works at it")
 
 
 def _staged(job: Job, step: int) -> None:
@@ -147,7 +147,7 @@ def test_recover_leaves_alone_what_a_daemon_still_writes(tmp_path: Path, slow: D
     assert found["decided"] == []
     assert found["surviving"] == ["global_step3/00000001-0"]
     _wait_for_latest(root, "global_step3", slow)
-    wait_until(lambda: not list((root / LEASES).glob("attempts/global_step3/*")), "the lease was removed after the commit")
+    wait_until(lambda: not list((root / ATTEMPT_LEASES).glob("global_step3/*")), "the lease was removed after the commit")
 
 
 @pytest.mark.nightly
@@ -338,9 +338,12 @@ def test_a_state_is_shown_as_an_empty_directory_at_the_commit(tmp_path: Path, sl
         assert not (tmp_path / "run" / "one.ckpt").exists()
         assert handle.wait().phase == "committed"
         assert list((tmp_path / "run" / "one.ckpt").iterdir()) == []
-        save(2, "two.ckpt").wait("staged")
+        lost = save(2, "two.ckpt")
+        lost.wait("staged")
         slow.kill()
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".checkpointd", "one.ckpt", "two.ckpt"]
+        with pytest.raises(SidecarError, match=r"two\.ckpt"):
+            lost.wait()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".checkpointd", "one.ckpt"]
 
 
 @pytest.mark.nightly
@@ -379,7 +382,7 @@ def test_a_sidecar_with_a_wrong_endpoint_is_named_by_the_trainer_and_the_status_
             with pytest.raises(SidecarError, match="was lost while this save was"):
                 handle.wait()
             ckpt.close()
-    words = rf"the sidecar does not reach the root: listing .* \(Connection refused\): {wrong} was not reached"
+    words = rf"the sidecar does not reach the root: looking for .* \(Connection refused\): {wrong} was not reached"
     assert re.search(words, str(caught.value))
     assert re.search(words, caplog.text)
     assert wrong in trouble
