@@ -103,6 +103,11 @@ class RootLog:
     """The root whose log is known, once its id was seen."""
     _in_vain: int = 0
     """How many times in a row `follow` has found nothing."""
+    _follows: int = 0
+    """How many times `follow` has read."""
+    _ended_at: int = 0
+    """Which of these reads was the last one that found not what it was for, and `_failure` why, if the storage failed."""
+    _failure: StoreError | None = None
     _listing: LogListing = NOTHING
     """The last list."""
     _job: WeakMethod[CheckJob] | None = None
@@ -210,19 +215,35 @@ class RootLog:
         durable. Raises UnreadableError if the storage does not tell, or if the log cannot be read to its end.
 
         The next entry may have been removed since, if others have put hundreds. So after FOLLOWS_IN_VAIN calls in vain this
-        lists the log.
+        lists the log. Callers that meet are served by one read: hundreds may wait for what becomes of their attempts.
         """
+        asked = self._follows
         async with self._turn:
-            before = self.state.number
-            ended = await self._run(steps.follow(self._known, until))
-            self._took(ended)
-            self._in_vain = 0 if ended.is_proved or self.state.number > before else self._in_vain + 1
-            if self._in_vain == FOLLOWS_IN_VAIN:  # the log may go on elsewhere: it was made again, or this has slept for long
-                self._in_vain = 0
-                await self._look(settles=True)
-            if self.fault:
-                raise UnreadableError(self._unreadable(self.fault))
-            return until(self.state)  # if so, a list has proved it
+            if self._ended_at > asked and not until(self.state):  # a read that began after this call has found nothing more
+                if self._failure is not None:
+                    raise self._failure.with_traceback(None)
+                return False
+            self._follows += 1
+            try:
+                found = await self._follow(until)
+            except StoreError as error:
+                self._ended_at, self._failure = self._follows, error
+                raise
+            if not found:
+                self._ended_at, self._failure = self._follows, None
+            return found
+
+    async def _follow(self, until: Callable[[LogState], bool]) -> bool:
+        before = self.state.number
+        ended = await self._run(steps.follow(self._known, until))
+        self._took(ended)
+        self._in_vain = 0 if ended.is_proved or self.state.number > before else self._in_vain + 1
+        if self._in_vain == FOLLOWS_IN_VAIN:  # the log may go on elsewhere: it was made again, or this has slept for long
+            self._in_vain = 0
+            await self._look(settles=True)
+        if self.fault:
+            raise UnreadableError(self._unreadable(self.fault))
+        return until(self.state)  # if so, a list has proved it
 
     @property
     def unreadable(self) -> str:

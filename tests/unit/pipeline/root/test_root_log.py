@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
 import pytest
 
-from checkpointd.errors import RootGoneError
+from checkpointd.errors import RootGoneError, UnreadableError
+from checkpointd.layout.keys import LOG
 from checkpointd.layout.log_records import RemoveRecord
 from checkpointd.pipeline import root_id
 from checkpointd.pipeline.identity import writer
@@ -36,6 +38,34 @@ async def test_the_log_of_a_store_is_one_and_goes_with_the_store() -> None:
     store = MemoryStore()
     assert RootLog.of(store) is RootLog.of(store) is RootLog.of(RootLog.of(store).store)
     assert RootLog.of(beside(store)) is not RootLog.of(store)
+
+
+class Counted(MemoryStore):
+    """Counts the reads of entries, each of which takes a while; they fail as long as it is `away`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.away = 0, False
+
+    async def get(self, key: str, *, size_max: int = 1 << 20) -> bytes:
+        if key.startswith(f"{LOG}/"):
+            self.reads += 1
+            await asyncio.sleep(0.001)
+            if self.away:
+                raise UnreadableError("the storage is away")
+        return await super().get(key, size_max=size_max)
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_hundreds_that_wait_for_an_entry_are_served_by_one_read(away: bool) -> None:
+    store = Counted()
+    await save_checkpoint(store, tag="global_step1", n=0, world_size=1)
+    log = RootLog(store)
+    await log.look()
+    reads, store.away = store.reads, away
+    found = await asyncio.gather(*(log.follow(lambda _: False) for _ in range(300)), return_exceptions=True)
+    assert store.reads - reads <= 2
+    assert found == [False] * 300 or (away and all(isinstance(one, UnreadableError) for one in found))
 
 
 @pytest.mark.parametrize("by", ["a copy", "another root"])
