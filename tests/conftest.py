@@ -58,8 +58,8 @@ COUNTS = {
     "ema-swaps": Count(5, 25, "averages swapped in while a snapshot is taken"),
     "mistake-rounds": Count(1, 2, "times that each planted mistake of the simulated device must show"),
     "power-cuts": Count(1, 4, "power cuts under a saving job"),
-    "sim-schedules": Count(20, 1000, "random schedules of the simulated job, for each storage"),
-    "sim-stride": Count(45, 18, "of the effects of a simulated job, one in so many is struck"),
+    "sim-schedules": Count(8, 1000, "random schedules of the simulated job, for each storage"),
+    "sim-stride": Count(60, 18, "of the effects of a simulated job, one in so many is struck"),
 }
 
 

@@ -127,6 +127,7 @@ def test_log_9_a_log_is_made_again_from_ballots_if_the_files_of_votes_are_lost(t
     assert loads(run) == 4
 
 
+@pytest.mark.nightly
 def test_a_mirror_of_a_root_that_was_put_back_to_an_older_state_says_so(tmp_path: Path) -> None:
     run, mirror, kept = Run(tmp_path / "root"), tmp_path / "mirror", tmp_path / "kept"
     run.start((1, 1), (2, 2))

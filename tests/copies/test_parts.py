@@ -29,7 +29,7 @@ LIKELY = [
 ]
 
 
-@pytest.fixture(scope="module", params=["in one start", "in two starts"])
+@pytest.fixture(scope="module", params=["in one start", pytest.param("in two starts", marks=pytest.mark.nightly)])
 def moments(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Run]:
     """A root as it was after the step OLD, and after NEW, and what was saved there. One tag is saved at each step."""
     path = tmp_path_factory.mktemp("moments")

@@ -180,7 +180,9 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return job
 
 
-@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize(
+    "lost", [pytest.param(one, marks=[pytest.mark.nightly] * (one not in ("the newest entry", "all"))) for one in LOST]
+)
 def test_what_a_start_loads_when_parts_of_the_log_are_gone(lost: str, long: Run, tmp_path: Path) -> None:
     root = Path(shutil.copytree(long.root, tmp_path / "root"))
     names = sorted(path.name for path in (root / LOG).iterdir() if path.name != "root")
@@ -213,6 +215,7 @@ def test_a_checkpoint_that_is_taken_away_and_brought_back(saved: Run, tmp_path: 
     assert cli(["verify", str(saved.root)]) == 0
 
 
+@pytest.mark.nightly
 def test_one_that_was_deleted_and_is_brought_back_stays_and_is_none(
     saved: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,7 +275,7 @@ def other_spelling(saved: Run, tmp_path: Path) -> Path:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("same_process", [True, False])
+@pytest.mark.parametrize("same_process", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_one_job_at_a_time_whatever_the_root_is_called(same_process: bool, saved: Run, other_spelling: Path) -> None:
     with Checkpointer(saved.root) as ckpt:
         if same_process:

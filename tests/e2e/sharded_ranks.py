@@ -4,7 +4,7 @@
 
 `all`: each pair of layouts is loaded for each pair of worlds, in every dtype. `many`: each pair of layouts is loaded for half
 of the pairs of worlds, in one dtype, by turns: so any two of the layouts, worlds and dtypes meet still. `few`: three ranks load
-what two saved in one dtype, in half of the pairs of layouts, and only a few of the other cases are run.
+what two saved in one dtype, in a quarter of the pairs of layouts, and only a few of the other cases are run.
 
 Every process notes what is wrong in each case: see `rank_cases.py`.
 """
@@ -62,6 +62,7 @@ class Process(CaseNotes):
         super().__init__(folder, number)
         self.root, self.number, self._every, self.few = folder / "root", number, amount == "all", amount == "few"
         self.saves, self.loads = ((2,), (3,)) if self.few else (WORLDS, WORLDS)
+        self._stride = 4 if self.few else 2
         self.dtypes = {name: dtype for name, dtype in DTYPES.items() if not self.few or name in FEW_DTYPES}
         self.store = dist.FileStore(str(folder / "rendezvous"), PROCESSES)
         self.store.set_timeout(timedelta(seconds=1700))
@@ -113,7 +114,7 @@ class Process(CaseNotes):
                     pairs = {name: (build(target, dtype, 77), build(target, dtype, 78)) for name, dtype in self.dtypes.items()}
                     for a, source in enumerate(PARALLEL):
                         for saved_by in self.saves if _go_together(source, target) else ():
-                            if not self._every and target != "plain" and (a + b + saved_by // 2 + world // 2) % 2:
+                            if not self._every and target != "plain" and (a + b + saved_by // 2 + world // 2) % self._stride:
                                 continue
                             for c, dtype in enumerate(self.dtypes):
                                 if not self._every and (a + saved_by + world + c) % len(self.dtypes):

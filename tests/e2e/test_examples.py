@@ -91,6 +91,7 @@ def test_the_deepspeed_example_goes_on_at_another_stage(tmp_path: Path) -> None:
     assert losses(second)[19] < losses(first)[4] / 2  # it goes on to learn
 
 
+@pytest.mark.nightly
 def test_every_checkpoint_is_evaluated_or_named(tmp_path: Path) -> None:
     """Those that came between two looks as well. One was removed by retention, and one is damaged."""
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))

@@ -12,6 +12,7 @@ from tests.e2e.rank_cases import show_cases
 SCRIPT = Path(__file__).with_name("grouped_ranks.py")
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_each_process_group_saves_by_itself(tmp_path: Path, subtests: pytest.Subtests) -> None:
     done = run_forked(SCRIPT, tmp_path, limit_s=280)

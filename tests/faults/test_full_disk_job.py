@@ -182,7 +182,7 @@ def test_a_root_that_becomes_read_only(pair: Job, small: Path) -> None:
 # --- errors of the device ---
 
 
-@pytest.mark.parametrize("calls", ["fsync", "pwrite64"])
+@pytest.mark.parametrize("calls", ["fsync", pytest.param("pwrite64", marks=pytest.mark.nightly)])
 def test_an_error_of_the_device_under_one_rank(tmp_path: Path, calls: str) -> None:
     root = tmp_path / "root"
     chunks = root / "global_step2" / "00000001-0" / "00001-0.chunks"

@@ -108,6 +108,7 @@ def test_a_daemon_that_dies_beside_the_training_is_started_again(tmp_path: Path,
         assert daemons.the_one() != first
 
 
+@pytest.mark.nightly
 def test_a_starter_that_is_killed_leaves_the_start_to_the_others(tmp_path: Path, daemons: OwnDaemons) -> None:
     root = tmp_path / "root"
     root.mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -39,9 +38,8 @@ def classes() -> Iterator[tuple[str, list[str]]]:
     """Every class of both packages, with its bases, as the source has them."""
     for folder in (ROOT / "checkpointd", ROOT / "client/checkpointd_client"):
         for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    yield node.name, [base.id for base in node.bases if isinstance(base, ast.Name)]
+            for name, bases in re.findall(r"^ *class (\w+)\((.*)\):", path.read_text(), re.MULTILINE):
+                yield name, bases.split(", ")
 
 
 def test_no_class_is_missing_from_the_tree() -> None:

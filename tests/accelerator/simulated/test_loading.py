@@ -72,7 +72,7 @@ def load(root: Path, into: dict[str, torch.Tensor], pinned_bytes: int = 1 << 20,
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("pinned_bytes", [1 << 20, 4096, 0])
-@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("own_stream", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_upload_1_a_load_is_in_order_under_every_schedule(
     sim: ModuleType, root: Path, device: torch.device, order: str, pinned_bytes: int, own_stream: bool
 ) -> None:

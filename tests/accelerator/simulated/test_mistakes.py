@@ -198,7 +198,7 @@ def ways_wrong(sim: ModuleType, device: torch.device, schedule: str) -> list[str
     return said + unheard(sim, device)
 
 
-@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("checksums", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", STAGING)
 def test_a_mistake_in_staging_shows_every_time(
     sim: ModuleType, tmp_path: Path, device: torch.device, name: str, rounds: int, checksums: bool

@@ -29,7 +29,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("checksums", [False, True])
 def test_a_snapshot_is_of_the_moment_of_save(

@@ -275,7 +275,7 @@ def test_a_slot_of_which_all_copies_have_ended_is_used_again(
 # --- Ctrl-C -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("checksums", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_ctrl_c_while_a_step_queues_the_copies_commits_nothing_wrong_and_holds_nothing_up(
     sim: ModuleType, tmp_path: Path, device: torch.device, checksums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

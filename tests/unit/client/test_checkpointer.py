@@ -510,6 +510,7 @@ def test_rng_states_come_back(tmp_path: Path) -> None:
         assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.nightly
 def test_exit_without_close_finishes_the_save_and_reports_a_failure(tmp_path: Path) -> None:
     script = (
         "import sys, torch\n"

@@ -34,6 +34,7 @@ def refused(ckpt: Checkpointer, model: torch.nn.Module) -> None:
     saved(ckpt, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("use", [saved, saved_and_loaded, refused])
 def test_close_frees_the_snapshots_without_the_cyclic_collector(
     tmp_path: Path, use: Callable[[Checkpointer, torch.nn.Module], None]

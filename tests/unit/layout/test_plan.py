@@ -121,6 +121,7 @@ def test_a_flat_partition_over_any_number_of_ranks_is_whole_until_one_is_missing
         assert fault is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_thousand_ranks_with_hundreds_of_tensors_each(dim: int) -> None:
     """204,800 boxes, cut along rows or along columns: to compare each tensor's with all others would take 100 million pairs."""

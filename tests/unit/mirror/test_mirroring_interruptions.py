@@ -62,7 +62,7 @@ def test_an_interruption_at_every_call_loses_nothing_and_the_next_run_finishes(a
                 return calls
         raise AssertionError
 
-    assert simulated(main()) >= 30
+    assert simulated(main()) >= 20
 
 
 def test_objects_that_are_whole_are_not_copied_again() -> None:

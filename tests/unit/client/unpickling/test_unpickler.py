@@ -35,6 +35,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.nightly
 @given(VALUES, st.integers(3, 5))
 def test_plain_values_are_those_of_pickle(value: Any, protocol: int) -> None:
     makers = {"builtins.bytearray": bytearray, "builtins.set": set, "builtins.frozenset": frozenset}

@@ -93,6 +93,7 @@ def test_queue_3_what_a_newer_commit_replaces_ends_on_all_ranks_and_says_so() ->
     run(main())
 
 
+@pytest.mark.nightly
 def test_queue_3_a_commit_of_a_save_that_found_no_room_replaces_what_waits() -> None:
     """So the spool has room again, before all that fills it is uploaded."""
 

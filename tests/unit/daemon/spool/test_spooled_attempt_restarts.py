@@ -105,6 +105,7 @@ def test_a_vote_that_stands_is_left_to_the_start_that_has_fenced_it() -> None:
     run(main())
 
 
+@pytest.mark.nightly
 def test_outlived_1_who_makes_room_decides_nothing_that_waits_in_its_own_spool() -> None:
     async def main() -> None:
         root = AwayStore(MemoryStore())

@@ -87,8 +87,8 @@ def test_tidy_2_one_tag_saved_again_and_again(seed: int) -> None:
     run(seed, main)
 
 
-@pytest.mark.parametrize("slow", [{0: 4.0}, {1: 4.0}, {0: 1.0, 1: 1.0}])
-@pytest.mark.parametrize("tag", [None, "best"])
+@pytest.mark.parametrize("slow", [{0: 4.0}, {1: 4.0}, pytest.param({0: 1.0, 1: 1.0}, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("tag", [None, pytest.param("best", marks=pytest.mark.nightly)])
 def test_tidy_3_ranks_that_are_ahead_of_the_coordinator_count(seed: int, slow: dict[int, float], tag: str | None) -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)

@@ -208,6 +208,7 @@ def nothing_may_be_written(_: str) -> opening.Said:
     return False, os.urandom(8).hex()
 
 
+@pytest.mark.nightly
 def test_what_is_only_read_is_verified_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -338,6 +338,7 @@ def test_weights_of_our_own_format_are_read_once_when_they_are_written(tmp_path:
     assert sum(sizes) == 64 * 8 + 8
 
 
+@pytest.mark.nightly
 def test_deepspeed_is_not_needed(tmp_path: Path) -> None:
     make(tmp_path / "step5", 3, 2)
     code = (
