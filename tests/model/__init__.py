@@ -5,9 +5,9 @@ What is explored
   `scopes.py` lists the scopes. A scope is a log, the objects of up to five attempts, a few processes, and faults: crashes, lost
   and late replies, stale lists, power cuts, damaged entries and states. One step is one operation of the store. Requests for
   several entries are single gets in any order, and removals of several are single removals in any order. A scope is explored
-  to its end, or up to 40,000 worlds in the gate and three million at night. At the end, every world must lead to one in which all have finished.
-  The promises are in `promises.py`, and are kept by a ghost that knows none of the rules. `mutations.py` changes one rule of
-  the real code at a time; the explorer must find each change.
+  to its end, or up to 40,000 worlds in the gate and three million at night. Where it is explored to its end, every world must
+  lead to one in which all have finished. The promises are in `promises.py`, and are kept by a ghost that knows none of the
+  rules. `mutations.py` changes one rule of the real code at a time; the explorer must find each change.
 
 What is not
   Damage of objects, the durability of objects, log/root (LOG-12), shown files, leases (a start may take any attempt for alive
