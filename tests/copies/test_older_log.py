@@ -13,7 +13,7 @@ import pytest
 
 from checkpointd.errors import CheckpointdError
 from checkpointd.layout.keys import LATEST, LOG, LOG_ROOT
-from checkpointd_client import Checkpointer
+from checkpointd_client import Checkpointer, open_checkpoint
 from tests.copies.jobs import Run, copy_part, state
 
 
@@ -148,3 +148,21 @@ def test_a_mirror_of_a_root_that_was_put_back_to_an_older_state_says_so(tmp_path
     refused = mirrored()
     assert refused.returncode == 2
     assert "was put back to an older state" in refused.stderr
+
+
+@pytest.mark.parametrize("tag", [None, LATEST])
+def test_a_reader_of_the_newest_says_that_the_log_is_an_older_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, tag: str | None
+) -> None:
+    run, kept = Run(tmp_path / "root"), tmp_path / "kept"
+    saved(run, (1, "one"))
+    shutil.copytree(run.root / LOG, kept)
+    saved(run, (2, "two"))
+    with open_checkpoint(run.root, tag) as found:
+        assert found.step == 2
+    assert caplog.records == []
+    put_back(run.root, kept)
+    with open_checkpoint(run.root, tag) as found:
+        assert found.step == 1
+    assert "names two, which the log does not have" in caplog.text
+    assert f"`checkpointd verify {run.root}`" in caplog.text

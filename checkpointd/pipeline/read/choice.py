@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from checkpointd.commands import command
 from checkpointd.config import LoadConfig
-from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, UsageError
+from checkpointd.errors import CheckpointdError, DamagedError, NotFoundError, StoreError, UsageError
 from checkpointd.layout.keys import LATEST, AttemptId, attempt_prefix, check_tag
 from checkpointd.layout.log_records import LoggedAttempt, LogState
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, read_view
@@ -116,7 +118,11 @@ class CheckpointFinder:
         self._pass_over(f"{checkpoint.tag} cannot be read: {why}")
 
     async def _chosen(self) -> LoggedAttempt:
+        named = await self._named()  # before the log, which has each commit before `latest` names it
         state, root = await known_state(self.store, self._patience()), self.store.url
+        if named is not None and all(one.tag != named for one in state.attempts.values()):
+            words = "%s at %s names %s, which the log does not have: an older copy of the log may lie there. To find out: %s"
+            log.warning(words, LATEST, root, named, command("verify", root))
         if self.step is not None:
             return _of_step(state, self.step, root)
         if self.tag is None:
@@ -130,6 +136,14 @@ class CheckpointFinder:
         if found is None or found.status != "checkpoint":
             raise NotFoundError(f"{prefix} at {root} is not a checkpoint, or not one any more")
         return found
+
+    async def _named(self) -> str | None:
+        """The tag that `latest` names, for a reader of the newest checkpoint, as far as it can be read."""
+        if self.step is not None or self.tag not in (None, LATEST):
+            return None
+        with suppress(StoreError):
+            return await root_view.readable_latest(self.store)
+        return None
 
     def _newest(self, state: LogState) -> LoggedAttempt:
         chosen = next((c for c in candidates(state) if c.prefix not in self._damaged), None)
