@@ -245,8 +245,7 @@ def joint_plan_name(digest: str) -> str:
 
 def check_holder(held_by: str) -> str:
     """Return `held_by` if it has the form `<tag>/<attempt>`, else raise FormatError."""
-    tag, _, attempt = held_by.rpartition("/")
-    if not is_tag(tag) or AttemptId.parse(attempt) is None:
+    if not is_attempt(held_by):
         raise FormatError(f"{held_by!r} is not the name of an attempt, <tag>/<attempt>; the index is damaged or hostile")
     return held_by
 

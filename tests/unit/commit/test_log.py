@@ -17,7 +17,6 @@ from checkpointd.commit.log import (
     check_all,
     fate,
     following,
-    is_admitted,
     may_be_spared,
     needed_by_others,
     reached,
@@ -129,28 +128,6 @@ def test_nothing_is_announced_before_a_start() -> None:
     assert check(EMPTY, announce(A)) == f"no start has begun, so {A} is of none"
     assert check(EMPTY, announce("step10/00000000-0")) == "no start has begun, so step10/00000000-0 is of none"
     assert not may_be_spared(EMPTY, "step10/00000000-0")
-
-
-@pytest.mark.parametrize("attempt", ["step10/00000001-0", "step10/00000003-0"])
-def test_an_attempt_of_another_start_is_not_announced(attempt: str) -> None:
-    state = after(EMPTY, begin(2))
-    assert check(state, announce(attempt)) == f"{attempt} is neither of start 2, the newest, nor spared by it"
-    assert not is_admitted(state, attempt)
-
-
-@pytest.mark.parametrize(
-    ("base", "why"),
-    [
-        ("", ""),
-        (B, ""),
-        (A, f"{A} is undecided"),
-        (C, f"{C} was aborted"),
-        (D, f"{D} was removed"),
-        ("step50/00000001-4", "step50/00000001-4 is not in the log"),
-    ],
-)
-def test_the_base_of_an_attempt_is_a_checkpoint(base: str, why: str) -> None:
-    assert check(EACH_FATE, announce("step60/00000001-5", base=base)) == why
 
 
 def test_a_mirror_announces_what_its_origin_saved_in_older_starts() -> None:

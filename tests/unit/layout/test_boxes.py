@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 
 from checkpointd.errors import FormatError
 from checkpointd.layout.boxes import NDIM_MAX, Box, boxes_of_range, intersect, tiling_fault, whole
-
-Shape = tuple[int, ...]
-shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-filled_shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
-
-
-@st.composite
-def boxes_in(draw: st.DrawFn, shape: Shape) -> Box:
-    ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
-    return Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+from tests.box_strategies import Shape, boxes_in, shapes, tilings_of
 
 
 @st.composite
@@ -38,29 +29,15 @@ def ranges(draw: st.DrawFn) -> tuple[Shape, int, int]:
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
-    """A shape cut along random lines into boxes, then perhaps spoilt: one left out, doubled, or replaced."""
-    shape = draw(filled_shapes)
-    boxes = [whole(shape)]
-    for _ in range(draw(st.integers(0, 5))):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        boxes += cut(box, draw(st.integers(0, len(shape) - 1)), draw(st.integers(0, 5))) if shape else [box]
-    boxes = draw(st.permutations(boxes))
+    """Boxes that tile a shape, then perhaps spoilt: one left out, doubled, or another one beside them."""
+    shape = draw(shapes)
+    boxes = draw(tilings_of(shape))
     spoilt = draw(st.sampled_from(["", "", "drop", "double", "other"]))
     if spoilt == "drop":
         boxes.pop()
     elif spoilt:
         boxes.append(boxes[0] if spoilt == "double" else draw(boxes_in(shape)))
     return shape, boxes
-
-
-def cut(box: Box, dim: int, at: int) -> list[Box]:
-    """`box` in two along `dim`; one part may be empty."""
-    at = min(at, box.sizes[dim])
-    first = [*box.sizes]
-    first[dim] = at
-    offsets, rest = [*box.offsets], [*box.sizes]
-    offsets[dim], rest[dim] = offsets[dim] + at, rest[dim] - at
-    return [Box(box.offsets, tuple(first)), Box(tuple(offsets), tuple(rest))]
 
 
 def elements(shape: Shape, box: Box) -> list[int]:

@@ -170,12 +170,6 @@ def test_no_name_from_a_file_leads_out_of_its_attempt(name: str) -> None:
         keys.check_chunks_ref(name, 0)
 
 
-@pytest.mark.parametrize("name", ["00001-0.chunks", "00000.index", "00000.vote", "ballot-" + "0" * 32])
-def test_an_index_may_refer_to_chunks_of_its_own_rank_alone(name: str) -> None:
-    with pytest.raises(FormatError, match="not a chunks object of that rank"):
-        keys.check_chunks_ref(name, 0)
-
-
 @pytest.mark.parametrize("name", ["", "1", "000000001", "0000000\u0661", "00000001.tmp", "00000001\n", "-0000001"])
 def test_no_other_spelling_names_a_start(name: str) -> None:
     assert keys.start_of(name) is None

@@ -186,6 +186,3 @@ def test_numbers_that_no_tensor_has_are_a_fault_and_no_surprise(changes: dict[st
     assert fault is not None
     assert fault.startswith("w (ranks [1]): ")
     assert words in fault
-
-
-# --- an index against its plan -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpointd.layout.boxes import whole
-from checkpointd.pipeline.pages import PageRun, locate, page_buffer, page_up, runs_of
+from checkpointd.pipeline.pages import locate, page_buffer, page_up, runs_of
 from checkpointd.pipeline.shard import PAGE, TENSOR_ALIGNMENT, ShardTensor
 
 
@@ -54,12 +54,6 @@ def test_every_byte_of_every_tensor_lies_where_locate_says(tensors: list[ShardTe
 def test_only_pages_that_hold_something_are_stored(tensors: list[ShardTensor]) -> None:
     wanted = {page for t in tensors if t.nbytes for page in range(t.offset // PAGE, page_up(t.offset + t.nbytes) // PAGE)}
     assert {page for run in runs_of(tensors) for page in range(run.start // PAGE, run.stop // PAGE)} == wanted
-
-
-def test_tensors_that_share_a_page_or_touch_are_one_run() -> None:
-    assert runs_of([tensor(0, 100), tensor(128, PAGE), tensor(2 * PAGE, 10)]) == [PageRun(0, 3 * PAGE, 0)]
-    assert runs_of([tensor(0, 100), tensor(2 * PAGE, 10)]) == [PageRun(0, PAGE, 0), PageRun(2 * PAGE, 3 * PAGE, PAGE)]
-    assert runs_of([tensor(0, 0)]) == []
 
 
 @given(st.integers(0, 1 << 40))
