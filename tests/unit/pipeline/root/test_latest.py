@@ -63,24 +63,6 @@ async def test_pointer_1_a_link_at_latest_is_replaced_and_never_followed(tmp_pat
     assert outside.read_text() == "secret"
 
 
-async def test_pointer_1_a_move_reads_the_log_again_after_it_and_moves_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile a newer checkpoint was committed, whose own move came before this one."""
-    store = MemoryStore()
-    await save_checkpoint(store, tag="one", start=await begin_start(store))
-    await store.put(LATEST, b"zero\n")
-    put_if_match = store.put_if_match
-
-    async def commits_first(key: str, expected: bytes | None, data: bytes) -> bool:
-        monkeypatch.setattr(store, "put_if_match", put_if_match)
-        await save_checkpoint(store, tag="two", n=1)
-        await store.put(LATEST, b"zero\n")
-        return await put_if_match(key, expected, data)
-
-    monkeypatch.setattr(store, "put_if_match", commits_first)
-    assert await move_latest(RootLog.of(store)) == "two"
-    assert await root_view.latest(store) == "two"
-
-
 async def test_pointer_1_latest_that_has_changed_since_the_log_was_read_is_not_replaced_before_the_log_is_read_again() -> None:
     class Moved(MemoryStore):
         is_moved = True

@@ -19,9 +19,8 @@ from checkpointd.pipeline.root import leases, starts
 from checkpointd.pipeline.root.leases import Beginner, HeldLease
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.writers import Life
-from checkpointd.testing import simloop
 from tests.builders import leave_in_doubt
-from tests.lease_builders import LENGTH_S, PREFIX, SINCE, now, put_lease, renew_on, sight, simulated
+from tests.lease_builders import LENGTH_S, PREFIX, SINCE, now, put_lease, sight, simulated
 
 
 def beginner(process: str, job: str = "", *, life: Life = "unknown", take_over: bool = False) -> Beginner:
@@ -147,17 +146,6 @@ def test_lease_5_the_same_job_and_who_is_told_to_take_over_wait_for_nobody() -> 
     simulated(work)
 
 
-def test_lease_4_a_job_that_renews_no_more_is_waited_out_for_a_leases_length() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        _, held = await begin(store, beginner("a"))
-        await stop_renewing(held)
-        assert 0 < await timed(begin(store, beginner("b"))) <= LENGTH_S
-        assert await starts.newest(store) == 2
-
-    simulated(work)
-
-
 def test_lease_2_a_process_that_has_ended_here_is_not_waited_for() -> None:
     async def work() -> None:
         store = MemoryStore()
@@ -176,18 +164,6 @@ def test_a_job_that_was_closed_is_not_waited_for() -> None:
         assert await timed(begin(store, beginner("b"))) == 0
 
     simulated(work)
-
-
-def test_lease_5_of_two_that_begin_at_once_one_is_refused() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        both = (begin(store, beginner("a", "one")), begin(store, beginner("b", "two")))
-        found = await asyncio.gather(*both, return_exceptions=True)
-        assert sum(isinstance(one, RootInUseError) for one in found) == 1
-        assert await starts.newest(store) == 1
-
-    for seed in range(20):
-        simloop.run(seed, work())
 
 
 def test_lease_5_who_comes_while_a_start_looks_around_is_found() -> None:
@@ -231,24 +207,6 @@ def test_lease_4_a_lease_that_cannot_be_understood_keeps_nobody_for_ever(data: b
         store = MemoryStore()
         await store.put(job_lease_key(1), data)
         assert await timed(begin(store, beginner("a"))) <= leases.LENGTH_S
-
-    simulated(work)
-
-
-def test_a_storage_that_fails_while_a_lease_is_watched_is_asked_again() -> None:
-    class Failing(MemoryStore):
-        reads = 0
-
-        async def get(self, key: str, **options: Any) -> bytes:
-            self.reads += key == job_lease_key(1)
-            if key == job_lease_key(1) and 1 < self.reads < 5:
-                raise StoreError("stale file handle")
-            return await super().get(key, **options)
-
-    async def work() -> None:
-        store = Failing()
-        await put_lease(store, job_lease_key(1))
-        assert 0 < await timed(begin(store, beginner("a"))) <= LENGTH_S
 
     simulated(work)
 
@@ -388,24 +346,6 @@ def test_a_lease_that_is_being_put_does_not_come_back_after_its_release() -> Non
 # --- attempts -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_survives_while_its_lease_is_renewed() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        await leave_in_doubt(store, voting=(0,))
-        assert await attempts_at_work(store) == ()
-        renewing = asyncio.get_running_loop().create_task(renew_on(store, attempt_lease_key(PREFIX)))
-        await asyncio.sleep(1.0)
-        assert await attempts_at_work(store) == (PREFIX,)
-        start, held = await begin(store, beginner("a"))
-        assert start.spared == (PREFIX,)
-        await held.release()
-        renewing.cancel()
-        assert await timed(attempts_at_work(store)) <= LENGTH_S
-        assert await attempts_at_work(store) == ()
-
-    simulated(work)
-
-
 def test_what_a_daemon_announces_while_a_start_waits_survives_without_another_wait() -> None:
     """Nothing but its lease shows it (found by simulation, seed 1108600)."""
     another = "global_step1/00000001-1"
@@ -486,49 +426,6 @@ def test_an_attempt_that_is_decided_is_nobodys_work() -> None:
         await starts.take(store, 1)
         assert await timed(attempts_at_work(store, "running")) == 0
         assert await attempts_at_work(store, "running") == ()
-
-    simulated(work)
-
-
-def test_lease_4_who_could_not_look_for_long_watches_anew() -> None:
-    """The storage may have held up the holder's renewal as well."""
-
-    async def work() -> None:
-        store = MemoryStore()
-        await put_lease(store, attempt_lease_key(PREFIX))
-        watch = leases.Watch(store, attempt_lease_key(PREFIX), sight("a"))
-        await watch.look()
-        await asyncio.sleep(2 * LENGTH_S)
-        await watch.look()
-        assert not watch.has_ended()
-        for _ in range(31):
-            await asyncio.sleep(LENGTH_S / 30)
-            await watch.look()
-        assert watch.has_ended()
-
-    simulated(work)
-
-
-def test_a_lease_whose_first_put_failed_is_put_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt has no objects yet, as while it waits for room."""
-
-    async def work() -> None:
-        store, failures = MemoryStore(), 1
-        put = store.put
-
-        async def failing(key: str, data: bytes) -> None:
-            nonlocal failures
-            failures -= 1
-            if failures >= 0:
-                raise StoreError("the disk is full")
-            await put(key, data)
-
-        monkeypatch.setattr(store, "put", failing)
-        held = leases.of_attempt(store, PREFIX, sight("a"))
-        held.keep()
-        await asyncio.sleep(2 * LENGTH_S)
-        assert await store.stat(attempt_lease_key(PREFIX)) is not None
-        await held.release()
 
     simulated(work)
 

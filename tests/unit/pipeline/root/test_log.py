@@ -28,7 +28,6 @@ from tests.logs import (
     add_entry,
     announce,
     commit,
-    committed,
     made,
     name,
     names_in,
@@ -37,23 +36,6 @@ from tests.logs import (
 )
 
 # --- reading and appending ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_what_one_process_appends_another_reads(kind: str, tmp_path: Path) -> None:
-    async def main(store: Store) -> None:
-        states = await made(store, 140)
-        assert [one.number for one in states] == list(range(141))
-        reader = RootLog(store)
-        assert await reader.look() == states[-1]
-        assert (reader.fault, len(committed(reader.state))) == ("", 46)
-        behind = RootLog(store)
-        await behind.goes_on_from(states[100])
-        assert await behind.follow(lambda state: state.number >= 120)
-        assert behind.state == states[140]  # the list that proves it shows more
-        assert not await behind.follow(lambda state: state.number > 140)
-
-    run_on(kind, tmp_path, main)
 
 
 @dataclass(frozen=True)
@@ -352,18 +334,6 @@ async def test_a_look_that_a_compaction_overtakes_reads_on_from_the_newest_state
     assert (await log.look(), log.fault) == (writer.state, "")
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_a_log_that_is_compacted_stays_small(kind: str, tmp_path: Path) -> None:
-    async def main(store: Store) -> None:
-        count = 330
-        states = await made(store, count)
-        assert await names_in(store, ".state") == [f"{number:012d}.state" for number in (128, 192, 256, 320)]
-        assert await names_in(store, ".json") == [f"{number:012d}.json" for number in range(129, count + 1)]
-        assert await RootLog(store).look() == states[-1]
-
-    run_on(kind, tmp_path, main)
-
-
 async def test_deletes_that_fail_half_way_are_made_up_for(caplog: pytest.LogCaptureFixture) -> None:
     store = Held(MemoryStore())
     store.goes.set()
@@ -380,23 +350,6 @@ async def test_deletes_that_fail_half_way_are_made_up_for(caplog: pytest.LogCapt
     assert len(await names_in(store, ".json")) <= (STATES_KEPT + 1) * STATE_EVERY
     await other.look()
     assert other.state == await RootLog(store).look() == log.state
-
-
-async def test_the_first_processes_after_a_compaction_that_died_read_the_same() -> None:
-    """Whatever a compaction had done when it died."""
-    whole = MemoryStore()
-    states = await made(whole, 5 * STATE_EVERY - 1)
-    before = await objects_of(whole)
-    log = RootLog(whole)
-    await add_entry(log, 5 * STATE_EVERY)
-    await log.compact()
-    gone = sorted(before.keys() - (await objects_of(whole)).keys(), key=lambda key: not key.endswith(".state"))
-    assert len(gone) == 1 + STATE_EVERY
-    for left in range(0, len(gone), 8):
-        await whole.put(gone[-1 - left], before[gone[-1 - left]])
-        reader = RootLog(whole)
-        assert (await reader.look(), reader.fault) == (log.state, "")
-    assert states[-1].number == log.state.number - 1
 
 
 # --- roots that are replaced ----------------------------------------------------------------------------------------
