@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointd.errors import DamagedError, FormatError
+from checkpointd.errors import DamagedError
 from checkpointd.layout.ballot import BallotTable, encode_ballot, table_bytes
 from checkpointd.layout.manifest import BallotRef, Vote, WriterIdentity, digest, encode
 
@@ -61,13 +61,6 @@ def test_a_changed_table_is_damage(at: int) -> None:
         table_of(bytes(changed), ref, 3)
     with pytest.raises(DamagedError, match="its table is not the one that the outcome names"):
         table_of(data[:71], ref, 3)
-
-
-@pytest.mark.parametrize("size", [0, 5, (4 << 20) + 1, 1 << 40, (1 << 64) - 1])
-def test_sizes_that_do_not_make_the_ballot_are_refused(size: int) -> None:
-    table = bytes(16) + size.to_bytes(8, "little")
-    with pytest.raises(FormatError, match="its votes do not take the 28 bytes"):
-        BallotTable.of(memoryview(table), 1, BallotRef(digest=digest(table), size=28), KEY)
 
 
 def test_the_vote_of_another_rank_or_attempt_is_damage() -> None:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from checkpointd.errors import FormatError, UsageError
 from checkpointd.layout import indexes as module
-from checkpointd.layout.boxes import NDIM_MAX, Box, whole
+from checkpointd.layout.boxes import whole
 from checkpointd.layout.dtypes import ITEM_BYTES
 from checkpointd.layout.indexes import (
     CHUNK_BYTES_MAX,
@@ -278,48 +278,6 @@ def test_bases_that_overlap_other_chunks_are_refused() -> None:
     )
     with pytest.raises(FormatError, match=r"chunks overlap at byte 20 of 00003-1.chunks"):
         read(*written(index))
-
-
-@pytest.mark.parametrize(("offset", "stored"), [(0, 44), (4, 48), (47, 48), (0, 100)])
-def test_chunks_that_overlap_are_refused(offset: int, stored: int) -> None:
-    other = Chunk(0, offset, stored, 48, "zstd", 8, bytes(16))
-    with pytest.raises(FormatError, match=r"chunks overlap at byte \d+ of 00003-0.chunks"):
-        read(*written(with_chunks(CHUNK, other)))
-
-
-@pytest.mark.parametrize(
-    ("entry", "words"),
-    [
-        (TensorEntry("w", "float32", (3, 5), whole((3, 5)), "rank", (CHUNK,)), "needs 60 bytes, and its chunks hold 48"),
-        (TensorEntry("w", "float32", (3, 4), whole((3, 4)), "rank", ()), "needs 48 bytes, and its chunks hold 0"),
-        (TensorEntry("w", "float32", (3, 4), Box((0, 1), (3, 4)), "rank", (CHUNK,)), "does not lie inside shape"),
-        (TensorEntry("w", "float32", (-3, -4), Box((0, 0), (-3, -4)), "rank", (CHUNK,)), "does not lie inside shape"),
-        (TensorEntry("w", "float32", (2**62,) * 4, whole((2**62,) * 4), "rank", (CHUNK,)), f"needs {2**250} bytes"),
-        (TensorEntry("w", "float31", (3, 4), whole((3, 4)), "rank", (CHUNK,)), "unknown dtype 'float31'"),
-        (TensorEntry("w", "float32", (1,) * 1001, whole((1,) * 1001), "rank", (CHUNK,)), f"length <= {NDIM_MAX}"),
-    ],
-)
-def test_a_tensor_that_cannot_be_is_refused(entry: TensorEntry, words: str) -> None:
-    with pytest.raises(FormatError, match=words):
-        read(*written(structs.replace(INDEX, tensors=(entry,), aliases=())))
-
-
-def test_a_tensor_listed_twice_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"lists model\.weight twice"):
-        read(*written(structs.replace(INDEX, tensors=(ENTRY, ENTRY))))
-
-
-@pytest.mark.parametrize("name", ["00002-0.chunks", "../../etc/passwd", "/etc/passwd", "00003.index", "outcome", "latest", ""])
-def test_an_index_names_chunks_objects_of_its_own_rank_alone(name: str) -> None:
-    with pytest.raises(FormatError, match=re.escape(repr(name))):
-        read(*edited_index(objects=[{"name": name, "size": 4096}]))
-
-
-@pytest.mark.parametrize(("fqn", "owner"), [("a", "nobody"), ("a", "a"), ("model.weight", "model.weight")])
-def test_an_alias_of_what_is_not_stored_is_refused(fqn: str, owner: str) -> None:
-    aliases = (Alias(fqn, owner, (3, 4), (4, 1), 0),)
-    with pytest.raises(FormatError, match=f"{fqn} shares memory with {owner}"):
-        read(*written(structs.replace(INDEX, aliases=aliases)))
 
 
 # --- objects of older attempts ------------------------------------------------------------------------------------

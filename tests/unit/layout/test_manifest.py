@@ -177,44 +177,6 @@ def test_a_lease_that_nobody_could_wait_for_is_refused(length_s: float) -> None:
         decode(encode(lease), Lease, KEY)
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, WORLD_SIZE_MAX + 1), (0, 1 << 70)])
-def test_a_vote_of_a_rank_that_cannot_be_is_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(FormatError, match="which cannot be"):
-        decode(edited(encode(VOTE), rank=rank, world_size=world_size, index=None), Vote, KEY)
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("00000.index", 100),
-        ("00000-1.index", 100),
-        ("00001-0.index", 100),
-        ("../../etc/passwd", 100),
-        ("/etc/passwd", 100),
-        ("00001-0.chunks", 100),
-        ("00001.index", -1),
-        ("00001.index", LISTING_BYTES_MAX + 1),
-        ("00001.index", 1 << 62),
-    ],
-)
-def test_a_vote_names_the_index_of_its_rank_and_nothing_else(name: str, size: int) -> None:
-    ref = {"name": name, "size": size, "digest": digest(b""), "plan": {"size": 0, "digest": digest(b"")}}
-    with pytest.raises(FormatError, match=f"names an index '{re.escape(name)}' of {size} bytes"):
-        decode(edited(encode(VOTE), index=ref), Vote, KEY)
-
-
-@pytest.mark.parametrize("size", [-1, 101, 1 << 62])
-def test_the_plan_of_an_index_lies_within_it(size: int) -> None:
-    ref = {
-        "name": "00001.index",
-        "size": 100,
-        "digest": digest(b""),
-        "plan": {"size": size, "digest": digest(b"")},
-    }
-    with pytest.raises(FormatError, match=r"names an index '00001\.index' of 100 bytes"):
-        decode(edited(encode(VOTE), index=ref), Vote, KEY)
-
-
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000])
 def test_what_is_no_object_at_all_is_refused(data: bytes) -> None:
     with pytest.raises(FormatError, match=re.escape(KEY)):

@@ -147,12 +147,6 @@ def test_what_is_no_node_is_refused(node: object) -> None:
         tree.decode(msgspec.msgpack.encode(node), "model.index")
 
 
-def test_a_length_prefix_without_its_content_is_refused() -> None:
-    for prefix in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"):
-        with pytest.raises(FormatError):
-            tree.decode(b"\x93\xa1L\xa4list" + prefix)
-
-
 def test_what_a_writer_may_nest_is_read() -> None:
     assert tree.encode(tree.decode(nested(tree.DEPTH_MAX - 1))) == nested(tree.DEPTH_MAX - 1)
 
