@@ -14,7 +14,7 @@ import numpy as np
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, PersistConfig
-from checkpointd.errors import StagingError, StoreError, StoreFullError
+from checkpointd.errors import StoreError, StoreFullError
 from checkpointd.layout.keys import AttemptId, default_tag, is_bulk
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.shard import AttemptInfo, Shard
@@ -80,10 +80,6 @@ class Job:
     read_back: bool = True
     slowness: dict[int, float] = field(default_factory=dict)
     """By rank: how long it takes until a snapshot is whole."""
-    absent: Callable[[int, int], bool] = lambda _rank, _n: False
-    """Which rank never makes its nth save."""
-    failing: Callable[[int, int], bool] = lambda _rank, _n: False
-    """Whose nth snapshot fails."""
     attempts: list[Attempt] = field(default_factory=list)
     states: dict[int, WriterState] = field(default_factory=dict)
 
@@ -105,11 +101,10 @@ class Job:
         free = asyncio.Semaphore(2)
         async with asyncio.TaskGroup() as running:
             for n in saves:
-                if not self.absent(rank, n):
-                    await free.acquire()
-                    begins = asyncio.Event()  # a writer begins saves in their order; tasks on this loop do not
-                    running.create_task(self._save(rank, n, tag, begins, free.release))
-                    await begins.wait()
+                await free.acquire()
+                begins = asyncio.Event()  # a writer begins saves in their order; tasks on this loop do not
+                running.create_task(self._save(rank, n, tag, begins, free.release))
+                await begins.wait()
 
     async def _save(self, rank: int, n: int, tag: str | None, begins: asyncio.Event, on_free: Callable[[], None]) -> None:
         info = AttemptInfo(
@@ -129,8 +124,6 @@ class Job:
 
     async def _snapshot(self, rank: int, n: int) -> Shard:
         await asyncio.sleep(self.slowness.get(rank, 0.0) * self.rng.random())
-        if self.failing(rank, n):
-            raise StagingError("the snapshot was torn")
         random_bytes = np.frombuffer(random.Random(f"{self.start} {rank} {n}").randbytes(8192), np.float32)
         return make_shard({"weight": random_bytes})
 

@@ -153,22 +153,6 @@ async def test_log_12_a_copy_is_another_directory(other: Identity) -> None:
     await own.check()
 
 
-@pytest.mark.parametrize("here", [HERE, None])
-async def test_log_12_another_root_in_its_place(here: Identity | None) -> None:
-    store = Placed(here)
-    own = await seen(store)
-    data = await store.get(LOG_ROOT)
-    await store.delete(LOG_ROOT)
-    store.here = None if here is None else replace(here, object_touched_ns=9)
-    with pytest.raises(RootGoneError, match=f"{LOG_ROOT} is not there"):
-        await gone_check(store, own)
-    await made_id(store)
-    with pytest.raises(RootGoneError, match="another root lies there"):
-        await own.check()
-    await store.put(LOG_ROOT, data)
-    await own.check()
-
-
 async def gone_check(store: Placed, own: OwnId) -> None:
     """`own.check()` while the object is missing."""
     here, store.unseen = store.here, 1000

@@ -14,7 +14,7 @@ import pytest
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
-from checkpointd.errors import RootGoneError, StagingError, StoreError, StoreFullError, UnreadableError
+from checkpointd.errors import RootGoneError, StoreError, StoreFullError, UnreadableError
 from checkpointd.layout import keys
 from checkpointd.layout.keys import file_name
 from checkpointd.layout.log_records import entry_key
@@ -307,12 +307,6 @@ async def test_a_full_disk_removes_in_place_of_the_ballast() -> None:
     await Tidier(store, CommitConfig(retention=Retention(keep_last=1))).tidy(save.info(0))
     assert await tags(store) == ["global_step2"]
     assert await names(store, FIRST) == []
-
-
-async def aborted(store: Store, steps: range) -> None:
-    for step in steps:
-        failing = {0: StagingError("torn")}
-        await save_checkpoint(store, tag=f"global_step{step}", step=step, world_size=1, failing=failing)
 
 
 async def test_a_removal_that_is_cancelled_begins_nothing_more() -> None:

@@ -68,23 +68,6 @@ async def kill(lease: OwnExportLease) -> None:
     await lease._held._task
 
 
-def test_exportlease_1_what_is_exported_and_what_is_next_stay_while_the_exporter_lives() -> None:
-    async def main() -> None:
-        root = await root_of(1, 2, 3)
-        lease, leases = own(root), watching(root)
-        assert await kept(leases, root) == []
-        await lease.keep(await prefixes(root, 3, 2, 1), await newest(root))
-        for _ in range(5):
-            assert await kept(leases, root) == [2, 3]
-            await asyncio.sleep(10 * LENGTH_S)
-        await lease.keep([], await newest(root))
-        assert await kept(leases, root) == []
-        await lease.release()
-        assert await root.list(LEASES_OF_EXPORTS) == []
-
-    simulated(main)
-
-
 @given(
     steps=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=12),
     named=st.lists(st.integers(0, 12), max_size=4),
@@ -107,24 +90,6 @@ def checkpoint(n: int, step: int, is_damaged: bool) -> LoggedAttempt:
     ballot = BallotRef(digest="0" * 64, size=1)
     commit = CommitRecord(attempt=f"tag{n}/00000001-0", n=n, step=step, world_size=1, ballot=ballot, decided_by=0, writer=SINCE)
     return msgspec.structs.replace(LoggedAttempt.of(commit), damaged="damaged" if is_damaged else "")
-
-
-@pytest.mark.parametrize("between_s", [LENGTH_S / 3, LENGTH_S, 20 * LENGTH_S])
-def test_exportlease_2_a_killed_exporter_elsewhere_keeps_nothing_after_the_leases_length(between_s: float) -> None:
-    """However rarely somebody looks: a job removes after its saves, which may be minutes apart."""
-
-    async def main() -> None:
-        root = await root_of(1, 2)
-        lease, leases = own(root), watching(root)
-        await lease.keep(await prefixes(root, 1), await newest(root))
-        await kill(lease)
-        began = now()
-        while await kept(leases, root):
-            assert now() - began <= LENGTH_S
-            await asyncio.sleep(between_s)
-        assert now() - began >= LENGTH_S
-
-    simulated(main)
 
 
 @pytest.mark.parametrize(("life", "stays"), [("ended", []), ("running", [1])])

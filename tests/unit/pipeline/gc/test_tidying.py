@@ -75,20 +75,8 @@ def test_tidy_2_saves_back_to_back_never_leave_more_than_three_beside_what_stays
     run(seed, main)
 
 
-def test_tidy_2_one_tag_saved_again_and_again(seed: int) -> None:
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(disk, rng, (await starts.take(disk, 1)).start)
-        await job.run(60, tag="best")
-        assert job.phases() == {Phase.COMMITTED: 60}
-        assert disk.most <= 1 + SPARE
-        assert len(disk.occupied) <= 2
-
-    run(seed, main)
-
-
 @pytest.mark.parametrize("slow", [{0: 4.0}, {1: 4.0}, pytest.param({0: 1.0, 1: 1.0}, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("tag", [None, pytest.param("best", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("tag", [None, "best"])
 def test_tidy_3_ranks_that_are_ahead_of_the_coordinator_count(seed: int, slow: dict[int, float], tag: str | None) -> None:
     async def main(rng: random.Random) -> None:
         disk = Disk(rng)
@@ -97,25 +85,6 @@ def test_tidy_3_ranks_that_are_ahead_of_the_coordinator_count(seed: int, slow: d
         await job.run(30, tag=tag)
         assert job.phases() == {Phase.COMMITTED: 60}
         assert disk.most <= (2 if tag is None else 1) + SPARE
-
-    run(seed, main)
-
-
-def test_tidy_2_aborted_saves_count_too(seed: int) -> None:
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(
-            disk,
-            rng,
-            (await starts.take(disk, 2)).start,
-            world_size=2,
-            rules=Retention(keep_last=2),
-            failing=lambda rank, n: rank == 1 and n % 2 == 1,
-        )
-        await job.run(30)
-        assert job.phases()[Phase.COMMITTED] == 30
-        assert disk.most <= 2 + SPARE
-        assert len(disk.occupied) <= 3
 
     run(seed, main)
 
@@ -221,53 +190,6 @@ def test_without_rules_a_tag_of_which_something_stays_for_an_export_is_due_again
         assert first.prefix not in disk.occupied
         assert len(disk.occupied) == 2
         await lease.release()
-
-    run(0, main)
-
-
-@pytest.mark.parametrize(("nbytes", "most"), [(0, 3), (20 * 8192, 20), (1 << 30, 40)])
-def test_tidy_2_small_saves_wait_for_no_removal_until_they_are_many(
-    nbytes: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "SMALL_BYTES", nbytes)
-    monkeypatch.setattr(room, "SMALL_MAX", 40)
-
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=Retention(keep_last=1))
-        tidier, looking = job.states[0].tidier, asyncio.Event()
-        monkeypatch.setattr(tidier, "_remove", looking.wait)
-        saving = asyncio.create_task(job._rank(0, range(100), None))
-        await asyncio.sleep(TIMEOUT_S / 4)  # longer than a save takes, and shorter than it waits for room
-        assert len(disk.occupied) == 1 + most
-        saving.cancel()
-
-    run(0, main)
-
-
-def test_tidy_1_those_who_ask_while_a_removal_runs_share_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=Retention(keep_last=1))
-        await job.run(2)
-        tidier, info = job.states[0].tidier, job.attempts[0].info
-        removals, removing, go_on = 0, asyncio.Event(), asyncio.Event()
-
-        async def removes() -> None:
-            nonlocal removals
-            removals += 1
-            removing.set()
-            await go_on.wait()
-
-        monkeypatch.setattr(tidier, "_remove", removes)
-        async with asyncio.TaskGroup() as asking:
-            asking.create_task(tidier.tidy(info))
-            await removing.wait()
-            for _ in range(19):
-                tidier.ask(info)
-            asking.create_task(tidier.rest())
-            go_on.set()
-        assert removals == 2
 
     run(0, main)
 

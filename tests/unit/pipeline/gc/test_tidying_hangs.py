@@ -13,13 +13,12 @@ import pytest
 from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig
-from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId, attempt_prefix
 from checkpointd.layout.log_records import AbortRecord, AnnounceRecord, LoggedAttempt
 from checkpointd.layout.manifest import NO_REASON
 from checkpointd.pipeline.attempt import WriterState
 from checkpointd.pipeline.gc import retire as retirement
-from checkpointd.pipeline.gc import room, tidying
+from checkpointd.pipeline.gc import room
 from checkpointd.pipeline.gc.room import RoomUse
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict
@@ -52,23 +51,6 @@ def test_tidy_4_a_storage_that_removes_nothing_costs_space_and_no_save(caplog: p
     with caplog.at_level(logging.WARNING, "checkpointd"):
         run(0, main)
     assert "could not be removed: I/O error" in caplog.text
-
-
-def test_tidy_4_a_removal_that_does_not_end_costs_space_and_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where what is to stay has to be read back first, and is large."""
-
-    async def endless(*_: object, **__: object) -> None:
-        await asyncio.sleep(3 * TIMEOUT_S)
-        raise StoreError("I/O error")
-
-    async def main(rng: random.Random) -> None:
-        disk = Disk(rng)
-        job = Job(disk, rng, (await starts.take(disk, 1)).start, rules=Retention(keep_last=1))
-        monkeypatch.setattr(tidying, "retire", endless)
-        await job.run(2)
-        assert job.phases() == {Phase.COMMITTED: 2}
-
-    run(0, main)
 
 
 class Away(Disk):

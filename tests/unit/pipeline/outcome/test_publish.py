@@ -13,7 +13,7 @@ import pytest
 from checkpointd.commit.decide import Decision
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig
-from checkpointd.errors import AbortedError, FencedError, StoreError
+from checkpointd.errors import FencedError, StoreError
 from checkpointd.layout import keys
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import encode_index
@@ -176,17 +176,6 @@ async def test_a_look_lists_only_the_groups_of_ranks_that_miss_votes_and_reads_e
     assert (calls, ballot.decide(6)) == ([], Decision())
 
 
-async def test_a_scribbled_vote_aborts_the_attempt_on_every_rank_at_once() -> None:
-    store = MemoryStore()
-    save = await leave_in_doubt(store, voting=(), world_size=3)
-    await store.put(f"{PREFIX}/00002.vote", b"scribble")
-    attempts = await asyncio.gather(save.run(0), save.run(1))
-    assert phases(list(attempts)) == [Phase.ABORTED] * 2
-    for attempt in attempts:
-        assert isinstance(attempt.error, AbortedError)
-        assert attempt.error.ranks == (2,)
-
-
 def test_missing_ranks_say_how_far_they_came_and_other_names_say_nothing() -> None:
     names = ["00000.vote", "00001-0.chunks", "00002.index", "000003.vote", "\u00b2\u00b2\u00b2\u00b2\u00b2.chunks", "x.index"]
     found = missing_ranks([Entry(name, 1, is_prefix=False) for name in names], 4)
@@ -215,7 +204,8 @@ async def test_commit_2_where_one_rank_changed_its_plan_that_one_alone_is_read_a
     await put_plan(store, ballot, 1, fqn="model.other")
     assert await check.fault(ballot.votes) is None
     await put_plan(store, ballot, 1, scope="global", box=Box((0, 0), (32, 48)))
-    assert "(ranks [1]): 1536 of 3072 elements are written by no rank" in words(await check.fault(ballot.votes))
+    fault = words(await check.fault(ballot.votes))
+    assert "(ranks [1]): 1536 of 3072 elements are written by no rank: pass the same objects to save() on every rank" in fault
 
 
 async def test_commit_2_a_plan_that_is_not_there_aborts() -> None:
@@ -234,25 +224,3 @@ async def test_commit_2_a_plan_whose_bytes_changed_aborts() -> None:
     await store.put(key, bytes(data))
     fault = words(await PlanCheck(store).fault(ballot.votes))
     assert f"{key} is damaged: the bytes of its plan are not those that its vote names" in fault
-
-
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"box": Box((0, 0), (64, 47))}, "model.weight (ranks [1]): 64 of 3072 elements are written by no rank"),
-        ({"box": Box((1, 0), (64, 48))}, "model.weight (ranks [1]): box (1, 0)+(64, 48) does not lie inside shape (64, 48)"),
-        ({"box": Box((0,), (64,))}, "does not lie inside shape (64, 48)"),
-        (
-            {"scope": "global", "box": Box((0, 0), (32, 48))},
-            "1536 of 3072 elements are written by no rank: pass the same objects to save() on every rank",
-        ),
-        ({"shape": (1,) * 2000}, "is damaged, or too large to read: Expected `array` of length <= 1000"),
-    ],
-)
-async def test_commit_2_plans_that_are_not_whole_abort_with_the_tensor_and_ranks(
-    changes: dict[str, object], fault: str
-) -> None:
-    store = MemoryStore()
-    ballot = await voted(store)
-    await put_plan(store, ballot, 1, **changes)
-    assert fault in words(await PlanCheck(store).fault(ballot.votes))

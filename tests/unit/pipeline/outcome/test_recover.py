@@ -20,7 +20,7 @@ from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry
 from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
-from tests.builders import attempts_at, leave_in_doubt, load_arrays, restart, save_checkpoint
+from tests.builders import leave_in_doubt, restart, save_checkpoint
 
 TAG = "global_step1"
 PREFIX = f"{TAG}/00000001-0"
@@ -65,22 +65,6 @@ async def test_recover_1_a_ballot_that_cannot_be_read_aborts_nothing_if_all_vote
     assert [type(o) for o in done.decided] == [CommitRecord]
 
 
-@pytest.mark.parametrize("voting", [(), (0,), (1,), (0, 2), (1, 2)])
-async def test_recover_1_a_missing_vote_aborts_and_nothing_stays(voting: tuple[int, ...]) -> None:
-    store = MemoryStore()
-    save = await leave_in_doubt(store, world_size=3, voting=voting)
-    if not voting:
-        await store.put(save.info(0).key("00000-0.chunks"), b"begun")
-    done = await restart(store)
-    [decided] = done.decided
-    assert isinstance(decided, AbortRecord)
-    assert decided.error.code == "FencedError"
-    assert "start 2 has begun" in decided.error.message
-    [view] = await attempts_at(store, TAG)
-    assert (view.status, view.swept > 0, await root_view.objects_of(store, view.prefix)) == ("aborted", True, [])
-    assert await root_view.latest(store) is None
-
-
 @pytest.mark.usefixtures("short_looks")
 @pytest.mark.parametrize("name", ["00001.index", "00001-0.chunks", "00001.vote"])
 @pytest.mark.parametrize("fault", ["flip", "truncate", "remove"])
@@ -119,52 +103,6 @@ async def test_what_a_rank_that_died_has_put_after_the_sweep_of_an_aborted_attem
     await store.put(f"{PREFIX}/00001-0.chunks", b"put late")
     await restart(store)
     assert await root_view.objects_of(store, PREFIX) == []
-
-
-# --- latest ------------------------------------------------------------------------------------------------------------
-
-POINTERS = {
-    "absent": None,
-    "behind": b"global_step1\n",
-    "empty": b"",
-    "not text": b"\xff\xfe\x00",
-    "no tag": b"../../etc/passwd\n",
-    "longer than any tag": b"x" * (root_view.LATEST_BYTES_MAX + 1),
-    "without its newline": b"global_step1",
-    "a tag that is gone": b"global_step99\n",
-    "a tag that was aborted": b"global_step3\n",
-}
-
-
-async def _pointing_at(content: bytes | None) -> MemoryStore:
-    """Two commits and an abort, and that pointer."""
-    store = MemoryStore()
-    for tag in ("global_step1", "global_step2"):
-        await save_checkpoint(store, tag=tag)
-    await save_checkpoint(store, tag="global_step3", failing={0: RuntimeError("no")})
-    await store.delete("latest")
-    if content is not None:
-        await store.put("latest", content)
-    return store
-
-
-@pytest.mark.parametrize("pointer", POINTERS)
-async def test_latest_names_the_newest_commit_whatever_it_was(pointer: str) -> None:
-    store = await _pointing_at(POINTERS[pointer])
-    done = await restart(store)
-    assert done.latest_moved_to == "global_step2"
-    assert await store.get("latest") == b"global_step2\n"
-
-
-async def test_a_name_that_only_looks_like_an_attempt_is_no_second_one() -> None:
-    store = MemoryStore()
-    await save_checkpoint(store)
-    for name in ("000000001-0", "00000001-00", "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661-0", "00000001-0.bak"):
-        await store.put(f"{TAG}/{name}/00000.index", b"x")
-    [view] = await attempts_at(store, TAG)
-    assert view.id == AttemptId(1, 0)
-    assert (await restart(store)).decided == []
-    assert await load_arrays(store, TAG, 0)
 
 
 async def test_log_11_a_start_makes_a_log_again_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:

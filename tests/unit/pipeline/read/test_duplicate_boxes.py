@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -114,10 +114,23 @@ async def test_boxes_that_overlap_in_part_name_the_remedy() -> None:
     assert "overlap: these ranks say that they hold the same part of it: pass the module itself" in str(attempts[0].error)
 
 
-async def test_verify_finds_what_no_coordinator_has_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def torn(rank: int) -> Sequence[Piece]:
+    return [Piece.part("head.weight", TENSOR, HALVES[0])] if rank == 0 else []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        (lambda rank: on_two_stages(rank, other=TENSOR * 2), "head.weight: ranks 0 and 2 both stored"),
+        (torn, "head.weight (ranks [0]): 12 of 24 elements are written by no rank"),
+    ],
+)
+async def test_verify_finds_what_no_coordinator_has_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: Callable[[int], Sequence[Piece]], words: str
+) -> None:
     monkeypatch.setattr("checkpointd.pipeline.outcome.publish.compared", lambda *_: PlanComparison())
     async with PosixStore(tmp_path) as store:
-        pieces = lambda rank: on_two_stages(rank, other=TENSOR * 2)  # noqa: E731
         await save_checkpoint(store, world_size=4, tensors=lambda _: {}, pieces=pieces)
         [damage] = (await verify(store, await root_view.find(store, "global_step1"), LoadConfig())).damage
-    assert "head.weight: ranks 0 and 2 both stored" in damage.message
+    assert (damage.code, damage.key.partition("-0/ballot-")[0]) == ("FormatError", "global_step1/00000001")
+    assert f"the ranks of global_step1 did not store one whole state: {words}" in damage.message

@@ -183,18 +183,6 @@ async def _check_reads(shape: Shape, stored: list[Box], wanted: list[Box], chunk
     assert count == sum(len(part) for _, part in store.reads)
 
 
-async def test_view_1_a_chunk_that_many_want_is_read_once() -> None:
-    tensor = noise((64,), "float32")
-    store = await saved({"t": (tensor, "float32", [whole((64,))])}, 1)
-    world = await world_of(store)
-    filled = [Filled(Box((start,), (32,)), "float32") for start in (0, 8, 16, 32)]
-    wants = [BoxRequest("t", box.box, box.sink) for box in filled]
-    assert await read_boxes(store, world, [*wants, BoxRequest("t", whole((64,)), None)], CONFIG) == []
-    assert len(store.reads) == 1
-    for found in filled:
-        assert same(found.array, tensor[found.box.offsets[0] :][:32])
-
-
 # --- whose tensor ------------------------------------------------------------------------------------------------------
 
 
@@ -239,36 +227,6 @@ async def test_what_is_not_there_cannot_be_wanted(want: BoxRequest, error: type[
 
 
 # --- damage ------------------------------------------------------------------------------------------------------------
-
-
-async def test_damage_names_object_tensor_and_rank_and_the_rest_arrives() -> None:
-    tensor = noise((4, 1024), "float32")
-    rows = [Box((row, 0), (1, 1024)) for row in range(4)]
-    store = await saved({"t": (tensor, "float32", rows)}, 2)
-    world = await world_of(store)
-    part = world.tensors["t"].parts[2]
-    [chunk] = part.entry.chunks
-    key = f"{world.checkpoint.prefix}/{world.indexes[part.rank].objects[chunk.object].name}"
-    data = bytearray(store._objects[key])
-    data[chunk.offset + 100] ^= 1
-    store._objects[key] = memoryview(bytes(data))
-    found = Filled(whole((4, 1024)), "float32")
-    [damage] = await read_boxes(store, world, [BoxRequest("t", found.box, found.sink)], CONFIG)
-    assert (damage.key, damage.fqn, damage.rank) == (key, "t", part.rank)
-    assert f"{key} is damaged at byte {chunk.offset}" in str(damage)
-    [lost] = {part.entry.box.offsets[0]}
-    for row in range(4):
-        assert same(found.array[row], tensor[row]) == (row != lost)
-        assert bool((found.times[row] == (row != lost)).all())
-
-
-async def test_an_object_that_is_gone_is_damage() -> None:
-    store = await saved({"t": (noise((8,), "uint8"), "uint8", [whole((8,))])}, 2)
-    world = await world_of(store)
-    [gone] = [key for key, data in store._objects.items() if key.endswith(".chunks") and data.nbytes]
-    await store.delete(gone)
-    [damage] = await read_boxes(store, world, [BoxRequest("t", whole((8,)), None)], CONFIG)
-    assert (damage.key, damage.fqn, damage.rank) == (gone, "t", 0)
 
 
 async def test_read_1_the_damage_of_a_failed_read_names_every_tensor_that_it_may_have_touched(tmp_path: Path) -> None:

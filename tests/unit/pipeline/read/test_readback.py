@@ -68,10 +68,6 @@ async def records(store: Store, checkpoint: LoggedAttempt) -> set[str]:
     return {name for name, is_there in ((VERIFIED, one.verified), (DAMAGED, one.damaged)) if is_there}
 
 
-async def names(store: Store, checkpoint: LoggedAttempt) -> set[str]:
-    return {entry.name for entry in await store.list(checkpoint.prefix)}
-
-
 async def loads(store: Store, tag: str, step: int) -> None:
     expected = {fqn: array.tobytes() for fqn, array in state(step).items()}
     assert await load_arrays(store, tag, 0) == expected
@@ -116,19 +112,6 @@ async def test_readback_3_a_flipped_bit_and_keep_last_1_leave_one_that_loads(
         await saved(store, 3, retention=rules, dedup=dedup)
         assert "global_step1" not in await tags(store)
         await loads(store, "global_step3", 3)
-
-
-async def test_readback_3_a_flipped_bit_and_a_tag_that_is_saved_again(tmp_path: Path, flipping: Callable[[bool], None]) -> None:
-    async with PosixStore(tmp_path) as store:
-        await saved(store, 1, tag="best")
-        flipping(True)
-        await saved(store, 2, tag="best", k=1)
-        flipping(False)
-        states = {str(view.id): (view.status, view.read_back) for view in await attempts_at(store, "best")}
-        assert states == {"00000001-0": ("checkpoint", "no"), "00000001-1": ("checkpoint", "damaged")}
-        await saved(store, 3, tag="best", k=2)
-        assert [one.status for one in await attempts_at(store, "best")] == ["removed", "removed", "checkpoint"]
-        await loads(store, "best", 3)
 
 
 @pytest.mark.parametrize("by", ["gc", "save"])

@@ -18,7 +18,7 @@ from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.write.dedup import Base, referred
+from checkpointd.pipeline.write.dedup import referred
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
@@ -160,20 +160,6 @@ async def test_delta_2_a_chunk_whose_base_is_damaged_is_stored_in_full(caplog: p
     await saved(store, 2, dedup=False)
     assert deltas_of(await index_at(store, 2))["weights"] == [False, True]
     assert "stores a chunk of weights in full" in caplog.text
-    assert await load_arrays(store, "global_step2", 0) == as_bytes(2)
-
-
-async def test_delta_3_a_delta_of_what_does_not_stay_is_written_in_full(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when the attempt is announced, with another base, after the shard was written."""
-    store = MemoryStore()
-    await saved(store, 1, dedup=False)
-    monkeypatch.setattr("checkpointd.pipeline.attempt.base_of", lambda *_: "")
-    monkeypatch.setattr(Base, "within", lambda base, _: base)
-    await saved(store, 2, dedup=False)
-    assert "writes everything anew" in caplog.text
-    assert not any(ref.held_by for ref in (await index_at(store, 2)).objects)
     assert await load_arrays(store, "global_step2", 0) == as_bytes(2)
 
 
