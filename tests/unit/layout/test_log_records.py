@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import given
 
 from checkpointd.commit.log import following
 from checkpointd.errors import FormatError
@@ -105,12 +104,6 @@ def test_each_kind_of_record_is_read_as_it_was_written() -> None:
     assert {type(record) for record in RECORDS} == set(Record.__args__)  # type: ignore[attr-defined]
 
 
-def test_an_entry_is_json_that_names_its_format_first_and_its_checksum_last() -> None:
-    lines = encode_entry(SMALL).decode().splitlines()
-    assert lines[:4] == ["{", '  "format": "checkpointd.entry",', f'  "version": {VERSION},', '  "number": 7,']
-    assert re.fullmatch(r'  "checksum": "[0-9a-f]{32}"', lines[-2])
-
-
 def test_a_state_has_a_line_for_each_attempt() -> None:
     lines = encode_state(STATE).decode().splitlines()
     assert [line.split(",")[0] for line in lines[1:-2]] == [f'{{"attempt":"{name}"' for name in STATE.attempts]
@@ -119,30 +112,6 @@ def test_a_state_has_a_line_for_each_attempt() -> None:
 @given(histories)
 def test_any_state_is_read_as_it_was_written_and_any_entry(records: list[Record]) -> None:
     one = LogEntry(number=1, nonce=nonce(1), before="", records=tuple(records))
-    assert decode_entry(encode_entry(one), 1) == one
-    state = following(LogState(), [one])
-    assert decode_state(encode_state(state), 1) == state
-
-
-tags = st.text(st.characters(codec="utf-8", exclude_characters="/\\", min_codepoint=32), min_size=1, max_size=60)
-attempts = st.builds(
-    lambda tag, start, k: f"{tag}/{start:08d}-{k}",
-    tags.filter(lambda tag: not tag.startswith(".")),
-    st.integers(1, START_MAX),
-    st.integers(0, 10**9 - 1),
-)
-texts = st.text(st.characters(codec="utf-8"), max_size=30)
-
-
-@given(attempts, attempts, texts, st.integers(0, STEP_MAX))
-def test_any_legal_text_is_read_as_it_was_written(attempt: str, other: str, text: str, step: int) -> None:
-    assume(attempt != other)
-    records = (
-        begin(1, attempt, job=text),
-        commit(attempt, step=step, holders=(other,), metrics={text: 1e300}),
-        abort(other, text),
-    )
-    one = LogEntry(number=1, nonce=nonce(1), before="", records=records)
     assert decode_entry(encode_entry(one), 1) == one
     state = following(LogState(), [one])
     assert decode_state(encode_state(state), 1) == state

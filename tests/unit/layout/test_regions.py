@@ -77,20 +77,6 @@ def test_the_span_reaches_from_the_first_wanted_element_to_the_last(case: Case) 
     assert span(box, wanted) == (range(places[0], places[-1] + 1) if places else range(0))
 
 
-def test_a_scalar_is_one_region() -> None:
-    scalar = Box((), ())
-    [region] = regions(scalar, 0, 1, scalar)
-    assert region.of(np.array([7])).shape == ()
-    assert list(regions(scalar, 0, 0, scalar)) == []
-    assert (span(scalar, scalar), touches(scalar, 0, 1, scalar)) == (range(1), True)
-
-
-def test_a_run_in_the_middle_of_a_cube_is_cut_into_five() -> None:
-    """The end of a row, rows of a plane, a plane, rows, the beginning of a row."""
-    sizes = [region.sizes for region in regions(whole((4, 3, 5)), 7, 52, whole((4, 3, 5)))]
-    assert sizes == [(1, 1, 3), (1, 1, 5), (2, 3, 5), (1, 1, 5), (1, 1, 2)]
-
-
 def test_boxes_are_seen_from_a_frame() -> None:
     assert relative([Box((3, 5), (1, 2))], Box((2, 5), (4, 4))) == [Box((1, 0), (1, 2))]
 

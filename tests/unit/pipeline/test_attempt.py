@@ -25,9 +25,6 @@ from tests.builders import make_shard, rank_arrays
 DEADLINE_S = 600.0
 
 
-PREFIX = "global_step1/00000001-0"
-
-
 def holds(data: bytes, *kinds: str) -> bool:
     """Whether `data` is an entry of the log with a record of one of these kinds."""
     return any(f'"kind": "{kind}"'.encode() in data for kind in kinds)
@@ -111,21 +108,6 @@ def test_a_coordinator_whose_vote_is_the_last_decides_at_once_however_rarely_it_
         assert asyncio.get_running_loop().time() < 101.0
 
     simloop.run(1, main())
-
-
-class LosesAVote(MemoryStore):
-    """As a file server that loses power once the commit is durable: what rank 1 had put without a sync is gone."""
-
-    async def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
-        is_put = await super().put_if_absent(key, data, durable=durable)
-        if is_put and holds(data, "commit"):
-            await self.delete(f"{PREFIX}/00001.vote")
-        return is_put
-
-
-def test_a_vote_that_is_lost_after_the_commit_is_not_missed() -> None:
-    ended, seconds = saved_by({0: None, 1: None}, 2, LosesAVote)
-    assert ([a.phase for a in ended], seconds < DEADLINE_S / 2) == ([Phase.COMMITTED] * 2, True)
 
 
 class LinkedStore(MemoryStore):

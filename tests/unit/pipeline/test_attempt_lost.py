@@ -10,8 +10,8 @@ from msgspec import structs
 
 from checkpointd.commit.machine import Phase
 from checkpointd.config import CommitConfig, LoadConfig
-from checkpointd.errors import CheckpointdError, SidecarError, StagingError
-from checkpointd.layout.keys import chunks_name, index_name, vote_name
+from checkpointd.errors import CheckpointdError, StagingError
+from checkpointd.layout.keys import vote_name
 from checkpointd.layout.manifest import ErrorReport
 from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.read.verify import verify
@@ -86,20 +86,6 @@ async def check_whole(save: Save) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_attempt_5_a_save_in_the_hands_of_a_lost_sidecar_fails_on_all_ranks_by_its_name(lost: int) -> None:
-    save = await plan_save(MemoryStore())
-    trainer, other = trainer_of(save, lost), Process(save, 1 - lost)
-    other.staged.set()
-    failed, aborted = await asyncio.gather(trainer.run(), other.run())
-    assert (failed.phase, trainer.seen) == (Phase.FAILED, [Phase.FAILING, Phase.FAILED])
-    assert aborted.phase is Phase.ABORTED
-    for error in (failed.error, aborted.error):
-        assert isinstance(error, SidecarError)
-        assert f"rank {lost} failed while persisting: the sidecar at /run/socket was lost" in str(error)
-        assert error.ranks == (lost,)
-
-
-@pytest.mark.parametrize("lost", [0, 1])
 async def test_attempt_5_a_yes_that_the_sidecar_has_put_counts_and_its_trainer_ends_the_attempt(lost: int) -> None:
     save = await plan_save(MemoryStore())
     await save.announce()
@@ -108,18 +94,6 @@ async def test_attempt_5_a_yes_that_the_sidecar_has_put_counts_and_its_trainer_e
     other.staged.set()
     ended = await asyncio.gather(trainer.run(), other.run())
     assert [attempt.phase for attempt in ended] == [Phase.COMMITTED] * 2
-    assert trainer.seen == [Phase.PREPARED, Phase.COMMITTED]
-    await check_whole(save)
-
-
-async def test_attempt_5_a_commit_that_was_made_before_the_trainer_looked_is_its_end() -> None:
-    save = await plan_save(MemoryStore())
-    sidecars = [Process(save, rank) for rank in (0, 1)]
-    for sidecar in sidecars:
-        sidecar.staged.set()
-    await asyncio.gather(*(sidecar.run() for sidecar in sidecars))
-    trainer = trainer_of(save, 1)
-    assert (await trainer.run()).phase is Phase.COMMITTED
     assert trainer.seen == [Phase.PREPARED, Phase.COMMITTED]
     await check_whole(save)
 
@@ -138,21 +112,6 @@ async def test_attempt_5_a_sidecar_that_wakes_up_after_the_no_of_its_trainer_end
 
 
 # --- its vote ---------------------------------------------------------------------------------------------------------
-
-
-async def test_persist_6_a_trainer_removes_nothing_of_its_sidecars_shard_with_its_vote() -> None:
-    save = await plan_save(MemoryStore())
-    info = save.info(1)
-    await save.store.put_if_absent(info.key(chunks_name(1, 0)), b"of the sidecar, which may still write")
-    assert await vote_no(save.store, info, LOST, has_written=False)
-    assert await names(save.store) == {chunks_name(1, 0), vote_name(1)}
-
-
-async def test_persist_6_a_trainers_no_does_not_replace_the_yes_of_its_sidecar() -> None:
-    save = await plan_save(MemoryStore())
-    await persist(job_of(save, 1))
-    assert not await vote_no(save.store, save.info(1), LOST, has_written=False)
-    assert await names(save.store) == {chunks_name(1, 0), index_name(1), vote_name(1)}
 
 
 async def test_persist_6_a_sidecar_that_finds_the_no_of_its_trainer_fails_with_its_reason() -> None:

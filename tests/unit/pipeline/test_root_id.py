@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from checkpointd.errors import FormatError, LinkError, NotFoundError, RootGoneError, StoreError, UnreadableError
+from checkpointd.errors import FormatError, NotFoundError, RootGoneError, StoreError, UnreadableError
 from checkpointd.layout.keys import LOG_ROOT
 from checkpointd.layout.manifest import VERSION, sealed
 from checkpointd.pipeline import root_id
@@ -168,42 +168,6 @@ async def test_a_process_that_was_told_the_id_takes_no_other() -> None:
     await OwnId(store, known).check()
     with pytest.raises(RootGoneError, match="another root lies there"):
         await OwnId(store, "0" * 32).check()
-
-
-@pytest.mark.parametrize(
-    "how", ["unmounted", "renamed", "copied back", "an older copy", "made anew", "only the id is gone", "a link"]
-)
-async def test_log_12_what_happens_to_a_directory(how: str, tmp_path: Path) -> None:
-    root, aside = tmp_path / "root", tmp_path / "aside"
-    async with PosixStore(root) as store:
-        own = await seen(store)
-        await store.put("step-1/object", b"x")
-        if how == "only the id is gone":
-            (root / LOG_ROOT).rename(aside)
-        else:
-            root.rename(aside)
-        if how == "unmounted":
-            root.mkdir()
-        elif how in {"copied back", "an older copy"}:
-            shutil.copytree(aside, root)
-            if how == "an older copy":
-                (root / "step-1/object").unlink()
-        elif how == "made anew":
-            async with PosixStore(root) as anew:
-                await made_id(anew)
-        elif how == "a link":
-            root.mkdir()
-            (root / "log").symlink_to(aside / "log")
-        for _ in range(2):
-            with pytest.raises(LinkError if how == "a link" else RootGoneError) as raised:
-                await own.check()
-        assert str(root) in str(raised.value)
-        if how == "only the id is gone":
-            aside.rename(root / LOG_ROOT)
-        else:
-            shutil.rmtree(root, ignore_errors=True)
-            aside.rename(root)
-        await own.check()
 
 
 async def test_another_root_that_was_copied_over_it(tmp_path: Path) -> None:

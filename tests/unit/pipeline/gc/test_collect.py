@@ -15,11 +15,10 @@ from checkpointd.commit.machine import Phase
 from checkpointd.commit.retention import Retention
 from checkpointd.config import CommitConfig, LoadConfig
 from checkpointd.errors import RootGoneError, StoreError, StoreFullError, UnreadableError
-from checkpointd.layout import keys
 from checkpointd.layout.keys import file_name
 from checkpointd.layout.log_records import entry_key
 from checkpointd.pipeline.gc.collect import Kept, Removal, references, remove, survey, sweep
-from checkpointd.pipeline.gc.retire import retire, retire_tag
+from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.gc.tidying import Tidier
 from checkpointd.pipeline.read.readback import read_back
 from checkpointd.pipeline.read.verify import CheckpointVerdict, Damage, record_verdict, verify
@@ -214,25 +213,6 @@ async def test_only_ballots_of_checkpoints_that_refer_to_an_attempt_which_loses_
     assert not [key for key in read if "/ballot-" in key]
 
 
-async def test_the_objects_of_each_group_of_ranks_lie_in_a_directory_of_their_own_and_go_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keys, "RANKS_PER_GROUP", 2)
-    store, attempt = PosixStore(tmp_path), tmp_path / FIRST
-    await saved(store, 1, 2, world_size=5)
-    assert {path.name: sorted(one.name for one in path.iterdir()) for path in attempt.iterdir() if path.is_dir()} == {
-        "1": ["00002-0.chunks", "00002.index", "00002.vote", "00003-0.chunks", "00003.index", "00003.vote"],
-        "2": ["00004-0.chunks", "00004.index", "00004.vote"],
-    }
-    await collected(store)
-    assert [one.name for one in (attempt / "2").iterdir()] == ["00004-0.chunks"]
-    assert (await verify(store, await root_view.find(store, "global_step2"), LoadConfig())).whole
-    await saved(store, 3, frozen=9, world_size=5)
-    await read_back(store, await root_view.find(store, "global_step3"))
-    await collected(store)
-    assert [(await store.list(f"global_step{n}/00000001-0")) for n in (1, 2)] == [[], []]
-
-
 # --- retention ----------------------------------------------------------------------------------------------------
 
 
@@ -252,17 +232,6 @@ async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> 
     away = Damage.of(UnreadableError("I/O error"), 0)
     await record_verdict(store, found, CheckpointVerdict(found.tag, str(found.id), unreadable=[away]))
     assert (await root_view.state_of(store)).attempts[FIRST].verified
-
-
-async def test_an_older_starts_coordinator_removes_nothing() -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2)
-    await starts.take(store, 1)
-    save = await plan_save(store, tag="global_step2", start=1)
-    await Tidier(store, CommitConfig(retention=Retention(keep_last=1))).tidy(save.info(0))
-    await retire_tag(store, "global_step2", 1)
-    assert "start 2 has begun" in await remove(store, {"late": [FIRST]}, 1)
-    assert await tags(store) == ["global_step2", "global_step1"]
 
 
 async def test_tidy_5_nothing_is_removed_from_a_copy_in_the_roots_place(tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ import pytest
 
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
-from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read import choice
 from checkpointd.pipeline.read.choice import CheckpointFinder
 from checkpointd.store.base import Store
-from checkpointd.store.patient import Patience
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import begin_start, delete_checkpoint, plan_save
 
@@ -32,26 +30,6 @@ async def committed(root: Path, *steps: int) -> PosixStore:
 
 async def delete(store: Store, tag: str) -> None:
     await delete_checkpoint(store, tag)
-
-
-async def test_one_that_goes_between_the_listing_and_the_look_is_not_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = await committed(tmp_path, 1, 2)
-    whole = choice.check_whole
-
-    async def late(reads: Store, checkpoint: LoggedAttempt, patience: Patience) -> None:
-        """The log was read just before it went."""
-        if checkpoint.tag == "global_step2":
-            monkeypatch.setattr(choice, "check_whole", whole)
-            await delete(store, checkpoint.tag)
-        await whole(reads, checkpoint, patience)
-
-    monkeypatch.setattr(choice, "check_whole", late)
-    reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
-    assert (await reader.begin()).checkpoint.tag == "global_step1"
-    assert reader.passed_over == []
-    assert "was removed while it was being read; looking again" in caplog.text
 
 
 async def test_where_they_go_faster_than_they_are_read_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,14 +212,6 @@ async def test_read_1_only_whole_chunks_reach_the_sink_and_every_other_is_named(
     assert found.tobytes() == bytes(100) + b"\xee" * 100 + b"\x02" * 100 + b"\xee" * 100
 
 
-async def test_an_object_that_is_shorter_than_its_index_says_is_damage_in_every_chunk_beyond() -> None:
-    parts = [stored(bytes([n]) * 100, n * 100) for n in range(3)]
-    store = await store_of(bytes(100) + b"\x01" * 50)
-    tensors = index(300, *(entry(f"t{n}", chunk) for n, (_, chunk) in enumerate(parts)))
-    damage = await read_tensors(store, PREFIX, tensors, {f"t{n}": None for n in range(3)}, LoadConfig(block_bytes=1))
-    assert [error.fqn for error in damage] == ["t1", "t2"]
-
-
 class ServerStore(CountingStore):
     """A store whose reads are requests: it asks for eight at once, of 64 KiB."""
 

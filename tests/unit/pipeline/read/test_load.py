@@ -31,7 +31,7 @@ from checkpointd.pipeline.root import root_view
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
 from tests.box_strategies import Shape, shapes, tilings_of
-from tests.builders import Piece, objects, rank_arrays, save_checkpoint
+from tests.builders import Piece, objects, save_checkpoint
 from tests.small_chunk_views import small_chunk_view
 
 CONFIG = LoadConfig(block_bytes=8192)
@@ -186,27 +186,6 @@ async def _check_reads(shape: Shape, stored: list[Box], wanted: list[Box], chunk
 # --- whose tensor ------------------------------------------------------------------------------------------------------
 
 
-async def test_each_rank_has_its_own_tensors_beside_those_that_all_hold_together() -> None:
-    shared = noise((4, 6), "float32")
-    store = CountingStore()
-    halves = [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
-    await save_checkpoint(store, pieces=lambda rank: [Piece.part("shared", shared, halves[rank], "float32")])
-    world = await world_of(store)
-    assert list(world.tensors) == ["shared"]
-    assert [(part.rank, part.entry.box) for part in world.tensors["shared"].parts] == list(enumerate(halves))
-    filled: dict[tuple[str, int | None], Filled] = {("shared", None): Filled(whole((4, 6)), "float32")}
-    for rank in range(2):
-        assert list(world.own(rank)) == list(rank_arrays(rank))
-        for fqn, entry in world.own(rank).items():
-            filled[fqn, rank] = Filled(whole(entry.shape), entry.dtype)
-    wants = [BoxRequest(fqn, found.box, found.sink, rank) for (fqn, rank), found in filled.items()]
-    assert await read_boxes(store, world, wants, CONFIG) == []
-    assert same(filled.pop(("shared", None)).array, shared)
-    for (fqn, rank), found in filled.items():
-        assert rank is not None
-        assert found.array.tobytes() == rank_arrays(rank)[fqn].tobytes()
-
-
 @pytest.mark.parametrize(
     ("want", "error", "words"),
     [
@@ -257,19 +236,6 @@ async def test_view_2_a_box_that_nobody_stored_whole_is_named_and_not_read() -> 
     assert gap.fqn == "t"
     assert str(gap) == "t cannot be put together from the boxes of ranks [0, 2]: 8 of 24 elements are written by no rank"
     assert len(store.reads) == 1
-
-
-async def test_view_2_elements_that_two_ranks_stored_are_refused() -> None:
-    """Of boxes that differ; equal ones are read once."""
-    tensor = noise((4,), "uint8")
-    store = await saved({"t": (tensor, "uint8", [whole((4,))])}, 1)
-    world = await world_of(store)
-    halves = await world_of(await saved({"t": (tensor, "uint8", [Box((0,), (2,)), Box((2,), (2,))])}, 1))
-    twice = CheckpointView(world.checkpoint, {0: world.indexes[0], 1: halves.indexes[0]})
-    [fault] = await read_boxes(store, twice, [BoxRequest("t", whole((4,)), None)], CONFIG)
-    assert "overlap" in str(fault)
-    same = CheckpointView(world.checkpoint, {0: world.indexes[0], 1: world.indexes[0]})
-    assert await read_boxes(store, same, [BoxRequest("t", whole((4,)), None)], CONFIG) == []
 
 
 async def test_ranks_that_describe_a_tensor_differently_are_refused_by_name() -> None:

@@ -156,16 +156,6 @@ def test_lease_2_a_process_that_has_ended_here_is_not_waited_for() -> None:
     simulated(work)
 
 
-def test_a_job_that_was_closed_is_not_waited_for() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        _, held = await begin(store, beginner("a"))
-        await held.release()
-        assert await timed(begin(store, beginner("b"))) == 0
-
-    simulated(work)
-
-
 def test_lease_5_who_comes_while_a_start_looks_around_is_found() -> None:
     """The other's lease appears after the last look at the leases, and before the own one is put."""
 
@@ -272,20 +262,6 @@ def test_lease_7_a_lease_that_somebody_removed_is_put_again_while_its_start_is_t
         await store.delete(held.key)
         await asyncio.sleep(LENGTH_S)
         assert await store.stat(held.key) is None
-        await held.release()
-
-    simulated(work)
-
-
-def test_a_root_that_was_removed_is_not_made_again() -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        _, held = await begin(store, beginner("a"))
-        await store.delete(held.key)
-        for key in (LOG_ROOT, entry_key(1)):
-            await store.delete(key)
-        await asyncio.sleep(LENGTH_S)
-        assert await store.list("") == []
         await held.release()
 
     simulated(work)

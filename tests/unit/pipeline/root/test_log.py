@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -137,17 +136,6 @@ async def test_a_follower_finds_a_log_that_goes_on_elsewhere(how: str) -> None:
     assert states[10].number == 10
 
 
-async def test_log_6_a_state_stays_due_while_a_follow_finds_nothing() -> None:
-    store = MemoryStore()
-    log = RootLog(store)
-    for at in range(1, STATE_EVERY + 1):
-        await add_entry(log, at)
-    for _ in range(2):
-        assert not await log.follow(lambda _: False)
-    await log.compact()
-    assert await store.get(state_key(STATE_EVERY))
-
-
 async def nothing(_: LogState) -> list[Record]:
     return []
 
@@ -165,38 +153,6 @@ async def test_what_was_read_before_the_storage_failed_is_not_read_again() -> No
     with pytest.raises(UnreadableError):
         await log.follow(lambda state: state.number > 50)
     assert log.state == states[51]
-
-
-def test_what_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An append syncs its file, and the directories `log` and the root: the root, since somebody may have removed `log`."""
-    synced = list[str]()
-    fsync = os.fsync
-
-    def counting(descriptor: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        synced.append("file" if os.path.isfile(path) else os.path.basename(path))
-        fsync(descriptor)
-
-    async def main() -> None:
-        async with PosixStore(tmp_path / "root") as store:
-            await made(store, 3)
-            log, reader = RootLog(store), RootLog(store)
-            await log.look()
-            monkeypatch.setattr(os, "fsync", counting)
-            await log.add(announce(50))
-            assert sorted(synced) == 2 * ["file"] + 2 * ["log"] + 2 * ["root"]  # what others had put, and then its own
-            synced.clear()
-            await log.add(announce(51))
-            assert sorted(synced) == ["file", "log", "root"]
-            synced.clear()
-            await reader.look()
-            assert synced == []
-            await reader.look(settles=True)
-            assert synced == ["file", "log", "root"]
-            await reader.look(settles=True)
-            assert synced == ["file", "log", "root"]
-
-    asyncio.run(main())
 
 
 # --- callers that meet ----------------------------------------------------------------------------------------------
