@@ -94,11 +94,6 @@ def test_ranks_that_describe_a_tensor_differently_are_both_named(dtype: str, sha
     assert fault == f"w is float32[4, 4] on rank 4 and {dtype}{list(shape)} on rank 5"
 
 
-def test_a_box_outside_its_tensor_is_a_fault_and_no_surprise() -> None:
-    fault = union_fault({0: plan(0, TOP), 1: plan(1, part("w", (2, 0), (3, 4)))})
-    assert fault == "w (ranks [0, 1]): box (2, 0)+(3, 4) does not lie inside shape (4, 4)"
-
-
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), st.integers(1, 7), st.data())
 def test_a_flat_partition_over_any_number_of_ranks_is_whole_until_one_is_missing(
     shape: tuple[int, ...], world_size: int, data: st.DataObject

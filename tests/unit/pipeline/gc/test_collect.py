@@ -216,14 +216,6 @@ async def test_only_ballots_of_checkpoints_that_refer_to_an_attempt_which_loses_
 # --- retention ----------------------------------------------------------------------------------------------------
 
 
-async def test_where_nothing_that_stays_is_whole_nothing_goes(caplog: pytest.LogCaptureFixture) -> None:
-    store = MemoryStore()
-    await saved(store, 1, 2, dedup=False)
-    await store.delete("global_step2/00000001-0/00000.index")
-    assert await collected(store) == []
-    assert await tags(store) == ["global_step2", "global_step1"]
-
-
 async def test_what_cannot_be_read_just_now_says_nothing_of_a_verified_one() -> None:
     store = MemoryStore()
     await saved(store, 1)

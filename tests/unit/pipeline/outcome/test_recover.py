@@ -11,11 +11,9 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import StoreError
 from checkpointd.layout.keys import AttemptId
 from checkpointd.layout.log_records import AbortRecord, CommitRecord
-from checkpointd.pipeline.outcome import starting
-from checkpointd.pipeline.outcome.recover import judge, recover
+from checkpointd.pipeline.outcome.recover import judge
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.leases import Beginner
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import SMALL_BYTES_MAX, Entry
 from checkpointd.store.memory import MemoryStore
@@ -103,24 +101,6 @@ async def test_what_a_rank_that_died_has_put_after_the_sweep_of_an_aborted_attem
     await store.put(f"{PREFIX}/00001-0.chunks", b"put late")
     await restart(store)
     assert await root_view.objects_of(store, PREFIX) == []
-
-
-async def test_log_11_a_start_makes_a_log_again_that_is_gone(caplog: pytest.LogCaptureFixture) -> None:
-    store = MemoryStore()
-    for n in range(2):
-        await save_checkpoint(store, tag=f"global_step{n}", n=n)
-    await leave_in_doubt(store, tag="global_step2", n=2, voting=(1,))
-    for entry in await store.list("log"):
-        await store.delete(f"log/{entry.name}")
-    other = MemoryStore("later")
-    for key, data in store._objects.items():
-        await other.put(key, bytes(data))
-    taken = await starting.begin(other, Beginner(world_size=2, instead=""))
-    await recover(other, taken.before)
-    await taken.lease.release()
-    assert [one.tag for one in await root_view.checkpoints(other)] == ["global_step1", "global_step0"]
-    assert taken.start.start > 1
-    assert "the log of memory://later is gone" in caplog.text
 
 
 # --- what a start takes -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, NotFoundError, UnreadableError
 from checkpointd.pipeline.read import choice
 from checkpointd.pipeline.read.choice import CheckpointFinder
-from checkpointd.store.base import Store
 from checkpointd.store.posix.store import PosixStore
 from tests.builders import begin_start, delete_checkpoint, plan_save
 
@@ -28,19 +27,15 @@ async def committed(root: Path, *steps: int) -> PosixStore:
     return store
 
 
-async def delete(store: Store, tag: str) -> None:
-    await delete_checkpoint(store, tag)
-
-
 async def test_where_they_go_faster_than_they_are_read_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "REMOVED_MAX", 3)
     store = await committed(tmp_path, 1, 2, 3, 4)
     reader = CheckpointFinder(PosixStore(tmp_path, read_only=True), None)
     found = (await reader.begin()).checkpoint
     for _ in range(2):
-        await delete(store, found.tag)
+        await delete_checkpoint(store, found.tag)
         found = (await reader.instead(found, TORN)).checkpoint
-    await delete(store, found.tag)
+    await delete_checkpoint(store, found.tag)
     with pytest.raises(NotFoundError, match="keep_last"):
         await reader.instead(found, TORN)
 

@@ -183,6 +183,52 @@ async def _check_reads(shape: Shape, stored: list[Box], wanted: list[Box], chunk
     assert count == sum(len(part) for _, part in store.reads)
 
 
+ROWS, COLUMNS = 2048, 4096
+"""bf16: 16 MiB, four chunks of the default size."""
+
+
+def by_rows(ranks: int) -> list[Box]:
+    """As FSDP2 cuts, or the slices of replicas."""
+    cuts = [ROWS * rank // ranks for rank in range(ranks + 1)]
+    return [Box((cuts[rank], 0), (cuts[rank + 1] - cuts[rank], COLUMNS)) for rank in range(ranks)]
+
+
+def by_columns(ranks: int) -> list[Box]:
+    """As tensor parallelism cuts the weights that it reduces over."""
+    step = COLUMNS // ranks
+    return [Box((0, step * rank), (ROWS, step)) for rank in range(ranks)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("saves", "loads", "bound"),
+    [
+        (by_rows(1), by_rows(4), 1.2),
+        (by_rows(2), by_rows(8), 1.2),
+        (by_rows(8), by_rows(2), 1.2),
+        (by_columns(2), by_rows(4), 1.2),
+        (by_columns(2), by_columns(1), 1.2),
+        (by_rows(4), by_rows(3), 2.0),
+        (by_rows(3), by_rows(4), 2.0),
+        (by_rows(2), by_rows(7), 2.0),
+        (by_columns(4), by_rows(3), 2.0),
+        (by_columns(4), [Box((3, 5), (2040, 4000))], 2.0),
+    ],
+    ids=["1to4", "2to8", "8to2", "columns-to-rows", "columns-to-1", "4to3", "3to4", "2to7", "columns-to-3", "odd"],
+)
+async def test_bytes_read_over_bytes_needed_by_the_ranks_of_another_layout(
+    saves: list[Box], loads: list[Box], bound: float
+) -> None:
+    store = await saved({"w": (noise((ROWS, COLUMNS), "bfloat16"), "bfloat16", saves)}, len(saves))
+    read = 0
+    for box in loads:
+        world = await world_of(store)
+        assert await read_boxes(store, world, [BoxRequest("w", box, lambda *_: None)], LoadConfig()) == []
+        read += sum(len(part) for _, part in store.reads)
+    needed = sum(box.numel() * 2 for box in loads)
+    assert needed <= read < bound * needed
+
+
 # --- whose tensor ------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from checkpointd.pipeline.attempt import Attempt, WriterState
 from checkpointd.pipeline.gc.retire import retire
 from checkpointd.pipeline.read import readback
 from checkpointd.pipeline.read.readback import BackgroundReadBack, read_back, survivor
-from checkpointd.pipeline.root import candidates, root_view
+from checkpointd.pipeline.root import candidates, root_view, starts
 from checkpointd.pipeline.shard import AttemptInfo
 from checkpointd.report.verification import to_verify, verified
 from checkpointd.store.base import Capabilities, Store
@@ -416,8 +416,6 @@ async def test_a_record_that_a_power_cut_tore_counts_as_not_there() -> None:
 
 
 async def save_start(store: Store) -> None:
-    from checkpointd.pipeline.root import starts
-
     assert (await starts.take(store, 2)).start == 1
 
 

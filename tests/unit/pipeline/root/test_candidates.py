@@ -42,13 +42,6 @@ async def test_candidate_1_the_newest_comes_first_whatever_latest_says() -> None
     assert await named(store, "latest") == "tag3"
 
 
-async def test_what_was_removed_is_none() -> None:
-    store = await saves(True, True)
-    assert await collect.remove(store, {"the test": ["tag1/00000001-0"]}) == ""
-    assert await tried(store) == ["tag0"]
-    assert await named(store, "latest") == "tag0"
-
-
 async def test_candidate_3_what_comes_after_a_rollback_is_none() -> None:
     store = await saves(True, True, True)
     assert await RootLog.of(store).add(RollbackRecord(attempt="tag0/00000001-0", writer=writer())) == ""

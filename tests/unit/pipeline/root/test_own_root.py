@@ -53,19 +53,29 @@ async def test_ownroot_1_another_jobs_root_in_its_place() -> None:
         await root.check(1)
 
 
-class Failing(MemoryStore):
-    """Nothing can be read here while there is an `error`."""
+class Lagging(MemoryStore):
+    """The start's record is out of sight for the next `unseen` looks. Nothing can be read while there is an `error`."""
 
+    unseen = 0
     error: StoreError | None = None
+    hangs = False
 
     async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
+        if self.unseen > 0:
+            self.unseen -= 1
+            raise NotFoundError(key)
         return await super().get(key, size_max=size_max)
+
+    async def list(self, prefix: str) -> list[Entry]:
+        return [] if self.unseen > 0 else await super().list(prefix)
 
 
 async def test_what_somebody_else_says_is_refused_where_the_store_shows_that_it_is_not_so() -> None:
-    store = Failing()
+    store = Lagging()
     start = await starts.take(store, 1)
     assert await OwnRoot(store).confirm(1, start.nonce) is None
     for number, nonce in ((1, "another"), (2, start.nonce)):
@@ -78,7 +88,7 @@ async def test_what_somebody_else_says_is_refused_where_the_store_shows_that_it_
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
 async def test_an_error_that_may_pass_refuses_nothing_and_the_next_look_decides(number: int) -> None:
-    store = Failing()
+    store = Lagging()
     start = await starts.take(store, 1)
     store.error = store_error(OSError(number, os.strerror(number)), doing="reading", key="k", url="u", reads=True)
     root = OwnRoot(store)
@@ -113,27 +123,6 @@ async def test_a_writer_that_was_not_told_takes_the_start_as_it_finds_it() -> No
     await store.delete(LOG_ROOT)
     with pytest.raises(RootGoneError):
         await root.check(1)
-
-
-class Lagging(MemoryStore):
-    """The start's record is out of sight for the next `unseen` looks."""
-
-    unseen = 0
-    error: StoreError | None = None
-    hangs = False
-
-    async def get(self, key: str, *, size_max: int = SMALL_BYTES_MAX) -> bytes:
-        if self.hangs:
-            await asyncio.Event().wait()
-        if self.error is not None:
-            raise self.error
-        if self.unseen > 0:
-            self.unseen -= 1
-            raise NotFoundError(key)
-        return await super().get(key, size_max=size_max)
-
-    async def list(self, prefix: str) -> list[Entry]:
-        return [] if self.unseen > 0 else await super().list(prefix)
 
 
 LAG_LOOKS = LOOKS_MIN + 1

@@ -368,7 +368,6 @@ async def test_a_small_unchanged_part_is_settled_in_an_object_of_its_own(tmp_pat
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=2, max_size=4), st.sampled_from(COMPRESSIONS))
 def test_any_series_of_states_loads_as_it_was_saved(series: list[list[int]], compression: Compression) -> None:
     """Each state is three tensors of two chunks, each chunk of one of a few contents."""
-    import asyncio
 
     def state(numbers: list[int]) -> Arrays:
         return {f"t{n}": np.repeat(np.array([number, 7 - number], dtype=np.float32), 1024) for n, number in enumerate(numbers)}
