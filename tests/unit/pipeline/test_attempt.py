@@ -22,7 +22,7 @@ from checkpointd.store.memory import MemoryStore
 from checkpointd.testing import simloop
 from tests.builders import make_shard, rank_arrays
 
-DEADLINE_S = 600.0
+DEADLINE_S = 120.0
 
 
 def holds(data: bytes, *kinds: str) -> bool:

@@ -368,32 +368,6 @@ def test_what_the_own_daemon_works_at_is_not_watched() -> None:
     simulated(work)
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_start_1_an_attempt_that_a_start_has_fenced_survives_in_no_later_one(is_own: bool) -> None:
-    """A daemon comes back with it in its spool after the job has gone on without it."""
-
-    async def work() -> None:
-        store = MemoryStore()
-        await starts.take(store, 1)
-        await leave_in_doubt(store, voting=(0,))
-        start, held = await begin(store, replace(beginner("a"), surviving=(PREFIX,)))
-        assert start.spared == (PREFIX,)
-        await held.release()
-        start, held = await begin(store, replace(beginner("a"), surviving=(PREFIX,)))
-        assert start.spared == (PREFIX,), "from one start to the next"
-        await held.release()
-        start, held = await begin(store, beginner("a"))
-        assert start.spared == ()
-        await held.release()
-        await put_lease(store, attempt_lease_key(PREFIX))
-        at_work = beginner("a", life="running")
-        start, held = await begin(store, replace(at_work, surviving=(PREFIX,) if is_own else ()))
-        assert start.spared == ()
-        await held.release()
-
-    simulated(work)
-
-
 def test_an_attempt_that_is_decided_is_nobodys_work() -> None:
     async def work() -> None:
         store = MemoryStore()

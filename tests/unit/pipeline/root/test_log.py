@@ -294,7 +294,7 @@ async def test_deletes_that_fail_half_way_are_made_up_for(caplog: pytest.LogCapt
     store = Held(MemoryStore())
     store.goes.set()
     log, other = RootLog(store), RootLog(store)
-    for at in range(1, 1 + 12 * STATE_EVERY):
+    for at in range(1, 1 + 8 * STATE_EVERY):
         await add_entry(log, at)
         if at % (2 * STATE_EVERY) == 0:
             store.failures = {"delete": StoreError("the disk failed")}
