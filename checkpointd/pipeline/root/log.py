@@ -104,10 +104,11 @@ class RootLog:
     _in_vain: int = 0
     """How many times in a row `follow` has found nothing."""
     _follows: int = 0
-    """How many times `follow` has read."""
+    """How many reads `follow` has begun."""
     _ended_at: int = 0
-    """Which of these reads was the last one that found not what it was for, and `_failure` why, if the storage failed."""
+    """The number of the newest of these reads that has ended in vain."""
     _failure: StoreError | None = None
+    """Why that one was in vain, if the storage failed."""
     _listing: LogListing = NOTHING
     """The last list."""
     _job: WeakMethod[CheckJob] | None = None

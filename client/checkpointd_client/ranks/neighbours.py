@@ -82,7 +82,7 @@ async def _neighbours(store: Store, name: str, inside: str) -> list[str]:
 def _likeness(name: str, other: str) -> float:
     """The part of two names that they have in common at their beginning and their end, between 0 and 1.
 
-    A slip of the keyboard leaves most of both, and this takes a microsecond, so a directory may hold thousands.
+    A slip of the keyboard leaves most of both. It is quick, since the directory may hold thousands of names.
     """
     begin = _alike(name, other)
     end = _alike(name[begin:][::-1], other[begin:][::-1])
