@@ -38,7 +38,7 @@ SHOWN_BY = {
     "9": (
         f"{MISTAKES}::test_mutations_are_caught",
         "faults/test_power_cut_job.py",
-        "faults/test_power_cut_store.py",
+        "simulation/test_posix_mutations.py",
     ),
     "10": (f"{MISTAKES}::test_mutations_are_caught",),
     "11": (f"{OVERLAPPING}::test_a_snapshot_is_not_overwritten_while_it_is_persisted",),

@@ -5,46 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """How the process ended, what it printed, and the watched calls, one a line; `(INJECTED)` stands in those made to fail."""
-
-    returncode: int
-    output: str
-    calls: tuple[str, ...]
-
-    @property
-    def failed_calls(self) -> int:
-        return sum("(INJECTED)" in call for call in self.calls)
-
-
-def run_python(command: Sequence[str], *, calls: str, on: Path, fault: str) -> Traced:
-    """Run `python *command` with `fault` (`error=EIO`, `signal=KILL`) at its system calls `calls` (`link,linkat`) on a path.
-
-    A call is on a path that it names (of a rename: the old name), or of which it has a descriptor. All threads and children are
-    watched.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory) / "log"
-        done = subprocess.run(
-            [*prefix(calls=calls, on=[on], fault=fault, log=log), sys.executable, *command],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        watched = tuple(line for line in log.read_text().splitlines() if any(f"{call}(" in line for call in calls.split(",")))
-    return Traced(done.returncode, done.stdout, watched)
 
 
 def prefix(*, calls: str, on: Sequence[Path], fault: str, log: Path) -> list[str]:

@@ -15,19 +15,9 @@ import pytest
 from checkpointd.doctor.examine import Question, examine
 from checkpointd.doctor.finding import Finding
 from tests.faults import strace_faults
-from tests.faults.mounts import MIB, ext4_image, overlay, ramfs, remount, tmpfs
+from tests.faults.mounts import MIB, ext4_image, ramfs, remount, tmpfs
 
 pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("mounts")]
-
-AS_NOBODY = """
-import os, sys
-from checkpointd.cli import run
-from checkpointd.doctor.examine import Question, examine
-examine(Question())  # so that all of it is loaded: this user may not reach the libraries
-os.setgid(65534)
-os.setuid(65534)
-sys.exit(run(sys.argv[1:]))
-"""
 
 
 def examined(root: Path, *, state_bytes: int | None = None) -> dict[str, Finding]:
@@ -48,14 +38,6 @@ def failed(findings: dict[str, Finding]) -> set[str]:
 
 
 # --- file systems ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.root
-def test_a_disk_that_is_well(tmp_path: Path) -> None:
-    with ext4_image(64 * MIB, tmp_path) as mounted:
-        findings = examined(mounted.path, state_bytes=8 * MIB)
-        assert failed(findings) == set()
-        assert {findings[check].level for check in ("file-system", "direct-io", "hard-links", "locks", "reservation")} == {"ok"}
 
 
 @pytest.mark.root
@@ -85,38 +67,6 @@ def test_a_full_disk() -> None:
         assert {"free-space", "direct-io"} <= failed(findings)
         assert "free some space" in findings["direct-io"].fix or "ENOSPC" in findings["direct-io"].seen
         assert "not one checkpoint fits" in findings["free-space"].fix
-
-
-@pytest.mark.root
-def test_a_disk_without_inodes() -> None:
-    with tmpfs(64 * MIB, "nr_inodes=24") as path:
-        findings = examined(path, state_bytes=MIB)
-        assert failed(findings) == {"inodes"}
-        assert "remove files" in findings["inodes"].fix
-
-
-@pytest.mark.root
-def test_a_state_that_fits_once_and_one_that_does_not_fit(tmp_path: Path) -> None:
-    with ext4_image(128 * MIB, tmp_path) as mounted:
-        assert examined(mounted.path, state_bytes=20 * MIB)["free-space"].level == "ok"
-        assert examined(mounted.path, state_bytes=80 * MIB)["free-space"].level == "warn"
-        assert examined(mounted.path, state_bytes=800 * MIB)["free-space"].level == "fail"
-
-
-@pytest.mark.root
-def test_the_writable_layer_of_a_container() -> None:
-    with tmpfs(64 * MIB) as layers, overlay(layers) as path:
-        findings = examined(path)
-        assert findings["file-system"].level == "warn"
-        assert "mount a volume" in findings["file-system"].fix
-        assert failed(findings) == set()
-
-
-def test_a_root_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "root").write_text("")
-    findings = examined(tmp_path / "root")
-    assert "root" in failed(findings)
-    assert "a part of the path is a file" in findings["root"].fix
 
 
 # --- system calls that fail --------------------------------------------------------------------------------------
@@ -156,30 +106,7 @@ def asked(command: Sequence[str], *, code: int) -> dict[str, Any]:
     return {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
 
 
-# --- rights and limits -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.root
-def test_a_root_that_this_user_may_not_write_to(tmp_path: Path) -> None:
-    with tmpfs(16 * MIB, "mode=0755") as path:
-        findings = asked([sys.executable, "-c", AS_NOBODY, "doctor", str(path), "--json"], code=1)
-        assert findings["root"]["level"] == "fail"
-        assert "permission is missing" in findings["root"]["fix"]
-        assert "EACCES" in findings["root"]["seen"]
-
-
-@pytest.mark.root
-def test_a_root_that_this_user_may_write_to(tmp_path: Path) -> None:
-    with tmpfs(16 * MIB, "mode=1777") as path:
-        findings = asked([sys.executable, "-c", AS_NOBODY, "doctor", str(path), "--json"], code=0)
-        assert findings["root"]["level"] == "ok"
-
-
-def test_a_small_limit_on_open_files(tmp_path: Path) -> None:
-    command = ["prlimit", "--nofile=96:4096", sys.executable, "-c", PROGRAM, "doctor", str(tmp_path), "--json"]
-    findings = asked(command, code=0)
-    assert findings["open-files"]["level"] == "warn"
-    assert "up to 4096 without privileges" in findings["open-files"]["fix"]
+# --- limits ------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_limit_on_the_size_of_a_file(tmp_path: Path) -> None:

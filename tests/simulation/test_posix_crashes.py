@@ -13,6 +13,7 @@ import pytest
 
 from checkpointd.errors import StoreError, StoreFullError
 from checkpointd.store.posix.store import PosixStore
+from checkpointd.testing import simloop
 from checkpointd.testing.crashpoints import Crash, Scenario, every_crash_point
 from checkpointd.testing.simdisk import ProcessDisk
 from checkpointd.testing.storecrashes import KEY, NEW, OLD, SCENARIOS, CrashWorld, View, nothing_overwritten, one_winner
@@ -77,6 +78,19 @@ def test_every_refused_effect(number: int) -> None:
         return world.disk.effects > last
 
     assert every_crash_point(scenario, range(5)) > 100
+
+
+def test_a_disk_without_hard_links_is_said() -> None:
+    """STORE-6: nothing is created there."""
+
+    async def scenario() -> None:
+        world = CrashWorld()
+        world.disk.before = lambda effect: errno.EPERM if effect.kind == "link" else None
+        with pytest.raises(StoreError, match="hard links"):
+            await world.honest("a", lambda store: store.put_if_absent(KEY, NEW))
+        assert await world.content() is None
+
+    simloop.run(0, scenario())
 
 
 # --- races ------------------------------------------------------------------------------------------------------
