@@ -8,8 +8,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import threading
-from collections.abc import Callable, Collection, Mapping
-from email.utils import formatdate, parsedate_to_datetime
+from collections.abc import Collection, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,6 @@ class CarelessProxy:
     """Passes requests on to the server at `target`, without the headers in `loses`, in lower case.
 
     `certificate`: it speaks TLS, with the certificate and the key in these files.
-    `says`: given the name and value of a header of an answer, the value that the client gets; None takes the header away.
     """
 
     def __init__(
@@ -31,7 +29,6 @@ class CarelessProxy:
         target: str,
         *,
         loses: Collection[str] = (),
-        says: Callable[[str, str], str | None] = lambda _, value: value,
         certificate: tuple[Path, Path] | None = None,
     ) -> None:
         self.lost: list[str] = []
@@ -57,9 +54,8 @@ class CarelessProxy:
                 self.send_response_only(status)
                 length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(body))
                 for name, value in headers.items():
-                    said = None if name.lower() in _HOP else says(name.lower(), value)
-                    if said is not None:
-                        self.send_header(name, said)
+                    if name.lower() not in _HOP:
+                        self.send_header(name, value)
                 self.send_header("Content-Length", length)
                 self.end_headers()
                 self.wfile.write(body)
@@ -93,19 +89,3 @@ class CarelessProxy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def later(seconds: float) -> Callable[[str, str], str]:
-    """For `says`: the server's clock is `seconds` ahead."""
-
-    def say(name: str, value: str) -> str:
-        if name in {"date", "last-modified"}:
-            return formatdate(parsedate_to_datetime(value).timestamp() + seconds, usegmt=True)
-        return value
-
-    return say
-
-
-def without_metadata(name: str, value: str) -> str | None:
-    """For `says`: the metadata of objects is lost."""
-    return None if name.startswith("x-amz-meta-") else value
