@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -18,17 +16,9 @@ import torch._inductor.compile_fx  # noqa: F401  # DeepSpeed's first engine woul
 
 from checkpointd.errors import CheckpointdError, StoreError
 from checkpointd.pipeline.write import persist
-from checkpointd.store.posix.plain import PlainFiles
 from checkpointd_client.integrations.deepspeed import attach
 from tests.e2e import deepspeed_engines as engines
 from tests.faults.commanded_rank import Records
-
-
-class Stubborn:
-    """Is no value, and cannot be pickled."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError("it will not be pickled")
 
 
 class Rank:
@@ -53,22 +43,18 @@ class Rank:
     def save(self, root: str, tag: str | None = None) -> bool:
         return bool(self._engine.save_checkpoint(root, tag=tag, client_state={"tag": tag}))
 
-    def save_stubbornly(self, root: str, tag: str) -> None:
-        """With an object in the client state that cannot be stored; raises."""
-        self._engine.save_checkpoint(root, tag=tag, client_state={"charm": Stubborn()})
-
     def validate_tags(self) -> None:
         """From here on, other tags on other ranks are an error, as DeepSpeed's `tag_validation` can have it."""
         self._engine._config.checkpoint_config["tag_validation"] = "FAIL"
 
-    def end(self, until: str = "committed") -> list[str]:
-        """How the last save ended, and why; or that it has come so far."""
+    def end(self) -> list[str]:
+        """How the last save ended, and why."""
         handle = self._engine.checkpoint_handle()
         try:
-            handle.wait(until, timeout=60.0)
+            handle.wait(timeout=60.0)
         except CheckpointdError as error:
             return [handle.phase, f"{error}"]
-        return [until, ""]
+        return [handle.phase, ""]
 
     def load(self, root: str) -> list[Any]:
         """The tag that was loaded, as its client state has it, and the steps that were taken."""
@@ -107,14 +93,6 @@ class Rank:
     def _write_by(function: Any) -> None:
         setattr(persist, "write_shard", function)  # noqa: B010  # a mutation, which mypy need not understand
 
-    def die_when(self, call: str) -> None:
-        """SIGKILL in the middle of the commit: where files are to be shown ("publish"), or `latest` to be moved ("point")."""
-
-        async def die(*_: object) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        setattr(PlainFiles, call, die)
-
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -124,7 +102,3 @@ class Rank:
                 self._plug.close()
             self._plug.detach()
             engine.destroy()
-
-    def leave(self) -> None:
-        """End the process as a script ends, with nothing closed."""
-        sys.exit(0)
