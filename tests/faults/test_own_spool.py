@@ -122,17 +122,6 @@ def test_files_go_through_the_spool_and_are_shown_at_the_commit(tmp_path: Path) 
             torch.load(shown / name, weights_only=True)
 
 
-def test_jobs_at_other_roots_may_name_the_same_directory(tmp_path: Path, daemons: OwnDaemons) -> None:
-    with (
-        Checkpointer(tmp_path / "one", spool=tmp_path / "spool") as one,
-        Checkpointer(tmp_path / "two", spool=tmp_path / "spool") as two,
-    ):
-        for ckpt in (one, two):
-            ckpt.save(1, state(1)).wait()
-            assert ckpt.status().attempts[-1].bytes_uploaded > 0
-        assert len(daemons.pids()) == 2
-
-
 def test_a_sidecar_that_the_user_starts_has_its_own_spool(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="with a sidecar, the spool is the sidecar's"):
         Checkpointer(tmp_path / "root", sidecar=tmp_path / "socket", spool=tmp_path / "spool")

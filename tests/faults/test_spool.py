@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from checkpointd_client import Checkpointer
 from tests.faults.daemons import Daemon
-from tests.faults.jobs import MIB, Job, wait_until
+from tests.faults.jobs import Job, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -26,24 +20,6 @@ def options(folder: Path, *others: str) -> tuple[str, ...]:
     return ("--spool", str(folder / "spool"), *others)
 
 
-def held(folder: Path) -> tuple[str, ...]:
-    """Uploads that wait for ever: what is saved stays in the spool."""
-    return options(folder, "--spool-bandwidth-mib", SLOW)
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    (tmp_path / "roots").mkdir()
-    with Daemon(tmp_path, *options(tmp_path)) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(tmp_path, *held(tmp_path)) as daemon:
-        yield daemon
-
-
 def latest(root: Path) -> str:
     try:
         return (root / "latest").read_text().strip()
@@ -51,111 +27,51 @@ def latest(root: Path) -> str:
         return ""
 
 
-def wait_for_latest(root: Path, tag: str, *daemons: Daemon) -> None:
-    said = "\n".join(daemon.said() for daemon in daemons)
-    wait_until(lambda: latest(root) == tag, f"{tag} was committed\n{said}")
-
-
-def status_of(daemon: Daemon) -> dict[str, Any]:
-    found = subprocess.run(
-        [sys.executable, "-m", "checkpointd", "status", "--json", "--socket", str(daemon.socket)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return dict(json.loads(found.stdout))
-
-
-def spooled(job: Job, step: int) -> None:
-    """Save on every rank and wait until each shard is in the spool."""
-    job.all("save", step=step)
-    assert [end["phase"] for end in job.all("end", step=step, until="spooled")]
-
-
 def killed(job: Job) -> None:
     for rank in job.ranks:
         rank.kill()
 
 
-def loaded_by_a_new_job(folder: Path, root: Path, step: int, **options: int) -> None:
-    with Job(folder=folder, **options) as job:
-        job.open(root)
-        job.must_load(step)
+@pytest.fixture
+def spooled(tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon in whose spool two saves lie that it cannot upload. It is dead, and so are the trainers."""
+    with Daemon(tmp_path, *options(tmp_path, "--spool-bandwidth-mib", SLOW)) as daemon:
+        with Job(folder=tmp_path) as job:
+            job.open(tmp_path / "root", sidecar=str(daemon.socket))
+            for step in (1, 2):
+                job.all("save", step=step)
+                assert [end["phase"] for end in job.all("end", step=step, until="spooled")]
+            killed(job)
+        daemon.kill()  # and with it the memory tier
+        assert latest(tmp_path / "root") == ""
+        yield daemon
 
 
-def test_a_save_through_the_spool_commits_and_loads(tmp_path: Path, daemon: Daemon) -> None:
+def test_spool_4_a_daemon_that_is_killed_goes_on_with_what_is_in_the_spool(tmp_path: Path, spooled: Daemon) -> None:
     root = tmp_path / "root"
-    with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(daemon.socket))
-        for step in (1, 2, 3):
-            job.must_commit(step)
-        found = status_of(daemon)["spool"]
-        assert (found["spooled"], found["uploaded"], found["direct_full"], found["direct_failed"]) == (6, 6, 0, 0)
-        killed(job)
-    loaded_by_a_new_job(tmp_path, root, 3)
-
-
-def test_spool_4_a_daemon_that_is_killed_goes_on_with_what_is_in_the_spool(tmp_path: Path, slow: Daemon) -> None:
-    root = tmp_path / "root"
-    with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(slow.socket))
-        spooled(job, 1)
-        spooled(job, 2)
-        killed(job)
-    slow.kill()
-    assert latest(root) == ""
-    slow.start_again(options(tmp_path))
-    wait_for_latest(root, "global_step2", slow)
+    spooled.start_again(options(tmp_path))
+    wait_until(lambda: latest(root) == "global_step2", f"the newest was committed\n{spooled.said()}")
     wait_until(
-        lambda: (root / "global_step1").exists() and "global_step1/00000001-0: committed" in slow.said(), "both are there"
+        lambda: (root / "global_step1").exists() and "global_step1/00000001-0: committed" in spooled.said(), "both are there"
     )
-    loaded_by_a_new_job(tmp_path, root, 2)
-
-
-@pytest.mark.nightly
-def test_a_trainer_that_closes_says_that_the_sidecar_uploads_the_rest(
-    tmp_path: Path, slow: Daemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Checkpointer(tmp_path / "root", sidecar=slow.socket) as ckpt:
-        ckpt.save(1, {"weight": torch.ones(100)}).wait("spooled")
-    assert "global_step1 is in the spool of this node: the sidecar uploads it" in caplog.text
-    assert "persists its saves itself" not in caplog.text
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("phase", ["spooled", "uploading", "prepared"])
-def test_a_daemon_that_is_killed_loses_no_save_that_is_in_its_spool(tmp_path: Path, phase: str) -> None:
-    root, slow = tmp_path / "root", ("--bandwidth-mib", "4") if phase in ("uploading", "prepared") else ()
-    with Daemon(tmp_path, *options(tmp_path, *slow)) as daemon, Job(folder=tmp_path, nbytes=8 * MIB) as job:
-        job.open(root, sidecar=str(daemon.socket))
-        job.all("save", step=1)
-        job.all("end", step=1, until=phase)
-        daemon.kill()
-        daemon.start_again(options(tmp_path))
-        assert [end["phase"] for end in job.all("end", step=1)] == ["committed", "committed"], daemon.said()
-        killed(job)
-    loaded_by_a_new_job(tmp_path, root, 1, nbytes=8 * MIB)
+    with Job(folder=tmp_path) as job:
+        job.open(root)
+        job.must_load(2)
 
 
 # --- where a restart loads from ----------------------------------------------------------------------------------
 
 
 def test_near_3_a_restart_loads_the_newest_save_from_the_spools_although_it_is_not_uploaded(
-    tmp_path: Path, slow: Daemon
+    tmp_path: Path, spooled: Daemon
 ) -> None:
     root = tmp_path / "root"
+    spooled.start_again()
     with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(slow.socket))
-        spooled(job, 1)
-        spooled(job, 2)
-        killed(job)
-    slow.kill()  # and with it the memory tier
-    slow.start_again()
-    assert latest(root) == ""
-    with Job(folder=tmp_path) as job:
-        job.open(root, sidecar=str(slow.socket))
+        job.open(root, sidecar=str(spooled.socket))
         loaded = job.load()
         assert [(one.step, one.source, one.wrong) for one in loaded if one] == [(2, "spool", [])] * 2
+        assert latest(root) == ""
         killed(job)
 
 
