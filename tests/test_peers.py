@@ -25,7 +25,7 @@ SHOWN_BY = {
         f"{KILLED}::test_a_trainer_that_is_killed_right_after_save_returned_loses_nothing_with_a_sidecar",
         f"{KILLED}::test_without_a_sidecar_no_committed_save_is_lost_and_an_orderly_exit_finishes_its_save",
     ),
-    "2": (f"{RANKS}::test_the_storage_error_of_one_rank_aborts_all_at_once",),
+    "2": ("faults/test_full_disk_job.py::test_an_error_of_the_device_under_one_rank",),
     "3": (f"{LASTING}::test_every_rank_raises_the_class_that_the_failed_rank_had",),
     "4": (f"{LASTING}::test_every_rank_raises_the_class_that_the_failed_rank_had",),
     "5": (f"{SIMULATED}::test_kill_of_one_rank_at_every_effect",),

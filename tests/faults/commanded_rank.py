@@ -12,8 +12,6 @@ import json
 import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -40,8 +38,6 @@ from tests.faults.predictable_training import Journal, Training, save_endlessly
 leases.RENEWALS = 30  # who watches a lease sees a renewal within a second, and takes no pause of a rank for its end
 DIRECT_BYTES_MIN = osfile.DIRECT_BYTES_MIN
 TRAINING_TIMEOUT = timedelta(seconds=100)
-EVALUATION_S = 50.0
-"""An evaluation that a signal does not end."""
 
 
 class Records(logging.Handler):
@@ -194,14 +190,6 @@ class Rank:
                 self.save(step)
                 return step
         return None
-
-    def evaluate_until_preempted(self, step: int) -> int | None:
-        """Rank 0 evaluates, as long as nothing tells it to stop, while the others wait for it; then all train on, and save."""
-        until = time.monotonic() + EVALUATION_S
-        while self._rank == 0 and not self._ckpt.preempting and time.monotonic() < until:
-            threading.Event().wait(0.01)
-        dist.barrier()
-        return self.train_until_preempted(step + 1)
 
     def expire(self, step: int) -> None:
         """Let the deadline of the save of `step` pass now."""

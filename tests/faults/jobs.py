@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from glob import glob
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -145,15 +144,6 @@ class Rank:
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
-
-    def stop(self) -> None:
-        """SIGSTOP, and until all its threads have stopped."""
-        self.send(signal.SIGSTOP)
-        stats = f"/proc/{self.pid}/task/*/stat"
-        # The name in parentheses may hold anything: what follows it is "state ppid ...".
-        wait_until(
-            lambda: {Path(stat).read_text().rpartition(")")[2].split()[0] for stat in glob(stats)} == {"T"}, "it has stopped"
-        )
 
     def kill(self) -> None:
         """SIGKILL, and its end."""

@@ -1,4 +1,4 @@
-"""Jobs in which one rank is missing, stopped, dead, failing, fenced, on another root, or preempted.
+"""Jobs in which one rank is missing, dead, failing, fenced, on another root, or preempted.
 
 The deadline for the commit is one that no test lives to see (jobs.NEVER_S): the answer came for another reason, or the test has
 let the deadline pass, once the ranks were as far as they could come.
@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointd.errors import MismatchError
 from checkpointd.layout.log_records import entry_key
 from checkpointd_client import Checkpointer
 from tests.builders import objects
 from tests.faults import strace_faults
 from tests.faults.jobs import NEVER_S, End, Job, Rank, RankError, wait_until
-from tests.faults.predictable_training import Training
 from tests.logged_roots import attempts, log_state
 
 pytestmark = pytest.mark.e2e
@@ -28,7 +26,6 @@ pytestmark = pytest.mark.e2e
 SOON_S = 1.5
 """How long ranks wait for each other where a test waits for the end of that; nothing has to happen before it."""
 REPORT_S = 0.1
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -38,12 +35,6 @@ def root(tmp_path: Path) -> Path:
 
 def attempt(root: Path, step: int, name: str = "00000001-0") -> Path:
     return root / f"global_step{step}" / name
-
-
-def bulk(root: Path, step: int) -> list[str]:
-    """Chunks and indexes of any attempt at `step`."""
-    folder = root / f"global_step{step}"
-    return [path.name for suffix in (".chunks", ".index") for path in objects(folder, suffix)]
 
 
 def alike(ends: list[End], phase: str, code: str) -> str:
@@ -74,16 +65,9 @@ def test_a_rank_that_never_calls_save_is_named_and_the_next_save_works(pair: Job
     pair.must_commit(3)
     pair.ranks[1].do("save", step=2)  # far too late: it learns what the others learnt
     assert pair.ranks[1].end(2) == end
-    wait_until(lambda: not bulk(root, 2), "the pieces of the aborted attempt go")
+    folder = root / "global_step2"
+    wait_until(lambda: not (objects(folder, ".chunks") + objects(folder, ".index")), "the pieces of the aborted attempt go")
     pair.must_load(3)
-
-
-def test_the_coordinator_that_never_calls_save_is_named_by_the_others(pair: Job, root: Path) -> None:
-    pair.open(root)
-    pair.ranks[1].do("save", step=1)
-    end = end_without_the_others(pair.ranks[1], 1)
-    assert (end.phase, end.code, end.ranks) == ("aborted", "DeadlineError", [0])
-    pair.must_commit(2)
 
 
 @pytest.mark.parametrize("absent", [0, 1])
@@ -117,67 +101,7 @@ def test_a_rank_that_does_not_call_load_is_named(pair: Job, root: Path, absent: 
         rank.answer()
 
 
-# --- a rank that is stopped ---
-
-
-def test_a_rank_stopped_before_it_saves_learns_the_same_when_it_wakes_up(pair: Job, root: Path) -> None:
-    pair.open(root)
-    sleeper = pair.ranks[1]
-    sleeper.stop()
-    pair.tell("save", step=1)
-    end = end_without_the_others(pair.ranks[0], 1)
-    assert (end.code, end.ranks) == ("DeadlineError", [1])
-    sleeper.send(signal.SIGCONT)
-    assert sleeper.end(1) == end
-    pair.must_commit(2)
-    pair.must_load(2)
-    assert not objects(root / "global_step1", ".chunks")
-
-
-def test_a_rank_stopped_in_the_middle_of_writing_learns_the_same_when_it_wakes_up(pair: Job, root: Path) -> None:
-    pair.open(root, compression="none", nbytes=48 * MIB)
-    sleeper = pair.ranks[1]
-    step = stop_while_writing(pair, root, sleeper)
-    end = end_without_the_others(pair.ranks[0], step)
-    assert (end.code, end.ranks) == ("DeadlineError", [1])
-    assert "rank 1 (had begun to write)" in end.message
-    sleeper.send(signal.SIGCONT)
-    assert sleeper.end(step) == end
-    pair.must_commit(step + 1)
-    wait_until(lambda: not bulk(root, step), "the pieces of the aborted attempt go")
-    pair.must_load(step + 1)
-
-
-def stop_while_writing(job: Job, root: Path, sleeper: Rank) -> int:
-    """SIGSTOP to rank 1, the `sleeper`, when it has begun to write and has not voted; the step that it was saving."""
-    for step in range(20):
-        job.tell("save", step=step)
-        chunks, vote = attempt(root, step) / "00001-0.chunks", attempt(root, step) / "00001.vote"
-        wait_until(chunks.exists, "rank 1 begins to write")
-        sleeper.stop()
-        if not vote.exists():
-            return step
-        sleeper.send(signal.SIGCONT)  # it was too quick
-        job.ends(step)
-    raise AssertionError("rank 1 was never caught in the middle of writing")
-
-
 # --- a rank that fails ---
-
-
-def test_the_storage_error_of_one_rank_aborts_all_at_once(pair: Job, root: Path) -> None:
-    pair.open(root)
-    pair.must_commit(1)
-    pair.ranks[0].tell("save", step=2)
-    wait_until(attempt(root, 2).exists, "rank 0 begins to write")
-    (attempt(root, 2) / "00001-0.chunks").write_bytes(b"in the way")
-    pair.ranks[1].tell("save", step=2)
-    message = alike_but_for_the_phase([rank.end(2) for rank in pair.ranks], at_fault=1)
-    assert "rank 1 failed while persisting: creating 'global_step2/00000001-0/00001-0.chunks'" in message
-    assert "that name is taken" in message
-    wait_until(lambda: not bulk(root, 2), "the pieces of the aborted attempt go")
-    pair.must_commit(3)
-    pair.must_load(3)
 
 
 def test_a_state_that_one_rank_cannot_store_aborts_all_at_once(pair: Job, root: Path) -> None:
@@ -191,28 +115,7 @@ def test_a_state_that_one_rank_cannot_store_aborts_all_at_once(pair: Job, root: 
     pair.must_commit(2)
 
 
-def alike_but_for_the_phase(ends: list[End], *, at_fault: int) -> str:
-    """The message that all ranks got, in an error of one class; the one at fault knows its own error as well."""
-    assert [end.phase for end in ends] == ["failed" if rank == at_fault else "aborted" for rank in range(len(ends))], ends
-    assert len({end.code for end in ends} - {"AbortedError"}) == 1
-    assert len({end.message for end in ends}) == 1, ends
-    assert ends[at_fault].cause
-    return ends[0].message
-
-
 # --- a rank that is gone ---
-
-
-def test_a_rank_that_dies_for_good_leaves_the_others_with_an_answer(pair: Job, root: Path, tmp_path: Path) -> None:
-    with Job(folder=tmp_path) as job:
-        job.open(root)
-        job.must_commit(1)
-        job.ranks[1].kill()
-        job.ranks[0].do("save", step=2)
-        end = end_without_the_others(job.ranks[0], 2)
-        assert (end.code, end.ranks) == ("DeadlineError", [1])
-        job.ranks[0].do("close")
-    restart(pair, root, loads=1)
 
 
 def test_a_dead_coordinator_leaves_the_others_with_an_answer(pair: Job, root: Path, tmp_path: Path) -> None:
@@ -258,14 +161,14 @@ def restart(job: Job, root: Path, *, loads: int) -> None:
 
 
 def test_ranks_that_leave_right_after_save_have_committed(pair: Job, root: Path, tmp_path: Path) -> None:
-    with Job(folder=tmp_path, nbytes=16 * MIB) as job:
+    with Job(folder=tmp_path, nbytes=16 << 20) as job:
         job.open(root)
         job.all("save", step=1)
         job.tell("leave")
         assert [rank.process.wait() for rank in job.ranks] == [0, 0], [rank.said() for rank in job.ranks]
         assert (root / "latest").read_text() == "global_step1\n"
         assert [one.step for one in attempts(root, "checkpoint")] == [1]
-    pair.open(root, nbytes=16 * MIB)
+    pair.open(root, nbytes=16 << 20)
     pair.must_load(1)
 
 
@@ -335,23 +238,6 @@ def test_a_node_that_has_an_older_root_of_its_own_is_told_at_the_start(pair: Job
             rank.answer()
 
 
-def test_on_another_number_of_ranks_what_each_had_its_own_of_is_not_taken_for_everybodys(pair: Job, root: Path) -> None:
-    pair.open(root)
-    pair.must_commit(1)
-    pair.all("close")
-    alone = Training(seed=pair.seed, rank=0, nbytes=pair.nbytes)
-    alone.advance(5)
-    with Checkpointer(root) as ckpt:
-        with pytest.raises(MismatchError, match=r"model\.weights: the ranks that saved it had different values"):
-            ckpt.load(alone.state)
-        assert alone.wrong(5) == []
-        ckpt.save(2, alone.state).wait()
-    pair.open(root)
-    # One rank saved it, so what it had is everybody's now; rank 1 had other values before.
-    assert [(found.step, bool(found.wrong)) for found in pair.load() if found] == [(2, True), (2, True)]
-    pair.must_load(1, tag="global_step1")
-
-
 # --- preemption ---
 
 
@@ -368,17 +254,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_last_save_commi
     pair.all("close")
     pair.open(root)
     pair.must_load(steps[0])
-
-
-def test_a_signal_to_a_rank_that_waits_in_a_barrier_ends_the_evaluation_of_rank_0(pair: Job, root: Path) -> None:
-    pair.open(root, preempt_signals=[int(signal.SIGUSR1), int(signal.SIGTERM)])
-    pair.must_commit(0)
-    pair.tell("evaluate_until_preempted", step=0)
-    pair.ranks[1].send(signal.SIGTERM)
-    assert [rank.answer() for rank in pair.ranks] == [0, 0]
-    pair.all("close")
-    pair.open(root)
-    pair.must_load(0)
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
