@@ -23,7 +23,8 @@ KILLED = "faults/test_killed_trainer.py"
 SHOWN_BY = {
     "1": (
         f"{KILLED}::test_a_trainer_that_is_killed_right_after_save_returned_loses_nothing_with_a_sidecar",
-        f"{KILLED}::test_without_a_sidecar_no_committed_save_is_lost_and_an_orderly_exit_finishes_its_save",
+        "faults/test_kill_rounds.py::test_no_kill_loses_a_committed_checkpoint",
+        f"{RANKS}::test_ranks_that_leave_right_after_save_have_committed",
     ),
     "2": ("faults/test_full_disk_job.py::test_an_error_of_the_device_under_one_rank",),
     "3": (f"{LASTING}::test_every_rank_raises_the_class_that_the_failed_rank_had",),

@@ -7,7 +7,6 @@ is what the method returned, or the error that it raised.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import logging
 import os
@@ -23,11 +22,11 @@ import torch.distributed as dist
 from checkpointd import waits
 from checkpointd.errors import AbortedError, CheckpointdError
 from checkpointd.pipeline.attempt import Attempt
-from checkpointd.pipeline.gc import room, tidying
+from checkpointd.pipeline.gc import tidying
 from checkpointd.pipeline.root import leases
 from checkpointd.store.posix import osfile
 from checkpointd.store.posix.osdisk import OsDisk
-from checkpointd_client import Checkpointer, Retention, SaveHandle
+from checkpointd_client import Checkpointer, SaveHandle
 from checkpointd_client.ranks import startup
 from checkpointd_client.sidecar import own_daemon
 from checkpointd_client.staging.arena import Slot
@@ -166,20 +165,6 @@ class Rank:
     def save_endlessly(self, journal: str, after: int) -> None:
         """Train and save every step after `after`; the end of every save is noted in `journal`. Does not return."""
         save_endlessly(self._ckpt, self._training, Journal(Path(journal)), after=after, every=1)
-
-    def save_over_and_over(self, root: str, tag: str | None, sidecar: str | None, small_max: int) -> None:
-        """Save as fast as it can what changes wholly between saves, all under `tag` if it has one. Does not return.
-
-        `small_max`: how many small attempts may lie beside the checkpoints that stay (TIDY-2).
-        """
-        room.SMALL_MAX = small_max
-        weights = torch.zeros(64 * 1024)
-        state = {"weights": weights}
-        ckpt = Checkpointer(root, retention=None if tag else Retention(keep_last=3), sidecar=sidecar)
-        loaded = ckpt.load(state)
-        for step in itertools.count(loaded.step + 1 if loaded else 0):
-            weights.copy_(torch.randn(weights.shape))
-            ckpt.save(step, state, tag=tag)
 
     def train_until_preempted(self, steps: int) -> int | None:
         """Train with the other ranks until the job is told to stop, save then; the step, or None after `steps` steps."""

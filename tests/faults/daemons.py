@@ -19,15 +19,11 @@ import pytest
 
 
 class Daemon:
-    """`checkpointd serve` for the roots at or below `root`, by default `folder`; listening when the constructor returns.
-    `within`: what runs it.
-    """
+    """`checkpointd serve` for the roots at or below `root`, by default `folder`; listening when the constructor returns."""
 
-    def __init__(
-        self, folder: Path, *options: str, name: str = "sidecar", within: Sequence[str] = (), root: str | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *options: str, name: str = "sidecar", root: str | None = None) -> None:
         self.socket = folder / name / "socket"
-        self._root, self._options, self._within = root or str(folder), options, within
+        self._root, self._options = root or str(folder), options
         self._log = folder / f"{name}.log"
         self.process = self._start()
 
@@ -36,7 +32,7 @@ class Daemon:
         command += ["--uid", str(os.geteuid())]  # root has to be named
         with self._log.open("a") as log:
             process = subprocess.Popen(
-                [*self._within, *command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                [*command, *self._options], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
             )
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -255,8 +255,6 @@ class Job:
     def rest(self) -> bool:
         """Close what is open, so that another test can use this job; False where that is not to be had."""
         try:
-            for rank in self.ranks:
-                rank.send(signal.SIGCONT)
             self.tell("close")
             for rank in self.ranks:
                 with suppress(RankError):

@@ -33,21 +33,3 @@ def test_a_trainer_that_is_killed_right_after_save_returned_loses_nothing_with_a
         pointer = root / "latest"
         wait_until(lambda: pointer.exists() and pointer.read_text().strip() == tag, f"{tag} was committed")
     assert load_uniform_weights(root) == (saves - 1, float(saves - 1))
-
-
-@pytest.mark.nightly
-def test_without_a_sidecar_no_committed_save_is_lost_and_an_orderly_exit_finishes_its_save(tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys, torch\n"
-        "from checkpointd_client import Checkpointer\n"
-        "ckpt = Checkpointer(sys.argv[1])\n"
-        "ckpt.save(1, {'w': torch.full((256, 256), 1.0)}).wait()\n"
-        "ckpt.save(2, {'w': torch.full((256, 256), 2.0)})\n"
-        "if sys.argv[2] == 'killed':\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "killed"), "killed"], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert load_uniform_weights(tmp_path / "killed") in {(1, 1.0), (2, 2.0)}
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "left"), "left"], check=True)
-    assert load_uniform_weights(tmp_path / "left") == (2, 2.0)

@@ -1,22 +1,17 @@
-"""Reading from a read-only root, and beside a job that saves and removes checkpoints: neither disturbs the other."""
+"""Reading from a read-only root, and beside a job that saves: neither disturbs the other."""
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
 import re
 import subprocess
 import sys
-import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from checkpointd.errors import NotFoundError
-from checkpointd_client import Checkpointer, Retention, open_checkpoint
+from checkpointd_client import Checkpointer
 from tests.faults.jobs import MIB
 from tests.faults.mounts import remount, tmpfs
 
@@ -97,63 +92,3 @@ def test_an_evaluation_script_in_a_process_of_its_own_and_the_jobs_next_saves_go
                 [sys.executable, str(tmp_path / "evaluate.py")], capture_output=True, text=True, env=environment, check=True
             )
             assert done.stdout == f"global_step{step} {step} {4.0 * step}\n", done.stderr
-
-
-class Trainer:
-    """Saves one step after the other, and keeps the newest alone, until it is told to stop."""
-
-    def __init__(self, root: Path) -> None:
-        self._root, self._stop = root, threading.Event()
-        self.begun, self.saved = threading.Event(), 0
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        state = {name: torch.zeros(64, 64) for name in "abcdefgh"}
-        try:
-            with Checkpointer(self._root, retention=Retention(keep_last=1), chunk_bytes=4096, on_no_progress="ignore") as ckpt:
-                while not self._stop.is_set():
-                    self.saved += 1
-                    for tensor in state.values():
-                        tensor.fill_(self.saved)
-                    ckpt.save(self.saved, state).wait()
-                    self.begun.set()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.begun.set()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-def read(root: Path, *, lazily: bool) -> tuple[int, dict[str, torch.Tensor]]:
-    """The step and the tensors of the newest checkpoint."""
-    with open_checkpoint(root) as opened:
-        if lazily:
-            return opened.step, dict(opened.tensors())
-        target = {name: torch.zeros(64, 64) for name in "abcdefgh"}
-        return opened.load(target).step, target
-
-
-def test_beside_a_job_that_keeps_one_checkpoint_every_load_is_of_one_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """None is mixed of two steps, none is taken for damaged, and no save fails."""
-    trainer = Trainer(tmp_path)
-    steps: set[int] = set()
-    try:
-        assert trainer.begun.wait(120)
-        for number in itertools.count():
-            if len(steps) >= 6:
-                break
-            with suppress(NotFoundError):  # gone, once too often, or after it has told something
-                step, found = read(tmp_path, lazily=bool(number % 2))
-                assert all(torch.equal(tensor, torch.full((64, 64), float(step))) for tensor in found.values())
-                steps.add(step)
-    finally:
-        trainer.stop()
-    assert trainer.error is None
-    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
