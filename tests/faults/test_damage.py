@@ -15,17 +15,14 @@ from pathlib import Path
 import pytest
 
 from checkpointd.cli import program
-from checkpointd.codec import Compression
 from checkpointd.config import LoadConfig
 from checkpointd.errors import DamagedError, PartlyLoadedError, UnreadableError
-from checkpointd.layout.log_records import CommitRecord
 from checkpointd.report.verification import Verification, to_verify, verification, verified
 from checkpointd.store import open_store
 from checkpointd_client import Checkpointer
 from checkpointd_client.loaded import Loaded
 from tests.builders import break_file
 from tests.faults.predictable_training import KIB, Training
-from tests.logged_roots import entry_of
 
 pytestmark = pytest.mark.usefixtures("short_looks")
 
@@ -43,12 +40,6 @@ VERIFIED_OBJECTS = {
     "ballot": f"{NEWEST}/ballot-*",
 }
 """What loading reads: damage there costs the checkpoint, and nothing else."""
-UNREAD_OBJECTS = {
-    "vote that was counted": f"{NEWEST}/00000.vote",
-    "vote of an older attempt": "global_step1/00000001-0/00000.vote",
-    "latest": "latest",
-}
-"""What loading does without: damage there costs nothing."""
 
 
 def new_training() -> Training:
@@ -58,19 +49,16 @@ def new_training() -> Training:
     return training
 
 
-def saved(root: Path, compression: Compression) -> Path:
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with two checkpoints, of step 1 and, saved twice, of step 2."""
+    root = tmp_path_factory.mktemp("raw") / "root"
     training = Training(seed=SEED, rank=0, nbytes=NBYTES)
-    with Checkpointer(root, compression=compression, chunk_bytes=8 * KIB, dedup=False) as ckpt:
+    with Checkpointer(root, compression="none", chunk_bytes=8 * KIB, dedup=False) as ckpt:
         for step in (1, 2, 2):
             training.advance(step)
             ckpt.save(step, training.state, client_state=training.client_state).wait()
     return root
-
-
-@pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("raw") / "root", "none")
 
 
 @pytest.fixture
@@ -123,25 +111,12 @@ def verdict(root: Path) -> Verification:
     return asyncio.run(found())
 
 
-def test_without_damage_everything_is_found_whole(root: Path) -> None:
-    """Otherwise the tests below would show nothing."""
-    for pattern in (*VERIFIED_OBJECTS.values(), *UNREAD_OBJECTS.values()):
-        assert (root / only(root, pattern)).stat().st_size > 0
-    assert verdict(root).damage == []
-    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
-        assert must_load(ckpt, 2).fell_back_from == ()
-
-
 # --- what loading reads ---
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", VERIFIED_OBJECTS)
 def test_damage_to_what_is_read(root: Path, kind: str, fault: str, caplog: pytest.LogCaptureFixture) -> None:
-    damage_what_is_read(root, kind, fault, caplog)
-
-
-def damage_what_is_read(root: Path, kind: str, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     key = only(root, VERIFIED_OBJECTS[kind])
     break_file(root / key, fault)
 
@@ -167,51 +142,6 @@ def damage_what_is_read(root: Path, kind: str, fault: str, caplog: pytest.LogCap
             assert caught.value.fqn in str(caught.value)
             assert training.wrong(99) == [], "the objects were touched"
         must_save_and_load(ckpt, 3, 2)
-
-
-@pytest.mark.parametrize("kind", VERIFIED_OBJECTS)
-def test_damage_to_every_checkpoint_raises(root: Path, kind: str) -> None:
-    newest = only(root, VERIFIED_OBJECTS[kind])
-    oldest = only(root, VERIFIED_OBJECTS[kind].replace(NEWEST, "global_step1/00000001-0"))
-    for key in (newest, oldest):
-        break_file(root / key, "flip")
-    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
-        touched = PartlyLoadedError if kind == "chunks" else DamagedError
-        for verify_first, error in ((True, DamagedError), (False, touched)):
-            training = new_training()
-            with pytest.raises(error, match="no whole checkpoint is left") as caught:
-                ckpt.load(training.state, verify_first=verify_first)
-            assert newest in str(caught.value)
-            assert oldest in str(caught.value)
-            assert ("mixture" in str(caught.value)) is (error is PartlyLoadedError)
-            assert error is PartlyLoadedError or training.wrong(99) == []
-        must_save_and_load(ckpt, 3)
-
-
-# --- the log ---
-
-
-@pytest.mark.parametrize("restarted", [True, False])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_damage_to_the_entry_of_the_newest_commit(
-    root: Path, fault: str, restarted: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """LOG-11: the next start makes the log again, and finds the checkpoint whole. A job that runs knows the entry."""
-    entry = entry_of(root, CommitRecord, NEWEST)
-    key = entry.relative_to(root).as_posix()
-    if restarted:
-        break_file(entry, fault)
-    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
-        if not restarted:
-            break_file(entry, fault)
-        assert must_load(ckpt, 2).fell_back_from == ()
-        assert (key in errors(caplog)) is restarted
-        must_save_and_load(ckpt, 3, 2)
-    with Checkpointer(root, absence_s=ABSENCE_S) as ckpt:
-        must_load(ckpt, 2)
-
-
-# --- what loading does without ---
 
 
 # --- the newest is gone -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from checkpointd.errors import DamagedError, PartlyLoadedError, StoreError, UnreadableError
+from checkpointd.errors import DamagedError, StoreError, UnreadableError
 from checkpointd.layout.log_records import VerifyRecord
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.store.base import Store
@@ -243,21 +243,6 @@ def test_an_error_while_filling_is_tried_again(root: Path, failing_reads: Failin
         fault = failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=3, calls=("read_parts",)))
         assert must_load(ckpt, 3) == ()
         assert fault.failed == 3
-
-
-def test_an_error_that_lasts_while_filling_says_that_objects_were_touched(
-    root: Path, soon: None, failing_reads: FailingReads
-) -> None:
-    with Checkpointer(root) as ckpt:
-        half = chunk_reads(ckpt, failing_reads) // 2  # 0 if one read is enough
-        failing_reads.add(Fault(r"\.chunks$", errno.EIO, works=half, fails=FOR_EVER, calls=("read_parts",)))
-        with pytest.raises(
-            PartlyLoadedError, match=r"global_step3 .* mixture of old and new values.*\[EIO\].*load again"
-        ) as caught:
-            ckpt.load(new_training().state)
-        assert not caught.value.retryable
-        failing_reads.faults.clear()
-        assert must_load(ckpt, 3) == ()
 
 
 def ask(rank: Rank, command: str, **arguments: object) -> Any:
