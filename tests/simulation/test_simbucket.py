@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 from typing_extensions import Buffer
 
-from checkpointd.errors import NotFoundError, StoreError, UnreadableError
+from checkpointd.errors import NotFoundError, StoreError
 from checkpointd.store.base import Entry
 from checkpointd.testing.simbucket import LATE_S_MAX, RETRY_S, Fate, Request, SimBucket, SimClient, Trouble
 from checkpointd.testing.simloop import run
@@ -49,27 +49,6 @@ def data(bucket: SimBucket) -> dict[str, bytes]:
 async def parts_of(*parts: bytes) -> AsyncIterator[Buffer]:
     for part in parts:
         yield part
-
-
-def test_effects_are_numbered_and_traced() -> None:  # SIMBUCKET-11
-    async def work(client: SimClient) -> None:
-        assert await client.create("d/x", b"12", "m") is True
-        assert await client.create("d/x", b"3", "n") is False
-        found = await client.get("d/x", 10)
-        assert isinstance(found, tuple)
-        assert found[0] == b"12"
-        assert await client.replace("d/x", b"45", found[1].version, "n") is True
-        assert await client.replace("d/x", b"67", found[1].version, "o") is False
-        await client.put("y", b"8")
-        await client.upload("z", parts_of(b"ab", b"cd", b"e"), 2)
-        await client.delete(["y", "none"])
-
-    bucket = in_process(work)
-    ended = ["complete", "delete", "delete"]
-    assert kinds(bucket) == ["create", "create", "replace", "replace", "put", "begin", "part", "part", "part", *ended]
-    assert [effect.number for effect in bucket.trace if isinstance(effect, Effect)] == list(range(1, 13))
-    assert data(bucket) == {"d/x": b"45", "z": b"abcde"}
-    assert "a            create    d/x 2 B" in bucket.story()
 
 
 def test_what_changed_nothing_is_told_to_after() -> None:  # SIMBUCKET-11
@@ -149,25 +128,6 @@ def test_a_listing_reads_page_after_page() -> None:  # SIMBUCKET-2
     for seed in range(40):
         in_process(work, seed, page=2)
     assert "cdef" in shown  # without the one that was put first
-
-
-def test_a_lost_request_has_no_effect() -> None:  # SIMBUCKET-3
-    async def work(client: SimClient) -> None:
-        with pytest.raises(StoreError, match=r"writing 'x' in sim://bucket failed: .*not answered"):
-            await client.create("x", b"", "m")
-        with pytest.raises(UnreadableError, match="looking for 'x'"):
-            await client.look("x")
-
-    assert kinds(in_process(work, 1, "lost", "lost")) == []
-
-
-def test_an_unanswered_request_has_happened() -> None:  # SIMBUCKET-3
-    async def work(client: SimClient) -> None:
-        with pytest.raises(StoreError):
-            await client.create("x", b"", "m")
-        assert await client.look("x") is not None
-
-    in_process(work, 1, "unanswered")
 
 
 def test_a_late_request_happens_after_its_caller_was_told_that_it_failed() -> None:  # SIMBUCKET-3
@@ -343,43 +303,6 @@ def test_an_upload_whose_source_fails_is_aborted_unless_that_fails_too() -> None
     assert [(upload.key, upload.process) for upload in left] == [("x", "a")]
 
 
-def test_a_killed_process_leaves_its_upload_unfinished() -> None:  # SIMBUCKET-6
-    async def work(client: SimClient) -> None:
-        def after(effect: Effect, done: bool) -> None:
-            if effect.kind == "part":
-                client.bucket.kill("a")
-
-        client.bucket.after = after
-        await client.upload("x", parts_of(b"ab", b"cd"), 2)
-
-    async def main() -> SimBucket:
-        bucket = SimBucket()
-        client = bucket.process("a")
-        client.process.spawn(work(client))
-        await asyncio.sleep(1000)
-        return bucket
-
-    bucket = run(1, main())
-    assert [upload.key for upload in bucket.state.uploads.values()] == ["x"]
-    assert data(bucket) == {}
-
-
-def test_an_upload_that_somebody_aborts_fails_and_is_listed_until_then() -> None:  # SIMBUCKET-6
-    async def work(client: SimClient) -> None:
-        async def aborting() -> AsyncIterator[Buffer]:
-            yield b"ab"
-            (upload,) = await client.unfinished()
-            assert upload.key == "x"
-            for _ in range(2):
-                await client.abort(upload)
-            assert await client.unfinished() == []
-
-        with pytest.raises(StoreError, match="NoSuchUpload"):
-            await client.upload("x", aborting(), 2)
-
-    assert data(in_process(work)) == {}
-
-
 def test_a_part_is_released_once_the_server_has_it() -> None:  # BUCKET: `upload` keeps no part
     released: list[int] = []
 
@@ -517,14 +440,3 @@ def test_an_old_content_has_its_old_version_again_unless_versions_are_numbers() 
 
     in_process(work)
     in_process(work, numbered=True)
-
-
-def test_a_seed_replays() -> None:
-    async def work(client: SimClient) -> None:
-        await asyncio.gather(*(client.create("x", bytes(n), str(n)) for n in range(9)), *(client.list("") for _ in range(3)))
-
-    def stories(seeds: Iterable[int]) -> list[str]:
-        return [in_process(work, seed, "repeated", "slow down").story() for seed in seeds]
-
-    assert stories(range(5)) == stories(range(5))
-    assert len(set(stories(range(5)))) == 5

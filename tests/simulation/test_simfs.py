@@ -36,23 +36,6 @@ def write(fs: SimFs, path: str, data: bytes) -> None:
     fs.write(fs.create(path), 0, data)
 
 
-def test_synced_content_under_a_synced_name_survives() -> None:  # SIMFS-4
-    def make(fs: SimFs) -> None:
-        write(fs, "/a", b"data")
-        fs.sync(fs.file("/a"))
-        fs.sync_directory("/")
-
-    assert after_cuts(make, lambda fs: content(fs, "/a")) == {b"data"}
-
-
-def test_synced_content_without_a_synced_name_may_go() -> None:  # SIMFS-2
-    def make(fs: SimFs) -> None:
-        write(fs, "/a", b"data")
-        fs.sync(fs.file("/a"))
-
-    assert after_cuts(make, lambda fs: content(fs, "/a")) == {b"data", None}
-
-
 def test_a_synced_name_does_not_save_its_content() -> None:  # SIMFS-1
     def make(fs: SimFs) -> None:
         write(fs, "/a", b"data")
@@ -147,16 +130,6 @@ def test_what_was_superseded_never_comes_back() -> None:  # SIMFS-4
         fs.sync_directory("/from")
 
     assert after_cuts(make, lambda fs: content(fs, "/to/a")) == {b"/from/new"}
-
-
-def test_a_file_is_lost_with_its_directory() -> None:  # SIMFS-4
-    def make(fs: SimFs) -> None:
-        fs.make_directory("/d")
-        write(fs, "/d/a", b"a")
-        fs.sync(fs.file("/d/a"))
-        fs.sync_directory("/d")
-
-    assert after_cuts(make, lambda fs: content(fs, "/d/a")) == {b"a", None}
 
 
 def after_failed_fsync(seed: int, *, later_sync: bool) -> tuple[bytes | None, bytes | None]:

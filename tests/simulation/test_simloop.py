@@ -49,18 +49,6 @@ def test_time_jumps_to_the_next_timer() -> None:  # SIMLOOP-2
     assert run(0, main()) == [3600.0, 3600.0, 3600.5]
 
 
-def test_timeouts_and_waits_run_on_virtual_time() -> None:
-    async def main() -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(10):
-                await asyncio.Event().wait()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.sleep(100), 5)
-        return loop().time()
-
-    assert run(0, main()) == 15.0
-
-
 def test_executor_runs_inline_and_takes_virtual_time() -> None:
     async def main() -> tuple[int, bool]:
         found = await asyncio.to_thread(sum, [1, 2, 3])
