@@ -22,26 +22,6 @@ from tests.model.promises import NAMES, X, Y
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("keeps", [1, 2])
-def test_jobs_with_retention_and_collectors_lose_nothing(keeps: int) -> None:
-    for seed in range(10):
-        job = JobConfig(seed=seed, steps=4, frozen=True, keeps=keeps, collectors=1)
-        report = run_schedule(Schedule(job=job))
-        assert report.aborted == 0
-        assert 0 < report.committed <= keeps + 1
-
-
-@pytest.mark.nightly
-def test_jobs_that_supersede_what_others_refer_to_lose_nothing() -> None:
-    reports = [
-        run_schedule(Schedule(job=JobConfig(seed=seed, steps=6, frozen=True, keeps=2, collectors=2, supersedes=True)))
-        for seed in range(10)
-    ]
-    assert all(report.aborted == 0 and report.committed > 0 for report in reports)
-    assert sum(report.collected for report in reports) > 10
-
-
 def test_power_cut_at_effects_of_a_job_with_retention_and_a_collector(stride: int) -> None:
     job = JobConfig(seed=2, world_size=2, steps=2, frozen=True, keeps=1, collectors=1)
     for number in range(1, 400, 5 * stride):

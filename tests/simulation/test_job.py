@@ -107,17 +107,6 @@ def test_deltas_keep_the_invariants(stride: int, monkeypatch: pytest.MonkeyPatch
     assert any(stored)
 
 
-@pytest.mark.nightly
-def test_what_the_log_has_forgotten_never_comes_back() -> None:
-    """Many saves abort, and states soon forget them (LOG-8)."""
-    reports = []
-    for seed in range(24):
-        schedule = random_schedule(seed)
-        reports.append(run_schedule(replace(schedule, job=replace(schedule.job, deviations=True, steps=6))))
-    assert sum(report.aborted for report in reports) > 60
-    assert sum(report.committed for report in reports) > 20
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_power_cut_at_every_effect(steps: int, stride: int) -> None:
     assert strike_everywhere(JobConfig(seed=steps, steps=steps), PowerCut(), stride) > 100 * steps
@@ -188,16 +177,6 @@ def test_power_cut_when_a_vote_is_seen_that_is_not_durable(rank: int) -> None:
     cut = (Moment("link", "commit", 1), PowerCut())
     for seed in range(30):
         run_schedule(Schedule(job=JobConfig(seed=seed, steps=1), faults=(stopped, cut)))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("fault", [PowerCut(), Kill(0), Refuse(ACTOR, errno.EIO, 1)], ids=["power cut", "kill", "EIO"])
-def test_faults_at_effects_of_a_job_that_reads_back(fault: Fault) -> None:
-    """Retention removes what a whole newer one stands for, and no record says of a whole checkpoint that it is damaged."""
-    job, seen = JobConfig(seed=12, world_size=2, steps=3, keeps=1, read_back=True), 0
-    for number in range(60, 400, 17):
-        seen += run_schedule(Schedule(job=job, faults=((number, fault),))).read_back
-    assert seen > 10
 
 
 def test_random_schedules(seeds: range, storage: Storage) -> None:

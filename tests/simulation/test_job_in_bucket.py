@@ -63,15 +63,6 @@ def test_requests_fail_at_every_effect(fate: Fate, stride: int) -> None:
         assert strike_everywhere(job, fault, max(1, stride // 3)) > 15
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["create", "replace", "put", "begin", "part", "complete", "delete", "get", "look", "list"])
-def test_every_kind_of_request_fails(kind: str) -> None:
-    for number, fate in enumerate(FATES):
-        job = JobConfig(seed=number, steps=2, keeps=1)
-        for rank in range(2):
-            run_schedule(Schedule(job=job, bucket=BUCKETS[rank], faults=((5 + number, Fail(rank, fate, 5, kind)),)))
-
-
 def test_a_bucket_out_of_reach_for_longer_than_a_save_may_take_costs_that_save_alone() -> None:
     reports = []
     for seed in range(12):
@@ -105,15 +96,6 @@ def test_sidecar_lost_at_every_effect(first: int, rank: int, how: Literal["kille
         assert (report.committed + report.aborted, report.incarnations) == (2, 2)
         assert report.aborted <= 1
     assert number > 20
-
-
-@pytest.mark.nightly
-def test_trainers_killed_at_every_effect_while_their_sidecars_go_on() -> None:
-    reports = [
-        run_schedule(Schedule(job=JobConfig(seed=seed, steps=1, sidecars=True), bucket=BUCKETS[0], faults=((number, Kill(0)),)))
-        for seed, number in itertools.product(range(4), range(6, 26, 2))
-    ]
-    assert sum(report.surviving for report in reports) > 2
 
 
 # --- the simulation itself ------------------------------------------------------------------------------------------------
