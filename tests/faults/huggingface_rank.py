@@ -87,21 +87,6 @@ class Rank:
         newest = get_last_checkpoint(folder)
         return {"from": begun[0], "step": trainer.state.global_step, "newest": newest and os.path.basename(newest)}
 
-    def train_to_the_best(self, folder: str) -> dict[str, Any]:
-        """Train six steps and load the best checkpoint, which is the first; whether that is what the model holds then."""
-        options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-        trainer = self._trainer(folder, 6, 1, save_total_limit=2, load_best_model_at_end=True, **options)
-        kept: dict[int, dict[str, torch.Tensor]] = {}
-
-        def keep(state: Any) -> None:
-            kept[state.global_step] = {key: value.clone() for key, value in trainer.model.state_dict().items()}
-
-        trainer.add_callback(_told("on_step_end", keep))
-        trainer.train()
-        now = trainer.model.state_dict()
-        same = [step for step, state in kept.items() if all(torch.equal(value, now[key]) for key, value in state.items())]
-        return {"best": trainer.state.best_model_checkpoint, "holds": same}
-
     def train_on_a_full_disk(self, folder: str, ballast: str, room: int, less: int) -> dict[str, Any]:
         """After the save of step 2 only `room` bytes are free, and for that of step 6 only `less`; how the saves ended."""
         trainer = self._trainer(folder, 8, WIDE)

@@ -82,22 +82,6 @@ def test_space_that_ends_in_the_middle_of_a_save(pair: Job, small: Path, compres
 
 @pytest.mark.nightly
 @pytest.mark.root
-def test_space_that_ends_to_the_last_byte(pair: Job, small: Path) -> None:
-    """Not even a vote can be written."""
-    root = small / "root"
-    pair.open(root, nbytes=2 * MIB)
-    pair.must_commit(1)
-    ballast = small / "ballast"
-    mounts.fill(ballast)
-    failed_at_once(pair, 2, "No space left on device")
-    pair.must_load(1)
-    ballast.unlink()
-    goes_on(pair, root, failed=2, step=3)
-    pair.all("close")
-
-
-@pytest.mark.nightly
-@pytest.mark.root
 def test_a_start_on_a_full_disk_finds_the_newest_checkpoint(pair: Job, small: Path) -> None:
     """A job that died has filled it, say; starting needs to write, too."""
     root = small / "root"

@@ -79,22 +79,6 @@ def test_ranks_that_start_at_once_start_one_daemon_which_finishes_their_save_and
         job.must_commit(3)
 
 
-def test_a_dead_daemon_and_what_it_left_lying_are_replaced(tmp_path: Path, daemons: OwnDaemons) -> None:
-    root = tmp_path / "root"
-    for step in (1, 2):
-        with Job(folder=tmp_path) as job:
-            job.open(root, sidecar="auto")
-            job.must_commit(step)
-            _killed(job)
-        daemons.kill()  # its socket, its lock file and that of the start stay
-        assert {path.name for path in daemons.folder.glob("*/*/*")} == {"socket", "socket.lock", "socket.starting", "log"}
-    with Job(folder=tmp_path) as job:
-        job.open(root, sidecar="auto")
-        job.must_load(2)
-        job.must_commit(3)
-        assert daemons.the_one()
-
-
 def test_a_daemon_that_dies_beside_the_training_is_started_again(tmp_path: Path, daemons: OwnDaemons) -> None:
     root = tmp_path / "root"
     with Job(folder=tmp_path) as job:

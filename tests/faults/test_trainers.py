@@ -103,16 +103,6 @@ def test_a_job_that_is_killed_in_the_middle_of_a_save_goes_on(
     assert not left_over(tmp_path)
 
 
-@pytest.mark.parametrize("order", ["after"], indirect=True)
-def test_the_best_is_loaded_at_the_end(rank_forker: RankForker, tmp_path: Path) -> None:
-    with Job(folder=tmp_path, rank_forker=rank_forker) as job:
-        for said in job.all("train_to_the_best", folder=str(tmp_path / "run")):
-            assert said == {"best": str(tmp_path / "run" / "checkpoint-2"), "holds": [2]}
-        # The last save goes on behind train(), and the older checkpoint goes after its commit.
-        rotated = ["checkpoint-2", "checkpoint-6"]
-        wait_until(lambda: [path.name for path in visible(tmp_path)] == rotated, "the best and the newest are left alone")
-
-
 @pytest.mark.root
 @pytest.mark.parametrize("order", ["after"], indirect=True)
 def test_a_full_disk_fails_saves_and_nothing_else(rank_forker: RankForker, tmp_path: Path) -> None:
