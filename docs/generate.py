@@ -23,8 +23,8 @@ HEAD = """# One rank's side of an attempt
 This page shows the phases of an attempt on one rank, and the events that lead from one to the next. It is generated from
 `checkpointd/commit/machine.py` by `make generate`; do not edit it.
 
-Users see `failing` and `skipping` as `failed` and `skipped`, and an attempt that a newer start has ended as `fenced`.
-`checkpointd/commit/decide.py` says how the votes of all ranks become a decision.
+Users see `failing` and `skipping` as `failed` and `skipped`, an attempt that a newer start has ended as `fenced`, and one that
+was dropped from a spool as `superseded`. `checkpointd/commit/decide.py` says how the votes of all ranks become a decision.
 
 After *yes vote uncertain* the vote may be in the store or not, since putting it failed. The rank then asks for an abort, and
 the log decides.
@@ -33,10 +33,9 @@ the log decides.
 
 OFTEN = """
 
-A few events can come in nearly every phase, so the diagram leaves them out. *Yes vote found* means that a lost process had put
-the yes of this rank: a sidecar, or an earlier process that had the shard in its spool. *Log out of reach* means that the rank
-can neither read the decision nor append one. At *deadline passed* the rank stays in its phase and appends an abort. The next
-event is the decision that it then finds in the log.
+*Yes vote found* means that a lost process had put the yes of this rank: a sidecar, or an earlier one that had the shard in its
+spool. The diagram leaves out the events that can come in nearly every phase. *Log out of reach*: the rank can neither read the
+decision nor append one. At *deadline passed* it appends an abort, and the decision that it then finds is the next event.
 
 """
 
