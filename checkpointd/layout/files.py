@@ -85,7 +85,7 @@ def numberless(path: str) -> str:
 def training_of(at: str, unfinished: str = "") -> str:
     """The directory of the training whose checkpoint is shown at `at`: several may share a root. "" is the root's own.
 
-    `unfinished`: as in Outcome.
+    `unfinished`: as in CommitRecord.
     """
     return (unfinished_folder(unfinished, at) if unfinished else at).rpartition("/")[0]
 

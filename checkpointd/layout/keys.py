@@ -296,6 +296,6 @@ def shown_key(at: str) -> str:
 
 
 MIRROR = f"{SERVICE}/mirror"
-"""The object that says which root a mirror follows."""
+"""The object that names what a mirror has begun to copy."""
 MIRRORS = "mirror of "
 """How the name of whoever holds a mirror begins; the origin follows."""

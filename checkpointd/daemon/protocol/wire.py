@@ -299,7 +299,7 @@ class Leave(_Message, frozen=True, kw_only=True, tag="leave"):
 
 
 class RetainedSnapshot(_Message, frozen=True, kw_only=True):
-    """A snapshot that the daemon retains in memory; `order` as in an outcome, but by this rank's own count."""
+    """A snapshot that the daemon retains in memory; `order` as of a commit, but by this rank's own count."""
 
     tag: str
     attempt: str

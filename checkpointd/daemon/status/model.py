@@ -109,7 +109,7 @@ class HeldStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint at a root, by its outcome."""
+    """One checkpoint at a root, by its commit."""
 
     tag: str
     attempt: str
@@ -117,14 +117,14 @@ class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     order: tuple[int, int]
     committed_at: float | None
-    """None if its outcome does not say."""
+    """None if its commit does not say."""
     is_latest: bool
     read_back: ReadBackState = "no"
     """Whether it was read back, and the result."""
 
 
 class PastSave(msgspec.Struct, frozen=True, kw_only=True):
-    """One decided attempt, by its outcome. None: the outcome does not say."""
+    """One decided attempt, by its decision. None: that does not say."""
 
     tag: str
     step: int

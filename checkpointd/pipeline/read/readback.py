@@ -4,7 +4,7 @@ Invariants
   READBACK-1  `verified` is put only after every chunk of every rank was read after the commit, past the cache, and verified
       along the chain of digests. Either one reader reads all of it, or each rank reads its own shard.
   READBACK-2  `damaged` is put here only on proof: bytes were read twice and are wrong, or an object is missing while the
-      attempt still is a checkpoint. A storage that fails proves nothing. If both records exist, `damaged` counts.
+      attempt still is a checkpoint. A storage that fails proves nothing. Of both records, the later one counts.
   READBACK-3  No checkpoint is removed in favour of another one (by retention, gc, or a new save of its tag) unless a checkpoint
       that stays has `verified` and no `damaged`, and no load has passed over it. This does not apply if a user deletes a
       checkpoint by name.
