@@ -17,7 +17,7 @@ from checkpointd.doctor.finding import Diagnosis, Finding
 _ZSTD: Final = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 LIBRARIES: Final = (_ZSTD, "click", "msgspec", "numpy", "rich", "uvloop", "xxhash", "zstandard")
 SERVE: Final = ("aiohttp", "prometheus_client", "psutil")
-TORCH_LEAST: Final = (2, 6)
+TORCH_LEAST: Final = (2, 10)
 _XXH3_64_OF_NOTHING: Final = 0x2D06800538D394C2
 _XXH3_128_OF_NOTHING: Final = "99aa06d3014798d86001c324468d497f"
 

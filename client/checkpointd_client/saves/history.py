@@ -120,7 +120,7 @@ class SaveHistory:
             self.committed += phase is Phase.COMMITTED
             is_superseded = isinstance(save.handle.peek(), SupersededError)
             self.superseded += is_superseded
-            self.failed += phase is not Phase.COMMITTED and not is_superseded
+            self.failed += phase in (Phase.ABORTED, Phase.FAILED) and not is_superseded
             if phase is Phase.COMMITTED:
                 self._newest_committed = max(save.began, self._newest_committed or save.began)
             if save.began >= self._newest_began and phase is not Phase.SKIPPED:

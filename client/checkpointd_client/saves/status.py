@@ -97,6 +97,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     saves_committed: int
     saves_failed: int
+    """Without those that were skipped or superseded."""
     saves_superseded: int = 0
     """Saves that were dropped from the spool for newer ones."""
     waited_s: float = 0.0

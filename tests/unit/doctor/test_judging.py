@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from checkpointd.doctor.finding import Finding, StateSize
 from checkpointd.doctor.memory import MachineMemory
 from checkpointd.doctor.space import FreeSpace
 
+ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -134,10 +137,15 @@ def test_backlog() -> None:
 
 @pytest.mark.parametrize(
     ("version", "level"),
-    [(None, "note"), ("2.5.1", "fail"), ("2.6.0", "ok"), ("2.13.0+cpu", "ok"), ("1.13.1", "fail"), ("git", "ok")],
+    [(None, "note"), ("2.9.1", "fail"), ("2.10.0", "ok"), ("2.13.0+cpu", "ok"), ("1.13.1", "fail"), ("git", "ok")],
 )
 def test_torch(version: str | None, level: str) -> None:
     assert software.torch(version).level == level
+
+
+def test_the_least_torch_is_that_of_the_package() -> None:
+    least = ".".join(map(str, software.TORCH_LEAST))
+    assert f"torch>={least}" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["torch"]
 
 
 def test_libraries_that_are_missing_or_broken_are_named() -> None:

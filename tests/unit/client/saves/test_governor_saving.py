@@ -71,6 +71,7 @@ def test_a_save_that_comes_too_soon_is_skipped_and_says_so(tmp_path: Path, caplo
         with pytest.raises(SkippedError, match=r"global_step2 was skipped on rank 0: it came .* spaced at least 1000000.0 s"):
             second.wait(60)
         assert [one.phase for one in ckpt.status().attempts] == ["committed", "skipped"]
+        assert ckpt.status().saves_failed == 0
         assert governor.spacing_s == 1e6  # what was skipped cost nothing
         assert ckpt.save(3, STATE, required=True).wait().phase == "committed"
         governor.spacing_s = 0.0
