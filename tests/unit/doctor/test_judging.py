@@ -144,8 +144,8 @@ def test_torch(version: str | None, level: str) -> None:
 
 
 def test_the_least_torch_is_that_of_the_package() -> None:
-    least = ".".join(map(str, software.TORCH_LEAST))
-    assert f"torch>={least}" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["torch"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"torch>={'.'.join(map(str, software.TORCH_LEAST))}" in extras["torch"]
 
 
 def test_libraries_that_are_missing_or_broken_are_named() -> None:
