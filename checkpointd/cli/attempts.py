@@ -20,7 +20,7 @@ STATE_MOODS: dict[RowState, Mood] = {
     "incomplete": "bad",
     "removed": "bad",
     "deleted": "quiet",
-    "superseded": "quiet",
+    "replaced": "quiet",
     "left-behind": "quiet",
 }
 VOTE_MOODS: dict[Ballot, Mood] = {"yes": "good", "no": "bad", "missing": "doubt", "unreadable": "bad"}

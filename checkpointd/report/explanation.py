@@ -149,7 +149,7 @@ def _committed(root: str, attempt: LoggedAttempt, row: AttemptRow, bad: list[int
         return why, f"{verify} lists the damage. Load another one, or bring the objects back from a copy."
     if row.state == "left-behind":
         return why, f"Nothing. {command('rollback', *at_tag(root, attempt.tag), '--attempt', row.attempt)} goes back to it."
-    if row.state == "superseded":
+    if row.state == "replaced":
         return why, "Nothing: it is about to be collected."
     return why, f"Nothing. {verify} reads all of it and checks every byte."
 

@@ -20,8 +20,8 @@ from checkpointd.report.log import look
 from checkpointd.report.votes import RankWords, rank_words
 from checkpointd.store.base import Store, each
 
-RowState: TypeAlias = State | Literal["superseded", "incomplete", "removed", "left-behind"]
-"""`superseded`: the attempt was committed, but the tag was committed again later, so a collection will remove it.
+RowState: TypeAlias = State | Literal["replaced", "incomplete", "removed", "left-behind"]
+"""`replaced`: the attempt was committed, but the tag was committed again later, so a collection will remove it.
 `incomplete`: the attempt was committed, but objects that it needs are gone. `removed`: it was committed, and the directory that
 showed its files was removed by hand. `left-behind`: it is a checkpoint of a branch that was left: training went on from an
 older one."""
@@ -134,7 +134,7 @@ def _state_of(one: LoggedAttempt, lost: Loss | None, is_current: bool) -> RowSta
         return STATES[one.status]
     if lost is not None:
         return lost.state
-    return "left-behind" if one.left_behind else "committed" if is_current else "superseded"
+    return "left-behind" if one.left_behind else "committed" if is_current else "replaced"
 
 
 def _whys(one: LoggedAttempt, lost: Loss | None, is_current: bool) -> Iterable[str]:
