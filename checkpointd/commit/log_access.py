@@ -27,11 +27,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
+import msgspec
+
 from checkpointd.commit.log import following
 from checkpointd.errors import CheckpointdError, FormatError
 from checkpointd.layout.keys import LOG
 from checkpointd.layout.log_records import (
     NUMBER_MAX,
+    BeginRecord,
     LogEntry,
     LogListing,
     LogState,
@@ -532,7 +535,7 @@ class Rebuild:
             case _Step.ENTRIES, tuple() if not _is_of_log(self.state, zip(self._entries, reply, strict=True)):
                 return replace(self, state=EMPTY, bad=self.bad + 1)._state_or_entries()
             case _Step.ENTRIES, tuple():
-                return replace(self, state=following(self.state, _chained(self.state, reply)), step=_Step.DONE)
+                return replace(self, state=_past_gaps(self.state, _chained(self.state, reply)), step=_Step.DONE)
         raise AssertionError(f"{reply!r} is no reply to {self.request!r}")
 
     def _state_or_entries(self) -> Rebuild:
@@ -555,3 +558,19 @@ def _chained(state: LogState, got: Sequence[Got]) -> list[LogEntry]:
         found.append(entry)
         number, nonce = entry.number, entry.nonce
     return found
+
+
+def _past_gaps(state: LogState, entries: Sequence[LogEntry]) -> LogState:
+    """The state after `entries`, between which some may be missing. What was undecided before a gap may have committed in it,
+    so no start after the gap fences that: whoever makes the log again judges it by its objects (LOG-11).
+    """
+    unsure: set[str] = set()
+    for entry in entries:
+        if entry.number > state.number + 1:
+            unsure |= {name for name, one in state.attempts.items() if one.status == "undecided"}
+        begun = tuple(
+            msgspec.structs.replace(one, spared=(*one.spared, *unsure)) if isinstance(one, BeginRecord) else one
+            for one in entry.records
+        )
+        state = following(state, [msgspec.structs.replace(entry, records=begun)])
+    return state

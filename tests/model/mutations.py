@@ -285,6 +285,12 @@ MUTATIONS = [
         "d",
         (around(Compaction, "after", _no_settle),),
     ),
+    Mutation(
+        "a start after a gap fences what may have committed in it",
+        "rebuild past a gap",
+        "d",
+        ((access, "_past_gaps", rules.following),),
+    ),
     Mutation("a rebuild puts no mark", "rebuild", "d", (around(Rebuild, "after", _no_mark),)),
     Mutation("begin without fencing", "two starts", "bd", (around(rules._Change, "_begin", _no_fence),)),
     Mutation("a begin spares what the one before it did not", "spool", "bd", ((rules, "may_be_spared", _may_spare_all),)),

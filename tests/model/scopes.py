@@ -14,7 +14,9 @@ from tests.model.processes import (
     aborting,
     announce,
     announcing,
+    begin,
     checkpoint,
+    commit,
     committing,
     compactor,
     coordinator,
@@ -419,6 +421,26 @@ def _rebuild(size: int, mistake: str) -> dict[str, Any]:
         last=14,
         shrinks=True,
         log=written(note(7), note(8), note(9)),
+        damaged=("entry 3",),
+    )
+
+
+@scope("entry 3, which commits Y, is unreadable, and a start has begun since; two rebuilds and a load; Y was reported")
+def _rebuild_past_a_gap(size: int, mistake: str) -> dict[str, Any]:
+    known = [*checkpoint(X), *checkpoint(U), announce(Y)]
+    second = [program("H", *rebuild(0x91))] if size else []
+    return fields(
+        programs=[
+            program("A", Follow(is_decided(Y)), Report(Y), known=3),
+            program("G", *rebuild(0x81)),
+            *second,
+            program("L", *reader()),
+        ],
+        state=state_of(*known),
+        objects=X_HERE | stored_of(U) | stored_of(Y),
+        last=14,
+        shrinks=True,
+        log=written(note(7), commit(Y), begin(6, 0x61)),
         damaged=("entry 3",),
     )
 

@@ -4,7 +4,7 @@ Invariant
   LOG-11  Only a start makes a log again: one that cannot be read to its end, or that is older than the objects at its root.
       It puts a mark far above every number in use; nothing that is put below the mark counts from then on. Then it reads what
       is readable, looks at the objects, and puts the state of the mark's number, in which a start has begun that fences all
-      others.
+      others. What was undecided where entries are missing is judged by its objects, whichever starts have begun since.
 """
 
 from __future__ import annotations
