@@ -66,6 +66,7 @@ async def recovery(store: Store, *, take_over: bool = False) -> RecoveryReport:
 
 async def _recovered(store: Store, *, take_over: bool) -> RecoveryReport:
     state, damage = await look(store)
+    damage = RootLog.of(store).ends_early or damage
     holder = await newest_holder(store, state)
     if state.number == 0 and not damage:
         # No job ever ran here. This may be any directory, and must not become a root by mistake.

@@ -52,7 +52,8 @@ async def explanation(store: Store, tag: str) -> Explanation:
         says = command("verify", store.url)
         raise NotFoundError(f"there is a directory {tag} at {store.url}, but the log knows no save of it: {says} says more")
     if not attempts:
-        raise root_view.no_such_tag(state, tag, store.url)
+        known = list(dict.fromkeys(one.tag for one in state.attempts.values()))
+        raise root_view.no_such_tag(state, tag, store.url, known)
     newest = await newest_holder(store, state)
     return Explanation(
         root=store.url,
@@ -147,10 +148,11 @@ def _committed(root: str, attempt: LoggedAttempt, row: AttemptRow, bad: list[int
         why += f", but the vote of {rank_runs(bad)} is gone or changed since: it does not load"
     if bad or attempt.damaged or attempt.passed_over:
         return why, f"{verify} lists the damage. Load another one, or bring the objects back from a copy."
+    back = command("rollback", *at_tag(root, attempt.tag), "--attempt", row.attempt)
     if row.state == "left-behind":
-        return why, f"Nothing. {command('rollback', *at_tag(root, attempt.tag), '--attempt', row.attempt)} goes back to it."
+        return why, f"Nothing. {back} goes back to it."
     if row.state == "replaced":
-        return why, "Nothing: it is about to be collected."
+        return why, f"Nothing: it will be collected, but not before the job has loaded. Until then, {back} goes back to it."
     return why, f"Nothing. {verify} reads all of it and checks every byte."
 
 

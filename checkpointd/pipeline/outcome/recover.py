@@ -197,7 +197,7 @@ async def make_again(store: Store, state: LogState, later: Sequence[str]) -> Log
     `later`.
     """
     root_log = RootLog.of(store)
-    why = root_log.unreadable
+    why = root_log.ends_early
     if not root_log.fault:
         why = f"the log of {store.url} is gone, or an older copy is in its place: {listed(later, 4)} came after its last entry"
     log.error("%s; it is made again now, from what can be read and from the objects", why)

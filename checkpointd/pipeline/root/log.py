@@ -187,7 +187,10 @@ class RootLog:
         if anew.fault:
             return replace(ended, fault=ended.fault or anew.fault)
         if {one.nonce for one in known.begins}.isdisjoint(one.nonce for one in anew.known.state.begins):
-            log.warning("another root lies at %s now; its log is read", self.store.url)
+            if anew.known.state.number:
+                log.warning("another root lies at %s now; its log is read", self.store.url)
+            else:
+                log.warning("the log of %s is not there any more", self.store.url)
             return anew
         why = "somebody has removed the newest entries, or put an older copy of the log in its place"
         return replace(anew, fault=f"{entry_key(known.number)} was there, and is not any more: {why}")
@@ -250,6 +253,11 @@ class RootLog:
     def unreadable(self) -> str:
         """The message about `fault`."""
         return self._unreadable(self.fault)
+
+    @property
+    def ends_early(self) -> str:
+        """The same without advice, for who makes the log again; empty without a fault."""
+        return self._ends_early(self.fault) if self.fault else ""
 
     async def goes_on_from(self, state: LogState) -> bool:
         """Follow the log from `state`, which another process has read, and which lacks what was decided before. Returns whether
@@ -316,8 +324,10 @@ class RootLog:
             part.put = part.put and ended.put
 
     def _unreadable(self, fault: str) -> str:
-        recover = command("recover", self.store.url)
-        return f"the log of {self.store.url} cannot be read to its end: {fault}. The next start makes it again, or: {recover}"
+        return f"{self._ends_early(fault)}. The next start makes it again, or: {command('recover', self.store.url)}"
+
+    def _ends_early(self, fault: str) -> str:
+        return f"the log of {self.store.url} cannot be read to its end: {fault}"
 
     async def compact(self) -> None:
         """If a state is due, put it, and remove what older states cover (LOG-6). Only logs what goes wrong."""

@@ -5,7 +5,7 @@ The log alone decides. A listing shows only which objects of an attempt are ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
@@ -85,12 +85,13 @@ def found_in(state: LogState, tag: str, root: str) -> LoggedAttempt:
     if own:
         states = ", ".join(f"{one.id} is {STATES[one.status]}" for one in own)
         raise NotFoundError(f"{tag} is not a checkpoint: {states}; {command('explain', *at_tag(root, tag))} says why")
-    raise no_such_tag(state, tag, root)
+    raise no_such_tag(state, tag, root, [one.tag for one in checkpoints_of(state.attempts.values())])
 
 
-def no_such_tag(state: LogState, tag: str, root: str) -> NotFoundError:
-    """The error that the log of `root` does not know `tag`, with tags that are like it, and the checkpoints there."""
-    known = list(dict.fromkeys(one.tag for one in state.attempts.values()))
+def no_such_tag(state: LogState, tag: str, root: str, known: Sequence[str]) -> NotFoundError:
+    """The error that the log of `root` does not know `tag`, with the tags among `known` that are like it, and the
+    checkpoints there.
+    """
     similar = get_close_matches(tag, known, n=3, cutoff=0.4) or [name for name in known if name.endswith(tag)][:3]
     there = listed([one.tag for one in checkpoints_of(state.attempts.values())]) or "none"
     hint = f" (did you mean {' or '.join(similar)}?)" if similar else ""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 from torch.distributed import Store as MeetingStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
+from checkpointd.commands import at_tag, command
 from checkpointd.commit.branches import newest_of
 from checkpointd.commit.log import for_followers
 from checkpointd.config import Ranks
@@ -60,6 +61,8 @@ class Begun:
     """The number of the last entry in the root's log, as rank 0 has read it."""
     log: str = ""
     """The state of the log there, as far as another rank needs it to follow the log."""
+    latest_attempt: str = ""
+    """The attempt of `latest`; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +180,9 @@ async def begin(store: Store, beginner: Beginner) -> Started:
         raise
     state = RootLog.of(store).state
     newest = newest_of(state)
-    latest, followed = None if newest is None else newest.tag, encode_state(for_followers(state)).decode()
-    begun = Begun(start.start, start.nonce, latest, found.checkpoints, state.number, followed)
+    latest, attempt = (None, "") if newest is None else (newest.tag, str(newest.id))
+    followed = encode_state(for_followers(state)).decode()
+    begun = Begun(start.start, start.nonce, latest, found.checkpoints, state.number, followed, attempt)
     return Started(begun, taken.lease, start.spared)
 
 
@@ -189,14 +193,23 @@ def say_unknown(begun: Begun, root: str, load: str, afresh: str) -> None:
     if begun.checkpoints:
         log.error(
             "this job saves at %s and has not loaded: all checkpoints that earlier jobs left there (%d, latest: %s) stay, "
-            "whatever retention says, even if their tags are saved again. To go on from them, call %s before the first save. "
-            "To start afresh, so that retention counts them as this job's own: %s",
+            "whatever retention says, even if their tags are saved again. To go on from them, end this job%s, and call %s "
+            "before the first save. To start afresh, so that retention counts them as this job's own: %s",
             root,
             begun.checkpoints,
             begun.latest,
+            _going_back(begun, root),
             load,
             afresh,
         )
+
+
+def _going_back(begun: Begun, root: str) -> str:
+    """How a job that ends goes back to the checkpoint before it, in words."""
+    if begun.latest is None:
+        return ""
+    back = command("rollback", *at_tag(root, begun.latest), "--attempt", begun.latest_attempt)
+    return f", go back with {back} (or the next load takes what this job has saved, and retention removes the others)"
 
 
 def _say_who_is_fenced(store: Store, start: int, holder: BeginRecord) -> None:

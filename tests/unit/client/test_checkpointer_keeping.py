@@ -249,6 +249,23 @@ def test_a_job_that_forgot_to_load_removes_nothing_of_an_earlier_one_and_says_so
     assert "afresh=True" in said[0].getMessage()
 
 
+def test_it_can_go_back_to_the_earlier_job_as_the_log_says(
+    left_by_another: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Although its newest tag was saved again, and `explain` says the same of each of its checkpoints that were."""
+    save_two(left_by_another)
+    back = f"`checkpointd rollback {left_by_another} best --attempt 00000001-0`"
+    [said] = [record.getMessage() for record in caplog.records if "has not loaded" in record.getMessage()]
+    assert f"To go on from them, end this job, go back with {back} (or the next load takes" in said
+    assert cli(["explain", str(left_by_another), "best"]) == 0
+    assert f"Until then, {back} goes back to it." in capsys.readouterr().out
+    assert cli(["rollback", str(left_by_another), "best", "--attempt", "00000001-0"]) == 0
+    with Checkpointer(left_by_another) as ckpt:
+        loaded = ckpt.load({"w": torch.zeros(64, 64)})
+    assert loaded is not None
+    assert loaded.step == 4
+
+
 @pytest.mark.parametrize("options", [{"load": True}, {"afresh": True}])
 def test_a_job_that_has_loaded_or_begins_afresh_goes_on_by_its_rules(
     left_by_another: Path, options: dict[str, bool], caplog: pytest.LogCaptureFixture

@@ -214,6 +214,17 @@ def test_no_such_tag_names_what_is_like_it(root: Path, at: With, cli: Cli) -> No
     assert "checkpoints are: global_step100, best" in cli("explain", root, "zzz").err
 
 
+def test_only_explain_suggests_a_tag_that_is_no_checkpoint(root: Path, at: With, cli: Cli) -> None:
+    async def saves(store: Store) -> None:
+        await save_checkpoint(store, tag="global_step1")
+        await save_checkpoint(store, tag="best")
+
+    at(saves)
+    assert cli("delete", root, "global_step1", "--yes", "--force").code == 0
+    assert "did you mean global_step1?" in cli("explain", root, "global_step2").err
+    assert "did you mean" not in cli("verify", root, "global_step2").err
+
+
 def test_no_tag_at_all(root: Path, at: With, cli: Cli) -> None:
     at(begin_start)
     assert "checkpoints are: none" in cli("explain", root, "global_step1").err

@@ -149,6 +149,7 @@ def test_a_log_that_cannot_be_read_is_made_again(root: Path, at: With, cli: Cli)
     answer = cli("recover", root)
     assert answer.code == 0
     assert "made again: the log: " in answer.out
+    assert "The next start makes it again" not in answer.out + answer.err
     assert [row["tag"] for row in cli("list", root, "--json").json["rows"]] == ["global_step3", "global_step2"]
     assert cli("verify", root).code == 0
     assert cli("recover", root, "--json").json["log_damage"] == ""
