@@ -1,4 +1,4 @@
-"""Finds the roots beside a root and above it, for a warning: a new root there may be a mistyped path."""
+"""Finds the roots beside a root, above it and below it, for a warning: a new root there may be a mistyped path."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ LOOK_S = 10.0
 async def is_new(store: Store) -> bool:
     """Whether no job ever saved at `store`."""
     root_log = RootLog.of(store)
-    return not (await root_log.look()).start and not root_log.fault and not await root_view.tags(store)
+    return not (await root_log.look()).start and not root_log.fault and not await root_view.directories(store)
 
 
 async def neighbours(url: str) -> list[str]:
-    """The roots in the directory that holds the root at `url`, the most similar names first, and that directory if it is one.
+    """The roots in the directory that holds the root at `url`, the most similar names first, those below the root, and that
+    directory if it is one.
 
     Empty if it cannot be looked at within LOOK_S: a start does not depend on it.
     """
@@ -76,7 +77,8 @@ async def _neighbours(store: Store, name: str, inside: str) -> list[str]:
 
     names = [entry.name for entry in await store.list("") if entry.is_prefix and entry.name not in (name, SERVICE)]
     names.sort(key=lambda other: -_likeness(name, other))
-    return [root for root in await each(found, [*names[:LOOKED_MAX], ""]) if root is not None]
+    below = [f"{name}/{entry.name}" for entry in await store.list(name) if entry.is_prefix and entry.name != SERVICE]
+    return [root for root in await each(found, [*names[:LOOKED_MAX], *below[:LOOKED_MAX], ""]) if root is not None]
 
 
 def _likeness(name: str, other: str) -> float:

@@ -100,6 +100,19 @@ def test_create_false_refuses_a_new_root_and_makes_nothing(tmp_path: Path, kind:
         assert ckpt.load(state(0.0)) is not None
 
 
+def test_the_directory_above_the_roots_is_none_and_the_warning_names_them(
+    tmp_path: Path, said: Callable[[str], list[str]]
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    used = saved_at(runs / "a")
+    with pytest.raises(NotFoundError, match=f"there is no root at {runs}, .* Jobs have saved at {used}"):
+        Checkpointer(runs, create=False)
+    assert sorted(path.name for path in runs.iterdir()) == ["a"]
+    Checkpointer(runs).close()
+    assert [line for line in said("WARNING") if f"the root at {runs} is new, but jobs have saved at {used}." in line]
+
+
 def test_a_root_without_its_service_directory_is_not_new(tmp_path: Path, said: Callable[[str], list[str]]) -> None:
     shutil.rmtree(saved_at(tmp_path / "ckpt") / ".checkpointd")
     before = len(said("INFO"))
