@@ -93,20 +93,25 @@ async def listing(store: Store, *, everything: bool = False, limit: int | None =
     read = await each(lambda one: rank_words(store, one), undecided)
     words = {one.prefix: of_ranks for one, of_ranks in zip(undecided, read, strict=True)}
     named = await pointer(store, state, damage)
-    rows = []
-    for one in shown:
-        row = row_of(one, losses.get(one.prefix), words.get(one.prefix), is_current=one.prefix in current)
-        is_latest = row.tag == named.tag and row.state in ("committed", "incomplete", "removed")
-        rows.append(msgspec.structs.replace(row, latest=True) if is_latest else row)
-    return Listing(root=store.url, latest=named, rows=tuple(rows), left_out=len(found) - len(shown), log_damage=damage)
+    rows = tuple(
+        row_of(one, losses.get(one.prefix), words.get(one.prefix), is_current=one.prefix in current, named=named.tag)
+        for one in shown
+    )
+    return Listing(root=store.url, latest=named, rows=rows, left_out=len(found) - len(shown), log_damage=damage)
 
 
 def row_of(
-    one: LoggedAttempt, lost: Loss | None = None, words: RankWords | None = None, *, is_current: bool = True
+    one: LoggedAttempt,
+    lost: Loss | None = None,
+    words: RankWords | None = None,
+    *,
+    is_current: bool = True,
+    named: str | None = None,
 ) -> AttemptRow:
     """The row of an attempt of which `lost` is missing. `words`: of its ranks, if it is undecided. `is_current`: no newer
-    commit has replaced it.
+    commit has replaced it. `named`: the tag that `latest` names.
     """
+    state = _state_of(one, lost, is_current)
     commit, decided = one.committed, one.decision
     cost = (commit and commit.cost) or _NO_COST
     step = one.step if words is None or words.step is None else words.step
@@ -114,7 +119,8 @@ def row_of(
         tag=one.tag,
         attempt=str(one.id),
         order=one.order,
-        state=_state_of(one, lost, is_current),
+        state=state,
+        latest=one.tag == named and state in ("committed", "incomplete", "removed"),
         step=step if step >= 0 else None,
         world_size=commit.world_size if commit else words.world_size if words else None,
         raw_bytes=words.raw_bytes() if words else cost.raw_bytes or None,

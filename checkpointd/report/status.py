@@ -57,14 +57,14 @@ async def standing(store: Store) -> Standing:
     checkpoints = root_view.checkpoints_of(newest_first)
     losses = await missing(store, checkpoints)
     left = [one for one in checkpoints if one.prefix not in losses or not losses[one.prefix].is_removed]
-    holder = await newest_holder(store, state)
+    holder, latest = await newest_holder(store, state), await pointer(store, state, damage)
     return Standing(
         root=store.url,
         holder=holder,
-        latest=await pointer(store, state, damage),
+        latest=latest,
         checkpoints=len(left),
         left_behind=tuple(c.tag for c in left if c.left_behind),
-        commits=tuple(row_of(one, losses.get(one.prefix)) for one in left[:RECENT]),
+        commits=tuple(row_of(one, losses.get(one.prefix), named=latest.tag) for one in left[:RECENT]),
         damaged=tuple(c.prefix for c in left if c.read_back == "damaged"),
         missing=losses,
         flights=tuple([await _flight(store, one, holder) for one in newest_first if one.status == "undecided"]),

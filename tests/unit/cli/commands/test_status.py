@@ -32,6 +32,7 @@ def test_who_runs_it_what_is_latest_in_flight_and_failed(root: Path, at: With, c
     found = cli("status", root, "--json").json
     assert (found["holder"]["start"], found["holder"]["world_size"], found["holder"]["life"]) == (1, 2, "running")
     assert (found["latest"]["tag"], found["checkpoints"]) == ("global_step1", 1)
+    assert [(row["tag"], row["latest"]) for row in found["commits"]] == [("global_step1", True)]
     [flight] = found["flights"]
     assert (flight["tag"], flight["orphaned"], flight["world_size"]) == ("global_step3", False, 2)
     assert [(r["rank"], r["vote"], r["object_bytes"] > 0) for r in flight["ranks"]] == [(0, "missing", False), (1, "yes", True)]
