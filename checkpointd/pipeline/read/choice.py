@@ -118,17 +118,12 @@ class CheckpointFinder:
         self._pass_over(f"{checkpoint.tag} cannot be read: {why}")
 
     async def _chosen(self) -> LoggedAttempt:
-        named = await self._named()  # before the log, which has each commit before `latest` names it
         state, root = await known_state(self.store, self._patience()), self.store.url
-        if named is not None and all(one.tag != named for one in state.attempts.values()):
-            words = "%s at %s names %s, which the log does not have: an older copy of the log may lie there. To find out: %s"
-            log.warning(words, LATEST, root, named, command("verify", root))
         if self.step is not None:
             return _of_step(state, self.step, root)
-        if self.tag is None:
-            return self._newest(state)
-        if self.tag == LATEST:
-            return meant(state, root)
+        if self.tag in (None, LATEST):
+            await self._check_latest(state)
+            return self._newest(state) if self.tag is None else meant(state, root)
         if self.attempt is None:
             return root_view.found_in(state, self.tag, root)
         prefix = attempt_prefix(self.tag, self.attempt)
@@ -137,13 +132,13 @@ class CheckpointFinder:
             raise NotFoundError(f"{prefix} at {root} is not a checkpoint, or not one any more")
         return found
 
-    async def _named(self) -> str | None:
-        """The tag that `latest` names, for a reader of the newest checkpoint, as far as it can be read."""
-        if self.step is not None or self.tag not in (None, LATEST):
-            return None
+    async def _check_latest(self, state: LogState) -> None:
+        """Log it if `latest` names a tag that the log does not have, also if it is read again."""
         with suppress(StoreError):
-            return await root_view.readable_latest(self.store)
-        return None
+            named = await root_view.readable_latest(self.store)
+            if named is not None and not _has(state, named) and not _has(await root_view.state_of(self.store), named):
+                words = "%s at %s names %s, which the log does not have: an older copy of the log may lie there; %s tells"
+                log.warning(words, LATEST, self.store.url, named, command("verify", self.store.url))
 
     def _newest(self, state: LogState) -> LoggedAttempt:
         chosen = next((c for c in candidates(state) if c.prefix not in self._damaged), None)
@@ -159,6 +154,10 @@ class CheckpointFinder:
         if damage not in self.passed_over:
             log.error("%s. Trying the checkpoint before it", damage)
             self.passed_over.append(damage)
+
+
+def _has(state: LogState, tag: str) -> bool:
+    return any(one.tag == tag for one in state.attempts.values())
 
 
 def _of_step(state: LogState, step: int, root: str) -> LoggedAttempt:

@@ -246,18 +246,18 @@ class RootLog:
             self._in_vain = 0
             await self._look(settles=True)
         if self.fault:
-            raise UnreadableError(self._unreadable(self.fault))
+            raise UnreadableError(self.unreadable)
         return until(self.state)  # if so, a list has proved it
 
     @property
-    def unreadable(self) -> str:
-        """The message about `fault`."""
-        return self._unreadable(self.fault)
+    def ends_early(self) -> str:
+        """Why the log cannot be read to its end, in words; empty if it can."""
+        return f"the log of {self.store.url} cannot be read to its end: {self.fault}" if self.fault else ""
 
     @property
-    def ends_early(self) -> str:
-        """The same without advice, for who makes the log again; empty without a fault."""
-        return self._ends_early(self.fault) if self.fault else ""
+    def unreadable(self) -> str:
+        """The same, with what to do."""
+        return f"{self.ends_early}. The next start makes it again, or: {command('recover', self.store.url)}"
 
     async def goes_on_from(self, state: LogState) -> bool:
         """Follow the log from `state`, which another process has read, and which lacks what was decided before. Returns whether
@@ -312,22 +312,16 @@ class RootLog:
         if self.fault:
             await self._look(settles=False)
             if self.fault:  # what is put might fill a gap
-                raise UnreadableError(self._unreadable(self.fault))
+                raise UnreadableError(self.unreadable)
         ended = await self._run(steps.append(self._known, partial(_together, parts), new_nonce()))
         if not ended.put:
             await self.check_root()  # or another root's log has refused the records, or has them
         self._took(ended)
         if ended.fault:
-            raise UnreadableError(self._unreadable(ended.fault))
+            raise UnreadableError(self.unreadable)
         for part in parts:
             part.is_done = True
             part.put = part.put and ended.put
-
-    def _unreadable(self, fault: str) -> str:
-        return f"{self._ends_early(fault)}. The next start makes it again, or: {command('recover', self.store.url)}"
-
-    def _ends_early(self, fault: str) -> str:
-        return f"the log of {self.store.url} cannot be read to its end: {fault}"
 
     async def compact(self) -> None:
         """If a state is due, put it, and remove what older states cover (LOG-6). Only logs what goes wrong."""
@@ -445,9 +439,9 @@ class RootLog:
         if not ended.is_proved and not ended.fault:  # a follow on the same log, so what was due before stays due
             known = known.with_due(self._known.due)
         self._known = known
-        if ended.fault and ended.fault != self.fault:
-            log.error("%s", self._unreadable(ended.fault))
-        self.fault = ended.fault
+        is_new, self.fault = ended.fault != self.fault, ended.fault
+        if self.fault and is_new:
+            log.error("%s", self.unreadable)
 
 
 def _entry(found: bytes | CheckpointdError, number: int) -> steps.Got:

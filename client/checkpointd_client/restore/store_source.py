@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,16 +11,16 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from checkpointd.config import LoadConfig, Ranks
-from checkpointd.errors import DamagedError, MismatchError
+from checkpointd.errors import DamagedError, MismatchError, NotFoundError
 from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import JointPlan
 from checkpointd.layout.log_records import LoggedAttempt
 from checkpointd.pipeline.read.checkpoint_view import CheckpointView, widened
-from checkpointd.pipeline.read.joint_plan import ranks_with, read_joint_plan
 from checkpointd.pipeline.read.load import read_boxes, read_tensors
 from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, parts_of, unheld
 from checkpointd.pipeline.read.shared_reads import Sharing
+from checkpointd.pipeline.root.ballots import checked_joint_plan
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore
@@ -35,6 +36,18 @@ from checkpointd_client.restore.target_chooser import TargetChooser
 from checkpointd_client.restore.uploads import Uploads
 
 T = TypeVar("T")
+log = logging.getLogger("checkpointd")
+
+
+async def joint_plan_of(store: Store, checkpoint: LoggedAttempt) -> JointPlan | None:
+    """The joint plan of `checkpoint`; None if it has none, or if it is damaged: then a load reads all indexes."""
+    if checkpoint.commit.plan is None:
+        return None
+    try:
+        return await checked_joint_plan(store, checkpoint)
+    except (DamagedError, NotFoundError) as error:
+        log.error("%s: all indexes are read instead, as its joint plan cannot be used: %s", checkpoint.prefix, error)
+        return None
 
 
 class CandidateSource(Protocol):
@@ -203,7 +216,7 @@ class StoredSource:
 
     def _read_plan(self) -> None:
         """Read the joint plan, or all indexes if there is none."""
-        self._plan = self._read(lambda store: read_joint_plan(store, self.checkpoint))
+        self._plan = self._read(lambda store: joint_plan_of(store, self.checkpoint))
         if self._plan is None:
             self._whole_world()
 
@@ -249,9 +262,10 @@ class StoredSource:
             self._world = self._read(lambda store: widened(store, self._world, missing, self.config))
 
     def _widen_for(self, found: list[BoxRequest]) -> None:
-        """Read the indexes of the ranks that stored parts of `found`."""
-        if self._plan is not None:
-            self._widen(ranks_with(self._plan, unheld(self._world, found)))
+        """Read the indexes of the ranks that stored parts of `found`. Of tensors that the plan does not name, nobody did."""
+        if (plan := self._plan) is not None:
+            named = [want for want in unheld(self._world, found) if want.fqn in plan.tensors]
+            self._widen({rank for want in named for rank in plan.ranks_of(want.fqn, want.box)})
 
     def has_elsewhere(self, places: Sequence[str], content: RankContent) -> bool:
         return stands_below(places, content)

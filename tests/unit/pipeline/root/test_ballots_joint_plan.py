@@ -9,10 +9,9 @@ import pytest
 
 from checkpointd.config import LoadConfig
 from checkpointd.layout.boxes import Box
-from checkpointd.pipeline.read.joint_plan import checked_joint_plan, read_joint_plan
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.ballots import joint_plan_key
+from checkpointd.pipeline.root.ballots import checked_joint_plan, joint_plan_key
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
@@ -61,7 +60,6 @@ async def test_ranks_that_hold_nothing_together_have_none(options: dict[str, obj
     await saved(store, **options)
     checkpoint = await root_view.find(store, "global_step1")
     assert checkpoint.commit.plan is None
-    assert await read_joint_plan(store, checkpoint) is None
     assert not [entry for entry in await store.list(PREFIX) if entry.name.startswith("plan-")]
 
 
