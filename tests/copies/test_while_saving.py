@@ -38,7 +38,7 @@ def copied(job: Run, copy: Path, order: tuple[str, ...], first: int) -> int:
     return there
 
 
-@pytest.mark.parametrize("order", [ORDERS[0], ORDERS[-1]], ids=" ".join)
+@pytest.mark.parametrize("order", [ORDERS[-1]], ids=" ".join)
 def test_parts_copied_in_any_order_give_the_newest_that_is_whole(order: tuple[str, ...], tmp_path: Path) -> None:
     copies_load(order, tmp_path)
 
@@ -126,7 +126,7 @@ def go_back(root: Path, snapshot: Path) -> None:
     shutil.copytree(snapshot, root, dirs_exist_ok=True)
 
 
-@pytest.mark.parametrize("saves", [1, 40])
+@pytest.mark.parametrize("saves", [1, pytest.param(40, marks=pytest.mark.nightly)])
 def test_a_root_that_goes_back_to_a_snapshot_under_a_job(saves: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is said. The next save refers to nothing that is not there any more, and all goes on from the snapshot."""
     job = Run(tmp_path / "root")
@@ -180,9 +180,8 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return job
 
 
-@pytest.mark.parametrize(
-    "lost", [pytest.param(one, marks=[pytest.mark.nightly] * (one not in ("the newest entry", "all"))) for one in LOST]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("lost", LOST)
 def test_what_a_start_loads_when_parts_of_the_log_are_gone(lost: str, long: Run, tmp_path: Path) -> None:
     root = Path(shutil.copytree(long.root, tmp_path / "root"))
     names = sorted(path.name for path in (root / LOG).iterdir() if path.name != "root")

@@ -15,7 +15,8 @@ from tests.uniform_weights import load_uniform_weights
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("saves", [5, *(pytest.param(saves, marks=pytest.mark.nightly) for saves in (1, 2))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("saves", [5, 1, 2])
 def test_a_trainer_that_is_killed_right_after_save_returned_loses_nothing_with_a_sidecar(tmp_path: Path, saves: int) -> None:
     """The copy is whole when save() returns (staging="eager"): from then on nothing of the trainer is needed."""
     script = (

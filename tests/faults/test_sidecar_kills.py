@@ -74,7 +74,7 @@ class Kills:
         return ("--bandwidth-mib", self.chance.choice(MIB_PER_S))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_sidecar_killed_at_any_moment_costs_the_saves_in_its_hands_alone(
     tmp_path: Path, pytestconfig: pytest.Config, world_size: int
 ) -> None:

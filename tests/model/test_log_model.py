@@ -10,6 +10,7 @@ from tests.model.mutations import MUTATIONS, Mutation, is_right
 from tests.model.scopes import SCOPES
 
 OF_THE_NIGHT = {
+    "a rollback is put without a begin",
     "the state is read before the entries",
     "entries go before older states",
     "a list may miss the own put",
