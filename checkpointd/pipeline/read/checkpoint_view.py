@@ -9,10 +9,13 @@ from functools import cached_property, partial
 import msgspec
 
 from checkpointd.config import LoadConfig
-from checkpointd.errors import FormatError
+from checkpointd.errors import DamagedError, FormatError
 from checkpointd.layout.indexes import Index, TensorEntry
+from checkpointd.layout.joint_plan import JointPlan, decode_joint_plan, joint_plan_ref
 from checkpointd.layout.log_records import LoggedAttempt
+from checkpointd.layout.manifest import LISTING_BYTES_MAX
 from checkpointd.pipeline.read.index import entries_by_fqn, read_index
+from checkpointd.pipeline.root.ballots import joint_plan_key
 from checkpointd.pipeline.workers import run_workers
 from checkpointd.store.base import Store
 
@@ -114,3 +117,15 @@ def _tensor(fqn: str, parts: list[StoredBox]) -> GlobalTensor:
     for number, part in enumerate(parts):
         once.setdefault(part.entry.box if part.entry.chunks else number, part)
     return GlobalTensor(fqn, first.dtype, first.shape, tuple(once.values()))
+
+
+async def checked_joint_plan(store: Store, checkpoint: LoggedAttempt) -> JointPlan:
+    """The joint plan that the commit of `checkpoint` names. Raises DamagedError or NotFoundError if it is not there whole."""
+    key = joint_plan_key(checkpoint.commit)
+    data = await store.get(key, size_max=LISTING_BYTES_MAX)
+    if joint_plan_ref(data) != checkpoint.commit.plan:
+        raise DamagedError(f"{key} is damaged: its bytes are not those that the commit names", key=key)
+    plan = decode_joint_plan(data, key)
+    if plan.world_size != checkpoint.commit.world_size:
+        raise DamagedError(f"{key} is of {plan.world_size} ranks, not {checkpoint.commit.world_size}", key=key)
+    return plan

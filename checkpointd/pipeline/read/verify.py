@@ -20,11 +20,12 @@ from checkpointd.layout.keys import object_key
 from checkpointd.layout.log_records import DamageRecord, LoggedAttempt, VerifyRecord
 from checkpointd.layout.manifest import StoredContent
 from checkpointd.layout.plan import NumberedPlan, TensorNumbers, compared
+from checkpointd.pipeline.read.checkpoint_view import checked_joint_plan
 from checkpointd.pipeline.read.contents import content_of
 from checkpointd.pipeline.read.duplicate_boxes import unequal
 from checkpointd.pipeline.read.index import read_index
 from checkpointd.pipeline.read.load import read_tensors
-from checkpointd.pipeline.root.ballots import CountedVotes, ballot_key, checked_joint_plan, joint_plan_key
+from checkpointd.pipeline.root.ballots import CountedVotes, ballot_key, joint_plan_key
 from checkpointd.pipeline.root.log import RootLog
 from checkpointd.pipeline.root.wholeness import Loss
 from checkpointd.pipeline.shard import COORDINATOR

@@ -1,7 +1,6 @@
 """The ballots of commits, as readers use them: the vote of one rank, or the votes of all.
 
-The files of votes in an attempt carry the votes to the process that decides. After a commit, only its ballot counts, and the
-joint plan beside it says which rank stored which box.
+The files of votes in an attempt carry the votes to the process that decides. After a commit, only its ballot counts.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from dataclasses import dataclass
 
 from checkpointd.errors import DamagedError, NotFoundError
 from checkpointd.layout.ballot import BallotTable, table_bytes
-from checkpointd.layout.joint_plan import JointPlan, decode_joint_plan, joint_plan_ref
 from checkpointd.layout.keys import ballot_name, joint_plan_name
-from checkpointd.layout.log_records import CommitRecord, LoggedAttempt
-from checkpointd.layout.manifest import LISTING_BYTES_MAX, Vote
+from checkpointd.layout.log_records import CommitRecord
+from checkpointd.layout.manifest import Vote
 from checkpointd.store.base import Store
 
 log = logging.getLogger("checkpointd")
@@ -89,15 +87,3 @@ def ballot_key(commit: CommitRecord) -> str:
 def joint_plan_key(commit: CommitRecord) -> str:
     """The key of the joint plan that `commit` names; empty if it names none."""
     return f"{commit.attempt}/{joint_plan_name(commit.plan.digest)}" if commit.plan is not None else ""
-
-
-async def checked_joint_plan(store: Store, checkpoint: LoggedAttempt) -> JointPlan:
-    """The joint plan that the commit of `checkpoint` names. Raises DamagedError or NotFoundError if it is not there whole."""
-    key = joint_plan_key(checkpoint.commit)
-    data = await store.get(key, size_max=LISTING_BYTES_MAX)
-    if joint_plan_ref(data) != checkpoint.commit.plan:
-        raise DamagedError(f"{key} is damaged: its bytes are not those that the commit names", key=key)
-    plan = decode_joint_plan(data, key)
-    if plan.world_size != checkpoint.commit.world_size:
-        raise DamagedError(f"{key} is of {plan.world_size} ranks, not {checkpoint.commit.world_size}", key=key)
-    return plan

@@ -16,11 +16,10 @@ from checkpointd.layout.boxes import Box
 from checkpointd.layout.indexes import Index
 from checkpointd.layout.joint_plan import JointPlan
 from checkpointd.layout.log_records import LoggedAttempt
-from checkpointd.pipeline.read.checkpoint_view import CheckpointView, widened
+from checkpointd.pipeline.read.checkpoint_view import CheckpointView, checked_joint_plan, widened
 from checkpointd.pipeline.read.load import read_boxes, read_tensors
 from checkpointd.pipeline.read.plan import BoxRequest, BoxSink, Sink, parts_of, unheld
 from checkpointd.pipeline.read.shared_reads import Sharing
-from checkpointd.pipeline.root.ballots import checked_joint_plan
 from checkpointd.pipeline.workers import uncollected
 from checkpointd.store.base import Store
 from checkpointd.store.patient import Patience, PatientStore

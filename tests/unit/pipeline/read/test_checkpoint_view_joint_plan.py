@@ -9,9 +9,10 @@ import pytest
 
 from checkpointd.config import LoadConfig
 from checkpointd.layout.boxes import Box
+from checkpointd.pipeline.read.checkpoint_view import checked_joint_plan
 from checkpointd.pipeline.read.verify import verify
 from checkpointd.pipeline.root import root_view
-from checkpointd.pipeline.root.ballots import checked_joint_plan, joint_plan_key
+from checkpointd.pipeline.root.ballots import joint_plan_key
 from checkpointd.store.base import Store
 from checkpointd.store.memory import MemoryStore
 from checkpointd.store.posix.store import PosixStore
