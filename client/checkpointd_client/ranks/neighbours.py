@@ -77,7 +77,9 @@ async def _neighbours(store: Store, name: str, inside: str) -> list[str]:
 
     names = [entry.name for entry in await store.list("") if entry.is_prefix and entry.name not in (name, SERVICE)]
     names.sort(key=lambda other: -_likeness(name, other))
-    below = [f"{name}/{entry.name}" for entry in await store.list(name) if entry.is_prefix and entry.name != SERVICE]
+    below: list[str] = []
+    with suppress(CheckpointdError):  # as above
+        below = [f"{name}/{entry.name}" for entry in await store.list(name) if entry.is_prefix and entry.name != SERVICE]
     return [root for root in await each(found, [*names[:LOOKED_MAX], *below[:LOOKED_MAX], ""]) if root is not None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from checkpointd.errors import NotFoundError
 from checkpointd_client import Checkpointer
 from checkpointd_client.integrations.directories.targets import SaveTarget
+from checkpointd_client.ranks.neighbours import neighbours
 
 
 def state(value: float) -> dict[str, object]:
@@ -111,6 +113,13 @@ def test_the_directory_above_the_roots_is_none_and_the_warning_names_them(
     assert sorted(path.name for path in runs.iterdir()) == ["a"]
     Checkpointer(runs).close()
     assert [line for line in said("WARNING") if f"the root at {runs} is new, but jobs have saved at {used}." in line]
+
+
+def test_what_is_below_a_link_hides_no_root_beside_it(tmp_path: Path) -> None:
+    used = saved_at(tmp_path / "ckpt")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cpkt").symlink_to(tmp_path / "elsewhere")
+    assert asyncio.run(neighbours(str(tmp_path / "cpkt"))) == [str(used)]
 
 
 def test_a_root_without_its_service_directory_is_not_new(tmp_path: Path, said: Callable[[str], list[str]]) -> None:
